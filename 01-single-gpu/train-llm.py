@@ -1,0 +1,779 @@
+"""Chapter 1: train a causal language model on one device.
+
+Everything a real training run needs, in one file that reads from top to bottom: packed data, mixed
+precision, gradient accumulation, held-out loss, logging, and checkpoints that resume exactly. The
+later chapters are this file plus the lines that spread the same training over many devices.
+
+    python train-llm.py --demo                   # two minutes on any machine, no network
+    python train-llm.py -e alpaca                # fine-tunes Llama-3.2-1B on Alpaca
+    python train-llm.py -e books -m Qwen/Qwen3-0.6B --from-scratch -d "books/*.txt"
+"""
+
+import argparse
+import glob
+import json
+import logging
+import math
+import os
+import queue
+import shutil
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import uuid
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import comet_ml  # before torch, as Comet asks
+import datasets
+import numpy as np
+import psutil
+import torch
+import transformers
+from torch.utils.data import Subset
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass
+class RunState:
+    """Where a run stands: `state.json` of every checkpoint."""
+
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # blocks consumed: the position in the order of samples
+    epoch: float = 0.0
+    loss_sum: float = 0.0  # over the steps since the last logged one
+    steps_since_log: int = 0
+    train_blocks: int = 0
+    eval_blocks: int = 0
+    comet_key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    flags: dict = field(default_factory=dict)  # those that must not change on resume
+
+
+def main() -> None:
+    # Set up
+    args = parse_args()
+    device = torch.device(args.device)
+    global_batch = args.batch_size * args.gradient_accumulation_steps  # blocks per optimizer step
+    torch.manual_seed(args.seed)
+    say(f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    run_folder = open_run_folder(args)
+    checkpoint, state = find_checkpoint(run_folder, args)
+
+    # Data, model, optimizer
+    config, tokenizer = load_config_and_tokenizer(args)
+    train_blocks, eval_blocks = load_blocks(args, tokenizer, state, global_batch)
+    model = build_model(args, config, device, checkpoint)
+    optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
+    steps_left = (args.num_epochs * len(train_blocks) - state.samples) // global_batch
+    total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
+    with explain(
+        f"--lr-scheduler {args.lr_scheduler} is unknown or needs more than we have flags for"
+    ):
+        schedule = (args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+        scheduler = transformers.get_scheduler(*schedule)
+    autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
+    # fp16 rounds gradients below 6e-8 to zero: the scaler multiplies them out of that range.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    if checkpoint:
+        load_training_state(checkpoint, stateful)
+    run_log = RunLog(args, run_folder, state)
+    run_log.parameters(model, describe_run(args, model, train_blocks, device, global_batch))
+
+    # The loop
+    batches = read_batches(train_blocks, args, state.samples, device)
+    loss_sum = torch.tensor(state.loss_sum, device=device)
+    stop_signals = catch_stop_signals()
+    progress = tqdm(total=total_steps, initial=state.step, unit="step", disable=None)
+    timer = PhaseTimer(device)
+    model.train()
+    while state.step < total_steps and not stop_signals:
+        for _ in range(args.gradient_accumulation_steps):
+            with timer("data"):
+                input_ids = next(batches)
+            with timer("forward"), autocast:
+                loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+                loss = loss / args.gradient_accumulation_steps
+            with timer("backward"):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()
+        with timer("update"):
+            scaler.unscale_(optimizer)
+            max_norm = args.max_grad_norm or math.inf
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            learning_rate = scheduler.get_last_lr()[0]
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+        state.step += 1
+        state.samples += global_batch
+        state.epoch = state.samples / len(train_blocks)
+        state.steps_since_log += 1
+        progress.update()
+        at_end = state.step == total_steps
+
+        if state.step % args.log_freq == 0 or at_end:
+            # Reading a number waits for the device. Nothing does so between two logged steps, so
+            # Python runs ahead and the device always finds its next kernel in the queue.
+            mean_loss = loss_sum.item() / state.steps_since_log
+            stop_unless_finite(mean_loss, grad_norm, state, args)
+            metrics = {"step": state.step, "epoch": state.epoch, "loss": mean_loss}
+            metrics |= {"learning_rate": learning_rate, "grad_norm": grad_norm.item()}
+            metrics |= timer.read(tokens_per_step=global_batch * args.seq_length)
+            metrics |= memory_metrics(device)
+            run_log.metrics(metrics)
+            show_progress(progress, metrics)
+            loss_sum.zero_()
+            state.steps_since_log = 0
+
+        if args.eval_freq and (state.step % args.eval_freq == 0 or at_end):
+            with autocast:
+                eval_loss = evaluate(model, eval_blocks, args, device)
+            metrics = {"step": state.step, "epoch": state.epoch, "eval/loss": eval_loss}
+            metrics |= {"eval/perplexity": math.exp(min(eval_loss, 700))}  # e^710 overflows
+            run_log.metrics(metrics)
+            say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
+
+        if run_folder and (state.step % args.ckpt_freq == 0 or at_end or stop_signals):
+            state.loss_sum = loss_sum.item()
+            stop_unless_finite(state.loss_sum, grad_norm, state, args)
+            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+    progress.close()
+
+    # Finished, or told to stop
+    if run_folder and state.step >= total_steps:
+        with new_folder(run_folder / "final") as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        say(f"Done: {state.step} steps; the model is in {run_folder / 'final'}")
+    run_log.close()
+    if state.step < total_steps:
+        outcome = (
+            "saved: the same command continues" if run_folder else "not saved: no -e was given"
+        )
+        say(f"Stopped after step {state.step}, {outcome}")
+        sys.exit(128 + stop_signals[0])
+
+
+# -- Set up ----------------------------------------------------------------------------------------
+
+
+def say(message: str) -> None:
+    """Prints a line above the progress bar."""
+    tqdm.write(message, file=sys.stderr)
+
+
+def fail(message: str) -> None:
+    """Leaves with one sentence for what a user can mend."""
+    sys.exit(f"error: {message}")
+
+
+@contextmanager
+def explain(message: str):
+    """Fails with `message` and the cause in place of the traceback of what happens inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        fail(f"{message} ({str(error).strip().splitlines()[0] if str(error) else repr(error)})")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def open_run_folder(args) -> Path | None:
+    """The folder of a named run, without what an interrupted save has left in it."""
+    if args.experiment_name is None:
+        return None
+    run_folder = args.save_dir / args.experiment_name
+    with explain(f"cannot write to {run_folder}, choose another --save-dir"):
+        (run_folder / "is-writable.tmp").mkdir(parents=True, exist_ok=True)
+        for leftover in run_folder.glob("*.tmp"):
+            shutil.rmtree(leftover)
+    return run_folder
+
+
+def catch_stop_signals() -> list[int]:
+    """A list that SIGTERM and Ctrl-C fill; the loop looks at it after every step."""
+    received = []
+
+    def remember(signum, frame):
+        received.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+        say("Finishing this step, then saving and leaving (once more: leaving at once)")
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return received
+
+
+# -- Data ------------------------------------------------------------------------------------------
+
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet"}
+
+
+def load_config_and_tokenizer(args):
+    name = args.model_name
+    help_gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
+    help_all = f"check name and network; if it is gated, {help_gated}; --demo needs neither"
+    with explain(f"cannot load the model {name}: {help_all}"):
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions and args.seq_length > positions:
+        fail(f"--seq-length {args.seq_length} is beyond the {positions} positions of {name}")
+    if tokenizer.eos_token_id is None:
+        fail(f"the tokenizer of {name} has no end-of-text (eos) token")
+    return config, tokenizer
+
+
+def load_documents(args) -> datasets.DatasetDict:
+    """The splits of `--dataset-name`: local files (a text file is one document) or the Hub's."""
+    name = os.path.expanduser(args.dataset_name)
+    is_folder = os.path.isdir(name)
+    found = Path(name).rglob("*") if is_folder else map(Path, glob.glob(name, recursive=True))
+    files = sorted(str(path) for path in found if path.suffix in FORMATS)
+    kinds = {FORMATS[Path(file).suffix] for file in files}
+    is_local = is_folder or Path(name).suffix in FORMATS or name[0] in "./" or "*" in name
+    if is_local and not files:
+        fail(f"{name} matches no file with one of the endings {' '.join(FORMATS)}")
+    if len(kinds) > 1 and not is_folder:
+        fail(f"{name} matches files of several kinds, choose one of {', '.join(kinds)}")
+    remedy = (
+        "check name, --dataset-subset and network; loading scripts are not supported, only data"
+    )
+    with explain(f"cannot load the dataset {name}: {remedy} in Parquet, JSON, CSV or text files"):
+        if kinds == {"text"}:
+            options = {"sample_by": "document", "encoding_errors": "replace"}
+            return datasets.load_dataset("text", data_files=files, **options)
+        if files and not is_folder:
+            return datasets.load_dataset(kinds.pop(), data_files=files)
+        return datasets.load_dataset(name, args.dataset_subset)
+
+
+def tokenize(rows: dict, tokenizer, column: str) -> dict:
+    """The token ids of each document and an end-of-text token; empty documents are left out."""
+    texts = [text for text in rows[column] if text]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    end = tokenizer.eos_token_id
+    return {"input_ids": [ids if ids[-1] == end else [*ids, end] for ids in documents]}
+
+
+class PackedBlocks:
+    """All documents end to end, cut into blocks of `seq_length` tokens; less than one is dropped.
+
+    `blocks[i]` is an int32 array of shape (seq_length,). Nothing else copies tokens: the chunks are
+    views of the memory-mapped Arrow cache, which all processes of a machine share.
+    """
+
+    def __init__(self, tokenized: datasets.Dataset, seq_length: int):
+        chunks = tokenized.data.column("input_ids").chunks
+        self.chunks = [chunk.flatten().to_numpy() for chunk in chunks]
+        self.starts = np.cumsum([0] + [len(chunk) for chunk in self.chunks])
+        self.seq_length = seq_length
+
+    def __len__(self) -> int:
+        return int(self.starts[-1]) // self.seq_length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        begin, end = index * self.seq_length, (index + 1) * self.seq_length
+        first, last = np.searchsorted(self.starts, [begin, end - 1], side="right") - 1
+        spans = [(i, self.starts[i]) for i in range(first, last + 1)]
+        return np.concatenate([self.chunks[i][max(begin - at, 0) : end - at] for i, at in spans])
+
+
+def load_blocks(args, tokenizer, state: RunState, global_batch: int):
+    """The blocks to train on and those held out: a split of their own, else the last 1 %."""
+    name, splits = args.dataset_name, load_documents(args)
+    if "train" not in splits:
+        fail(f"{name} has no train split, only {', '.join(splits)}")
+    features = splits["train"].features
+    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    if not columns:
+        fail(f"{name} has no text column, only {', '.join(features)}")
+    column = "text" if "text" in columns else columns[0]
+
+    def pack(split: str) -> PackedBlocks:
+        tokenized = splits[split].map(
+            tokenize,
+            batched=True,
+            fn_kwargs={"tokenizer": tokenizer, "column": column},
+            remove_columns=splits[split].column_names,
+            features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
+            desc=f"Tokenizing {split}",
+        )
+        return PackedBlocks(tokenized, args.seq_length)
+
+    blocks = pack("train")
+    held_out = next((split for split in ("validation", "test") if split in splits), None)
+    eval_blocks = pack(held_out) if held_out else ()
+    count = len(blocks)
+    if not len(eval_blocks):  # a resumed run goes on with what it held out at first
+        count -= state.eval_blocks or max(count // 100, global_batch)
+        eval_blocks = Subset(blocks, range(max(count, 0), len(blocks)))
+    if count < global_batch:
+        sizes = (
+            f"{len(blocks)} blocks of {args.seq_length} tokens, a global batch is {global_batch}"
+        )
+        fail(f"{name} is too small ({sizes}): lower --batch-size or --seq-length")
+    if state.step and count != state.train_blocks:
+        fail(f"{name} has changed since this run began: choose another --experiment-name")
+    state.train_blocks, state.eval_blocks = count, len(eval_blocks)
+    say(f"{name}, column {column!r}: {count} blocks to train on, {len(eval_blocks)} held out")
+    return Subset(blocks, range(count)), eval_blocks
+
+
+@lru_cache(maxsize=2)
+def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(count)
+
+
+def sample_order(positions: range, count: int, seed: int) -> list[int]:
+    """Which of `count` blocks stand at these positions of the endless order of samples.
+
+    One permutation of all blocks follows another, each a pure function of seed and epoch: a run
+    resumes at its next position, and nothing is read, skipped or repeated on the way there.
+    """
+    return [permutation(seed, p // count, count)[p % count] for p in positions]
+
+
+def read_batches(blocks: Subset, args, samples: int, device: torch.device):
+    """Micro-batches without end, from position `samples` of the order on."""
+    while True:
+        positions = range(samples, samples + args.batch_size)
+        yield read_batch(blocks, sample_order(positions, len(blocks), args.seed), device)
+        samples += args.batch_size
+
+
+def read_batch(blocks, indices, device: torch.device) -> torch.Tensor:
+    """The token ids of these blocks: int64 of shape (len(indices), seq_length) on `device`."""
+    batch = torch.from_numpy(np.stack([blocks[i] for i in indices]))
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # a copy from other memory would wait for the GPU
+    return batch.to(device, non_blocking=True).long()
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, config, device: torch.device, checkpoint: Path | None):
+    """The model with fp32 weights on `device`: from the checkpoint, pretrained, or random."""
+    # In bf16, the dtype of many checkpoints, most AdamW updates are too small to move a weight.
+    options = {"dtype": torch.float32}
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if ampere and args.dtype != "fp32" and is_flash_attn_2_available():
+        options["attn_implementation"] = "flash_attention_2"  # else SDPA, by default
+    if args.from_scratch and not checkpoint:
+        with explain(f"cannot build a causal language model from {args.model_name}"), device:
+            model = AutoModelForCausalLM.from_config(config, **options)
+    else:
+        remedy = "--from-scratch starts from random weights, --demo needs no download"
+        message = f"cannot load the weights of {args.model_name}: {remedy}"
+        with explain(DAMAGED.format(checkpoint) if checkpoint else message):
+            source = checkpoint or args.model_name
+            model = AutoModelForCausalLM.from_pretrained(source, **options)
+    model.to(device)
+    say(f"Attention {model.config._attn_implementation}, compute precision {args.dtype}")
+
+    if args.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.compile:
+        # Layer by layer and in place: all layers share one compilation, the state dict keeps its
+        # names, and attention stays causal without a mask. The compiled loss never holds the fp32
+        # copy of the logits, which would be the largest tensor of the step.
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):  # as every decoder layer is
+                module.compile()
+        model.loss_function = torch.compile(model.loss_function)
+    # Transformers looks in every forward pass whether position ids restart within a row. Ours never
+    # do, and a look at a tensor waits for the GPU.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    return model
+
+
+def parameter_groups(model, args) -> list[dict]:
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A resumed run keeps these: with another value it would train something else.
+LASTING_FLAGS = "model_name from_scratch dataset_name dataset_subset seq_length dtype seed lr"
+LASTING_FLAGS += " lr_scheduler warmup_steps weight_decay max_grad_norm"
+DAMAGED = "{} is damaged: remove it, and the run continues from the one before"
+
+
+def list_checkpoints(run_folder: Path) -> list[Path]:
+    """The complete ones, oldest first."""
+    return sorted(path for path in run_folder.glob("step-*") if path.name[5:].isdecimal())
+
+
+def find_checkpoint(run_folder: Path | None, args) -> tuple[Path | None, RunState]:
+    """The newest complete checkpoint and its state; None and a new state where there is none."""
+    flags = {name: getattr(args, name) for name in LASTING_FLAGS.split()}
+    checkpoints = list_checkpoints(run_folder) if run_folder else []
+    if not checkpoints:
+        return None, RunState(flags=flags)
+    with explain(DAMAGED.format(checkpoints[-1])):
+        state = RunState(**json.loads((checkpoints[-1] / "state.json").read_text()))
+    for name, value in flags.items():
+        if value != state.flags[name]:
+            given, before = f"--{name.replace('_', '-')} {value}", state.flags[name]
+            fail(f"{given}: this run has {before}; give that, or another --experiment-name")
+    say(f"Continuing from {checkpoints[-1]}")
+    return checkpoints[-1], state
+
+
+@contextmanager
+def new_folder(folder: Path):
+    """Yields a temporary folder, which takes its real name once all that is in it is on the disk."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    with explain(f"cannot save {folder}; what was saved before is intact"):
+        try:
+            temporary.mkdir()
+            yield temporary
+            for file in temporary.iterdir():
+                with open(file, "rb+") as opened:
+                    os.fsync(opened.fileno())
+            if folder.exists():
+                remove_folder(folder)
+            temporary.rename(folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Takes its name away first: no half-removed folder passes for a complete one."""
+    shutil.rmtree(folder.rename(folder.with_name(folder.name + ".old.tmp")))
+
+
+def save_checkpoint(run_folder: Path, model, tokenizer, stateful, state: RunState, args) -> None:
+    """A Transformers folder and all that an exact resume needs; removes the oldest checkpoints."""
+    training_state = {name: part.state_dict() for name, part in stateful.items()}
+    training_state["cpu_rng"] = torch.get_rng_state()
+    if args.device == "cuda":
+        training_state["cuda_rng"] = torch.cuda.get_rng_state()
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        torch.save(training_state, folder / "training_state.pt")
+        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+    for checkpoint in list_checkpoints(run_folder)[: -args.keep_checkpoints]:
+        remove_folder(checkpoint)
+
+
+def load_training_state(checkpoint: Path, stateful: dict) -> None:
+    """Restores optimizer, scheduler, scaler and random number generators in place."""
+    with explain(DAMAGED.format(checkpoint)):
+        file = checkpoint / "training_state.pt"
+        training_state = torch.load(file, map_location="cpu", weights_only=True)
+        for name, part in stateful.items():
+            part.load_state_dict(training_state[name])
+        torch.set_rng_state(training_state["cpu_rng"])
+        if "cuda_rng" in training_state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(training_state["cuda_rng"])
+    # If the number of steps has changed, so has the learning rate of the next one.
+    stateful["scheduler"].last_epoch -= 1
+    stateful["scheduler"].step()
+
+
+# -- Evaluation, metrics, timing -------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(model, blocks, args, device: torch.device) -> float:
+    """The mean loss over all held-out blocks, in nats per token."""
+    model.eval()
+    loss_sum = torch.zeros((), device=device)
+    for begin in range(0, len(blocks), args.batch_size):
+        indices = range(begin, min(begin + args.batch_size, len(blocks)))
+        input_ids = read_batch(blocks, indices, device)
+        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+        loss_sum += loss * len(indices)
+    model.train()
+    return loss_sum.item() / len(blocks)
+
+
+def stop_unless_finite(loss: float, grad_norm: torch.Tensor, state: RunState, args) -> None:
+    # In fp16 an infinite gradient is nothing unusual: the scaler skips that step.
+    if not math.isfinite(loss) or (args.dtype != "fp16" and not grad_norm.isfinite()):
+        where = f"at step {state.step}, which is not saved"
+        fail(f"the loss or its gradient is not finite {where}: lower --lr or raise --warmup-steps")
+
+
+class PhaseTimer:
+    """Times the phases of a step: `with timer("forward"): ...`.
+
+    Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
+    with the work, and are read when the GPU has passed them.
+    """
+
+    def __init__(self, device: torch.device):
+        self.on_gpu = device.type == "cuda"
+        self.spans = {phase: [] for phase in ("data", "forward", "backward", "update")}
+        self.last_read = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str):
+        begin = self.now()
+        yield
+        self.spans[phase].append((begin, self.now()))
+
+    def now(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, tokens_per_step: int) -> dict[str, float]:
+        """Milliseconds per optimizer step and tokens per second, since the last read."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        now, steps, metrics = time.perf_counter(), len(self.spans["update"]), {}
+        for phase, spans in self.spans.items():
+            times = (a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in spans)
+            metrics[f"time/{phase}_ms"] = sum(times) / steps
+            spans.clear()
+        seconds = (now - self.last_read) / steps
+        self.last_read = now
+        return metrics | {
+            "time/total_ms": 1e3 * seconds,
+            "tokens_per_second": tokens_per_step / seconds,
+        }
+
+
+def memory_metrics(device: torch.device) -> dict[str, float]:
+    """GB (1e9 bytes) that PyTorch has handed out and has reserved on the GPU.
+
+    Elsewhere: the resident memory of this process, whose peak is not known.
+    """
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        stats = torch.cuda.memory_stats(device)
+    else:
+        total, resident = psutil.virtual_memory().total, psutil.Process().memory_info().rss
+        stats = defaultdict(lambda: resident)
+    metrics = {"memory/total_gb": total / 1e9}
+    for kind in ("allocated", "reserved"):
+        for when in ("current", "peak"):
+            metrics[f"memory/{when}_{kind}_gb"] = stats[f"{kind}_bytes.all.{when}"] / 1e9
+    return metrics
+
+
+# -- Logging ---------------------------------------------------------------------------------------
+
+
+def describe_run(args, model, train_blocks, device: torch.device, global_batch: int) -> dict:
+    """What is logged once: every flag, and what follows from them."""
+    return vars(args) | {
+        "global_batch": global_batch,
+        "world_size": 1,
+        "parameters_total": sum(p.numel() for p in model.parameters()),
+        "parameters_trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "dataset_blocks": len(train_blocks),
+        "dataset_tokens": len(train_blocks) * args.seq_length,
+        "device_name": device_name(device),
+        "device_memory_gb": memory_metrics(device)["memory/total_gb"],
+        "torch_version": torch.__version__,
+        "cuda_version": str(torch.version.cuda),
+        "transformers_version": transformers.__version__,
+    }
+
+
+def show_progress(progress: tqdm, metrics: dict) -> None:
+    """On the bar in a terminal, else as a line."""
+    text = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
+    if progress.disable:
+        say(f"step {metrics['step']}/{progress.total}  {text.format(**metrics)}")
+    else:
+        progress.set_postfix_str(text.format(**metrics))
+
+
+class RunLog:
+    """The records of a named run, the same ones in `metrics.jsonl` and in Comet.
+
+    A thread of its own talks to Comet: however slow or unwilling that is, training goes on.
+    """
+
+    def __init__(self, args, run_folder: Path | None, state: RunState):
+        self.args, self.run_folder, self.comet_key = args, run_folder, state.comet_key
+        if run_folder is None:
+            return
+        path = run_folder / "metrics.jsonl"
+        with explain(f"cannot write {path}"):
+            # Drops what came after the checkpoint, and a last line that was only half written.
+            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+            whole = [line for line in lines if line.endswith("\n")]
+            kept = [line for line in whole if json.loads(line)["step"] <= state.step]
+            path.with_suffix(".new").write_text("".join(kept))
+            path.with_suffix(".new").replace(path)
+            self.file = path.open("a")
+        self.calls = queue.SimpleQueue()
+        self.comet = threading.Thread(target=self.talk_to_comet, daemon=True)
+        self.comet.start()
+
+    def parameters(self, model, parameters: dict) -> None:
+        if self.run_folder:
+            self.calls.put(("log_parameters", (parameters,), {}))
+            self.calls.put(("set_model_graph", (str(model),), {}))
+
+    def metrics(self, record: dict) -> None:
+        if self.run_folder:
+            with explain(f"cannot write {self.file.name}; the last checkpoint is intact"):
+                print(json.dumps(record), file=self.file, flush=True)
+            position = {"step": record["step"], "epoch": record["epoch"]}
+            self.calls.put(("log_metrics", (record,), position))
+
+    def close(self) -> None:
+        if self.run_folder:
+            self.calls.put(None)
+            self.comet.join(timeout=60)
+
+    def talk_to_comet(self) -> None:
+        try:
+            online = comet_ml.get_config("comet.api_key") is not None
+            experiment = self.start_experiment(online)
+            if not experiment.alive:
+                say("warning: Comet cannot be reached or refuses the key: logging offline")
+                online, experiment = False, self.start_experiment(online=False)
+            for method, values, options in iter(self.calls.get, None):
+                getattr(experiment, method)(*values, **options)
+            experiment.end()
+            upload = f"comet upload {self.run_folder / 'comet'}/*.zip"
+            say(f"Comet: {experiment.url if online else upload}")
+        except Exception as error:
+            say(f"warning: training goes on without Comet ({error})")
+
+    def start_experiment(self, online: bool):
+        """A new experiment at Comet, or the one that this run began with."""
+        logging.getLogger("comet_ml").setLevel(logging.CRITICAL)
+        off = {"auto_output_logging": False, "parse_args": False, "display_summary_level": 0}
+        folder = str(self.run_folder / "comet")
+        return comet_ml.start(
+            workspace=self.args.comet_workspace,
+            project_name=self.args.comet_project_name,
+            experiment_key=self.comet_key,
+            mode="get_or_create",
+            online=online,
+            experiment_config=comet_ml.ExperimentConfig(
+                name=self.args.experiment_name, offline_directory=folder, **off
+            ),
+        )
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+# Two minutes on a laptop, with a text that every Python brings along.
+DEMO = {
+    "experiment_name": "demo-single-gpu",
+    "model_name": str(REPOSITORY / "tiny-llama"),
+    "from_scratch": True,
+    "dataset_name": os.path.join(sysconfig.get_path("stdlib"), "[a-z]*.py"),
+    "seq_length": 256,
+    "batch_size": 8,
+    "max_steps": 500,
+    "lr": 3e-3,
+    "warmup_steps": 20,
+    "eval_freq": 100,
+    "ckpt_freq": 250,
+}
+
+
+def at_least(minimum, kind=int):
+    """An argparse type: a finite number of this kind, not below the minimum."""
+
+    def number(text: str):
+        value = kind(text)
+        if not minimum <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not at least {minimum}")
+        return value
+
+    return number
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [flags], see --help",
+        description="The default is in brackets.",
+        allow_abbrev=False,
+    )
+
+    def add(*names, help: str, default=None, **options):
+        suffix = "" if default is None else f" [{default}]"
+        parser.add_argument(*names, help=help + suffix, default=default, **options)
+
+    count, positive, real = at_least(0), at_least(1), at_least(0, float)
+    add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet [the account's own default]")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action="store_true", help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per packed block")
+    add("-b", "--batch-size", type=positive, default=8, help="blocks per device and forward pass")
+    add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
+    add("--num-epochs", type=positive, default=3, help="passes over the dataset")
+    add("--max-steps", type=positive, help="stop after this many optimizer steps")
+    add("--lr", type=real, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", default="cosine", help="any name of transformers.get_scheduler")
+    add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
+    add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=DTYPES, help="compute precision [bf16 on GPUs, fp32 on CPU]")
+    add("--activation-checkpointing", action="store_true", help="less memory, more compute")
+    add("--compile", action=argparse.BooleanOptionalAction, help="[on for CUDA, off elsewhere]")
+    add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=positive, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
+    add("--save-dir", type=Path, default=REPOSITORY / "outputs", help="the folder of all runs")
+    add("--seed", type=count, default=0, help="of random weights and the order of samples")
+    add("--device", help="cuda, mps or cpu [the first of them that there is]")
+    add("--demo", action="store_true", help="a small preset; other flags override it")
+    if "--demo" in sys.argv:
+        parser.set_defaults(**DEMO)
+    args = parser.parse_args()
+
+    backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "cpu": torch.cpu}
+    available = [name for name, backend in backends.items() if backend.is_available()]
+    args.device = args.device or available[0]
+    args.dtype = args.dtype or ("fp32" if args.device == "cpu" else "bf16")
+    args.compile = args.device == "cuda" if args.compile is None else args.compile
+    if args.device not in available:
+        parser.error(f"--device {args.device} is not available, only {', '.join(available)}")
+    if args.dtype == "fp16" and args.device == "cpu":
+        parser.error("--dtype fp16 needs a GPU: choose bf16 or fp32")
+    if args.experiment_name in ("", "..") or Path(args.experiment_name or "x").name != (
+        args.experiment_name or "x"
+    ):
+        parser.error("--experiment-name must be a plain folder name, without slashes")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError:
+        remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
+        fail(f"out of GPU memory: {remedy} --activation-checkpointing, then lower --seq-length")
