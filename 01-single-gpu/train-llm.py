@@ -26,7 +26,7 @@ import uuid
 from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import comet_ml  # before torch, as Comet asks
@@ -88,8 +88,10 @@ def main() -> None:
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful)
-    run_log = RunLog(args, run_folder, state)
-    run_log.parameters(model, describe_run(args, model, train_blocks, device, global_batch))
+    run_log = RunLog(args, run_folder, state) if run_folder else None
+    if run_log:
+        parameters = describe_run(args, model, train_blocks, device, global_batch)
+        run_log.parameters(parameters, model)
 
     # The loop
     batches = read_batches(train_blocks, args, state.samples, device)
@@ -133,7 +135,8 @@ def main() -> None:
             metrics |= {"learning_rate": learning_rate, "grad_norm": grad_norm.item()}
             metrics |= timer.read(tokens_per_step=global_batch * args.seq_length)
             metrics |= memory_metrics(device)
-            run_log.metrics(metrics)
+            if run_log:
+                run_log.metrics(metrics)
             show_progress(progress, metrics)
             loss_sum.zero_()
             state.steps_since_log = 0
@@ -143,7 +146,8 @@ def main() -> None:
                 eval_loss = evaluate(model, eval_blocks, args, device)
             metrics = {"step": state.step, "epoch": state.epoch, "eval/loss": eval_loss}
             metrics |= {"eval/perplexity": math.exp(min(eval_loss, 700))}  # e^710 overflows
-            run_log.metrics(metrics)
+            if run_log:
+                run_log.metrics(metrics)
             say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
 
         if run_folder and (state.step % args.ckpt_freq == 0 or at_end or stop_signals):
@@ -158,7 +162,8 @@ def main() -> None:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         say(f"Done: {state.step} steps; the model is in {run_folder / 'final'}")
-    run_log.close()
+    if run_log:
+        run_log.close()
     if state.step < total_steps:
         outcome = (
             "saved: the same command continues" if run_folder else "not saved: no -e was given"
@@ -445,7 +450,7 @@ def find_checkpoint(run_folder: Path | None, args) -> tuple[Path | None, RunStat
 
 @contextmanager
 def new_folder(folder: Path):
-    """Yields a temporary folder, which takes its real name once all that is in it is on the disk."""
+    """Yields a temporary folder, which takes its real name once all of it is on the disk."""
     temporary = folder.with_name(folder.name + ".tmp")
     with explain(f"cannot save {folder}; what was saved before is intact"):
         try:
@@ -615,10 +620,7 @@ class RunLog:
     A thread of its own talks to Comet: however slow or unwilling that is, training goes on.
     """
 
-    def __init__(self, args, run_folder: Path | None, state: RunState):
-        self.args, self.run_folder, self.comet_key = args, run_folder, state.comet_key
-        if run_folder is None:
-            return
+    def __init__(self, args, run_folder: Path, state: RunState):
         path = run_folder / "metrics.jsonl"
         with explain(f"cannot write {path}"):
             # Drops what came after the checkpoint, and a last line that was only half written.
@@ -629,56 +631,48 @@ class RunLog:
             path.with_suffix(".new").replace(path)
             self.file = path.open("a")
         self.calls = queue.SimpleQueue()
-        self.comet = threading.Thread(target=self.talk_to_comet, daemon=True)
+        comet = (args, run_folder / "comet", state.comet_key)
+        self.comet = threading.Thread(target=self.talk_to_comet, args=comet, daemon=True)
         self.comet.start()
 
-    def parameters(self, model, parameters: dict) -> None:
-        if self.run_folder:
-            self.calls.put(("log_parameters", (parameters,), {}))
-            self.calls.put(("set_model_graph", (str(model),), {}))
+    def parameters(self, parameters: dict, model) -> None:
+        self.calls.put(("log_parameters", (parameters,), {}))
+        self.calls.put(("set_model_graph", (str(model),), {}))
 
     def metrics(self, record: dict) -> None:
-        if self.run_folder:
-            with explain(f"cannot write {self.file.name}; the last checkpoint is intact"):
-                print(json.dumps(record), file=self.file, flush=True)
-            position = {"step": record["step"], "epoch": record["epoch"]}
-            self.calls.put(("log_metrics", (record,), position))
+        with explain(f"cannot write {self.file.name}; the last checkpoint is intact"):
+            print(json.dumps(record), file=self.file, flush=True)
+        position = {"step": record["step"], "epoch": record["epoch"]}
+        self.calls.put(("log_metrics", (record,), position))
 
     def close(self) -> None:
-        if self.run_folder:
-            self.calls.put(None)
-            self.comet.join(timeout=60)
+        self.calls.put(None)
+        self.comet.join(timeout=60)
 
-    def talk_to_comet(self) -> None:
+    def talk_to_comet(self, args, folder: Path, experiment_key: str) -> None:
+        logging.getLogger("comet_ml").setLevel(logging.CRITICAL)
+        off = {"auto_output_logging": False, "parse_args": False, "display_summary_level": 0}
+        names = {"name": args.experiment_name, "offline_directory": str(folder)}
+        start = partial(
+            comet_ml.start,
+            workspace=args.comet_workspace,
+            project_name=args.comet_project_name,
+            experiment_key=experiment_key,
+            mode="get_or_create",  # a resumed run goes on with the experiment it began
+            experiment_config=comet_ml.ExperimentConfig(**names, **off),
+        )
         try:
             online = comet_ml.get_config("comet.api_key") is not None
-            experiment = self.start_experiment(online)
+            experiment = start(online=online)
             if not experiment.alive:
                 say("warning: Comet cannot be reached or refuses the key: logging offline")
-                online, experiment = False, self.start_experiment(online=False)
+                online, experiment = False, start(online=False)
             for method, values, options in iter(self.calls.get, None):
                 getattr(experiment, method)(*values, **options)
             experiment.end()
-            upload = f"comet upload {self.run_folder / 'comet'}/*.zip"
-            say(f"Comet: {experiment.url if online else upload}")
+            say(f"Comet: {experiment.url if online else f'comet upload {folder}/*.zip'}")
         except Exception as error:
             say(f"warning: training goes on without Comet ({error})")
-
-    def start_experiment(self, online: bool):
-        """A new experiment at Comet, or the one that this run began with."""
-        logging.getLogger("comet_ml").setLevel(logging.CRITICAL)
-        off = {"auto_output_logging": False, "parse_args": False, "display_summary_level": 0}
-        folder = str(self.run_folder / "comet")
-        return comet_ml.start(
-            workspace=self.args.comet_workspace,
-            project_name=self.args.comet_project_name,
-            experiment_key=self.comet_key,
-            mode="get_or_create",
-            online=online,
-            experiment_config=comet_ml.ExperimentConfig(
-                name=self.args.experiment_name, offline_directory=folder, **off
-            ),
-        )
 
 
 # -- Flags -----------------------------------------------------------------------------------------
@@ -764,9 +758,8 @@ def parse_args() -> argparse.Namespace:
         parser.error(f"--device {args.device} is not available, only {', '.join(available)}")
     if args.dtype == "fp16" and args.device == "cpu":
         parser.error("--dtype fp16 needs a GPU: choose bf16 or fp32")
-    if args.experiment_name in ("", "..") or Path(args.experiment_name or "x").name != (
-        args.experiment_name or "x"
-    ):
+    name = args.experiment_name
+    if name is not None and (name in ("", "..") or Path(name).name != name):
         parser.error("--experiment-name must be a plain folder name, without slashes")
     return args
 

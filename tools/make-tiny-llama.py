@@ -1,11 +1,11 @@
-"""Makes `tiny-llama/`: the config and tokenizer of a Llama of about a million parameters, no weights.
+"""Makes `tiny-llama/`: config and tokenizer of a Llama of a million parameters, no weights.
 
     python tools/make-tiny-llama.py [--output-dir DIR]
 
-The tokenizer is a byte-level BPE trained on the source of the Python standard library, the text that
-`--demo` trains on. The folder in the repository was made with Python 3.11.7 and the versions in
-`constraints.txt`; with those the output is the same byte for byte. Another Python has another standard
-library and so another tokenizer.
+The tokenizer is a byte-level BPE trained on the source of the Python standard library, the text
+that `--demo` trains on. The folder in the repository was made with Python 3.11.7 and the versions
+in `constraints.txt`, and those reproduce it byte for byte. Another Python has another standard
+library, and so another tokenizer.
 """
 
 import argparse
