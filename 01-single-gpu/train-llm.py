@@ -35,6 +35,7 @@ import numpy as np
 import psutil
 import torch
 import transformers
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Subset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -77,11 +78,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
     steps_left = (args.num_epochs * len(train_blocks) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
-    with explain(
-        f"--lr-scheduler {args.lr_scheduler} is unknown or needs more than we have flags for"
-    ):
-        schedule = (args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
-        scheduler = transformers.get_scheduler(*schedule)
+    scheduler = build_scheduler(args, optimizer, total_steps)
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
     # fp16 rounds gradients below 6e-8 to zero: the scaler multiplies them out of that range.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
@@ -419,6 +416,15 @@ def parameter_groups(model, args) -> list[dict]:
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 
+def build_scheduler(args, optimizer, total_steps: int) -> LambdaLR:
+    with explain(f"--lr-scheduler {args.lr_scheduler} is unknown, or not one of steps alone"):
+        schedule = (args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+        scheduler = transformers.get_scheduler(*schedule)
+        if not isinstance(scheduler, LambdaLR):
+            raise ValueError("it follows a metric")
+    return scheduler
+
+
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 # A resumed run keeps these: with another value it would train something else.
@@ -713,7 +719,7 @@ def parse_args() -> argparse.Namespace:
     )
 
     def add(*names, help: str, default=None, **options):
-        suffix = "" if default is None else f" [{default}]"
+        suffix = "" if default is None or default is False else f" [{default}]"
         parser.add_argument(*names, help=help + suffix, default=default, **options)
 
     count, positive, real = at_least(0), at_least(1), at_least(0, float)
@@ -721,7 +727,8 @@ def parse_args() -> argparse.Namespace:
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet [the account's own default]")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
-    add("--from-scratch", action="store_true", help="random weights, not pretrained ones")
+    switch = argparse.BooleanOptionalAction
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per packed block")
@@ -736,7 +743,7 @@ def parse_args() -> argparse.Namespace:
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision [bf16 on GPUs, fp32 on CPU]")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
-    add("--compile", action=argparse.BooleanOptionalAction, help="[on for CUDA, off elsewhere]")
+    add("--compile", action=switch, help="[on for CUDA, off elsewhere]")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")

@@ -1,0 +1,118 @@
+"""Small models, small text, and `train`, which runs a chapter and reads what it wrote."""
+
+import importlib.util
+import itertools
+import json
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Before anything imports the libraries, which read these once: caches of our own, no account.
+_CACHE = tempfile.TemporaryDirectory(prefix="distributed-training-demo-")
+os.environ["HF_HOME"] = _CACHE.name
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nobody listens: tests need no network
+os.environ["COMET_CONFIG"] = os.path.join(_CACHE.name, "comet.config")
+for name in ("COMET_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE"):
+    os.environ.pop(name, None)
+
+from runner import CHAPTER_1, REPOSITORY, Run  # noqa: E402
+
+TINY_LLAMA = REPOSITORY / "tiny-llama"
+
+
+def write_model(folder: Path, **config) -> Path:
+    """A folder with the tiny tokenizer and this config, without weights."""
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((TINY_LLAMA / name).read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 2048}))
+    return folder
+
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "llama", **LLAMA)
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """Documents of 1 to 60 words, with letters that take several tokens."""
+    chance = random.Random(0)
+    words = ["def", "return", "self", "lambda", "the", "loss", "gradient", "Größe", "学习", "x"]
+    return [" ".join(chance.choices(words, k=chance.randint(1, 60))) for _ in range(400)]
+
+
+@pytest.fixture(scope="session")
+def dataset(texts, tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("data") / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return file
+
+
+class Result:
+    def __init__(self, run: Run, folder: Path, status: int):
+        self.run, self.folder, self.status, self.output = run, folder, status, run.output
+
+    @property
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
+
+    def column(self, name: str) -> list[float]:
+        return [record[name] for record in self.records if name in record]
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("step-*"))
+
+
+class Trainer:
+    """`trainer(...)` runs a chapter to its end; `trainer.start(...)` lets it run."""
+
+    def __init__(self, folder: Path, model: Path, dataset: Path):
+        self.folder, self.model, self.dataset = folder, model, dataset
+        self.numbers = itertools.count()
+
+    def start(self, *flags, name="run", script=CHAPTER_1, **options) -> Run:
+        defaults = ["-e", name, "--save-dir", self.folder, "-m", self.model, "--from-scratch"]
+        defaults += ["-d", self.dataset, "-s", 32, "-b", 4, "--lr", 1e-2, "--log-freq", 1]
+        output = self.folder / f"output-{next(self.numbers)}.txt"
+        return Run(script, [*defaults, *flags], output, **options)
+
+    def __call__(self, *flags, name="run", status=0, **options) -> Result:
+        run = self.start(*flags, name=name, **options)
+        result = Result(run, self.folder / name, run.wait())
+        assert status is None or result.status == status, result.output
+        return result
+
+
+@pytest.fixture
+def trainer(tmp_path, model, dataset) -> Trainer:
+    return Trainer(tmp_path, model, dataset)
+
+
+@pytest.fixture(scope="session")
+def chapter_1():
+    """Chapter 1 as a module, for tests of its functions."""
+    spec = importlib.util.spec_from_file_location("chapter_1", CHAPTER_1)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["chapter_1"] = module
+    spec.loader.exec_module(module)
+    return module

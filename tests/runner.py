@@ -1,0 +1,71 @@
+"""Runs scripts of this repository the way a user does, without paying for the imports each time.
+
+A server process imports torch, transformers, datasets and Comet once; every run is a fork of it: a
+process of its own with its own arguments, signals, output and exit status.
+"""
+
+import atexit
+import multiprocessing
+import os
+import resource
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CHAPTER_1 = REPOSITORY / "01-single-gpu" / "train-llm.py"
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["preload"])
+
+
+def _child(script: Path, arguments: list[str], output: Path, options: dict) -> None:
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(options.get("env", {}))
+    os.chdir(options.get("cwd", "/"))
+    if "largest_file" in options:  # bytes: writing beyond fails like a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (options["largest_file"],) * 2)
+    if "before" in options:
+        exec(options["before"], {})
+    sys.argv = [str(script), *arguments]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+class Run:
+    """A script that runs; `output` is what it has printed so far, both streams together."""
+
+    def __init__(self, script: Path, arguments, output: Path, **options):
+        self.file = output
+        self.process = _context.Process(
+            target=_child, args=(script, [str(a) for a in arguments], output, options)
+        )
+        self.process.start()
+
+    @property
+    def output(self) -> str:
+        return self.file.read_text() if self.file.exists() else ""
+
+    def wait(self, timeout: float = 120) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            raise TimeoutError(f"still running after {timeout} s:\n{self.output}")
+        return self.process.exitcode
+
+    def wait_for(self, text: str, timeout: float = 60) -> None:
+        end = time.monotonic() + timeout
+        while text not in self.output:
+            assert self.process.exitcode is None, f"ended before {text!r}:\n{self.output}"
+            assert time.monotonic() < end, f"no {text!r} within {timeout} s:\n{self.output}"
+            time.sleep(0.01)
+
+    def signal(self, signum: int) -> None:
+        os.kill(self.process.pid, signum)

@@ -1,0 +1,146 @@
+"""What a user can get wrong: one sentence with the remedy, no traceback, nothing written."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from conftest import LLAMA, write_model
+from runner import CHAPTER_1
+
+CASES = {
+    # flags: status 2
+    "zero batch": (["-b", 0], 2, "--batch-size"),
+    "negative steps": (["--max-steps", -1], 2, "--max-steps"),
+    "no number": (["--lr", "fast"], 2, "--lr"),
+    "infinite rate": (["--lr", "inf"], 2, "--lr"),
+    "negative frequency": (["--eval-freq", -5], 2, "--eval-freq"),
+    "fp16 on a CPU": (["--dtype", "fp16", "--device", "cpu"], 2, "bf16"),
+    "unknown dtype": (["--dtype", "int8"], 2, "--dtype"),
+    "absent device": (["--device", "tpu"], 2, "cpu"),
+    "slash in the name": (["-e", "a/b"], 2, "--experiment-name"),
+    "name that climbs": (["-e", ".."], 2, "--experiment-name"),
+    "unknown flag": (["--batchsize", 8], 2, "--batchsize"),
+    # data
+    "missing file": (["-d", "{tmp}/none.txt"], 1, "none.txt"),
+    "empty glob": (["-d", "{tmp}/*.jsonl"], 1, "*.jsonl"),
+    "folder without text": (["-d", "{tmp}/empty"], 1, ".txt"),
+    "several kinds": (["-d", "{tmp}/mixed/*"], 1, "several kinds"),
+    "no train split": (["-d", "{tmp}/no-train"], 1, "no train split, only test"),
+    "no text column": (["-d", "{tmp}/numbers.csv"], 1, "no text column, only a, b"),
+    "broken file": (["-d", "{tmp}/broken.jsonl"], 1, "broken.jsonl"),
+    "too small": (["-d", "{tmp}/small.txt"], 1, "too small"),
+    "too small for the batch": (["-b", 10_000], 1, "--batch-size"),
+    "unknown dataset": (["-d", "nobody/nothing"], 1, "--dataset-subset"),
+    # model
+    "unknown model": (["-m", "nobody/nothing"], 1, "--demo"),
+    "no weights": (["--no-from-scratch"], 1, "--from-scratch"),
+    "beyond the positions": (["-s", 129], 1, "128 positions"),
+    "no language model": (["-m", "{tmp}/vit"], 1, "causal language model"),
+    "unknown schedule": (["--lr-scheduler", "stairs"], 1, "--lr-scheduler stairs"),
+    "schedule without flags": (["--lr-scheduler", "warmup_stable_decay"], 1, "--lr-scheduler"),
+    "schedule on a plateau": (["--lr-scheduler", "reduce_lr_on_plateau"], 1, "--lr-scheduler"),
+    # disk
+    "unwritable": (["--save-dir", "{tmp}/numbers.csv/x"], 1, "--save-dir"),
+}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad-input")
+    (folder / "empty").mkdir()
+    (folder / "mixed").mkdir()
+    (folder / "mixed" / "a.txt").write_text("text")
+    (folder / "mixed" / "b.csv").write_text("text\nmore")
+    (folder / "no-train").mkdir()
+    (folder / "no-train" / "test.jsonl").write_text(json.dumps({"text": "words"}))
+    (folder / "numbers.csv").write_text("a,b\n1,2\n3,4\n")
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
+    (folder / "small.txt").write_text("a few words")
+    vit = {"image_size": 32, "patch_size": 16, "hidden_size": 32, "num_hidden_layers": 1}
+    write_model(folder / "vit", model_type="vit", num_attention_heads=2, **vit)
+    return folder
+
+
+def assert_one_sentence(output: str, part: str) -> None:
+    assert "Traceback" not in output
+    errors = [line for line in output.splitlines() if "error:" in line]
+    assert len(errors) == 1, output
+    assert part in errors[0], output
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_sentence(trainer, files, case):
+    flags, status, part = CASES[case]
+    flags = [str(flag).format(tmp=files) for flag in flags]
+    result = trainer("--max-steps", 2, *flags, status=None)
+    assert result.status == status, result.output
+    assert_one_sentence(result.output, part)
+    assert not [
+        path for path in trainer.folder.rglob("*") if path.name.startswith(("step-", "final"))
+    ]
+
+
+def test_out_of_gpu_memory_names_the_flags_that_help(trainer):
+    """There may be no GPU here: the optimizer runs out of memory in its stead."""
+    before = "import torch\n"
+    before += "def step(*_, **__): raise torch.OutOfMemoryError('CUDA out of memory')\n"
+    before += "torch.optim.AdamW.step = step\n"
+    result = trainer("--max-steps", 2, status=1, before=before)
+    assert_one_sentence(result.output, "--batch-size")
+    assert_one_sentence(result.output, "--activation-checkpointing")
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """A Hub where one repository is gated and no other exists."""
+
+    def answer(self):
+        gated = "/gated" in self.path
+        self.send_response(403 if gated else 404)
+        self.send_header("X-Error-Code", "GatedRepo" if gated else "RepoNotFound")
+        self.send_header("X-Error-Message", "Access is restricted." if gated else "Not found.")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD = do_POST = answer
+
+    def log_message(self, *_):
+        pass
+
+
+def test_hub_says_no(tmp_path, model):
+    """Real processes: the libraries read the address of the Hub when they are imported."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    cases = [
+        (["-m", "somebody/gated"], "https://huggingface.co/somebody/gated"),
+        (["-m", "somebody/missing"], "somebody/missing"),
+        (["-m", str(model), "-d", "somebody/missing"], "somebody/missing"),
+    ]
+    runs = [
+        subprocess.Popen(
+            [sys.executable, CHAPTER_1, *flags],
+            env=os.environ | hub,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for flags, _ in cases
+    ]
+    for run, (_, part) in zip(runs, cases, strict=True):
+        output, _ = run.communicate(timeout=120)
+        assert run.returncode == 1, output
+        assert_one_sentence(output, part)
+        assert "hf auth login" in output or "--dataset-subset" in output
+    server.shutdown()
+
+
+def test_config_that_is_no_config(trainer, tmp_path):
+    folder = write_model(tmp_path / "model", **LLAMA)
+    (folder / "config.json").write_text("{")
+    result = trainer("-m", folder, "--max-steps", 1, status=1)
+    assert_one_sentence(result.output, "cannot load the model")

@@ -1,0 +1,184 @@
+"""Stopping and going on: exactly, at any moment, and never at the price of what was saved."""
+
+import json
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+from conftest import write_model
+from safetensors.torch import load_file
+
+NOT_EXACT = ("tokens_per_second", "time/", "memory/")
+
+
+def exact(records: list[dict]) -> list[dict]:
+    """The records without what depends on the clock and the machine."""
+    return [{k: v for k, v in r.items() if not k.startswith(NOT_EXACT)} for r in records]
+
+
+def assert_same_model(a, b) -> None:
+    a, b = (load_file(result.folder / "final" / "model.safetensors") for result in (a, b))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def dropout_model(tmp_path_factory):
+    """A model whose forward pass draws random numbers."""
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 0}
+    folder = tmp_path_factory.mktemp("models") / "gpt2"
+    return write_model(folder, model_type="gpt2", resid_pdrop=0.1, attn_pdrop=0.1, **shape)
+
+
+def test_resume_is_exact(trainer, dropout_model):
+    """Also across an epoch, between two logged steps, and for the order of samples."""
+    flags = ["-m", dropout_model, "--num-epochs", 2, "--log-freq", 4, "--eval-freq", 9, "-b", 8]
+    flags += ["--gradient-accumulation-steps", 2, "--ckpt-freq", 7, "--keep-checkpoints", 9]
+    whole = trainer(*flags, name="whole")
+    middle = whole.checkpoints[len(whole.checkpoints) // 2]
+    for number, checkpoint in enumerate([whole.checkpoints[0], middle]):
+        name = f"resumed-{number}"
+        shutil.copytree(whole.folder / checkpoint, trainer.folder / name / checkpoint)
+        # What a run that died after this checkpoint leaves: later records, half of a line
+        text = (whole.folder / "metrics.jsonl").read_text()
+        (trainer.folder / name / "metrics.jsonl").write_text(text[: len(text) * 4 // 5])
+        resumed = trainer(*flags, name=name)
+        assert f"Continuing from {resumed.folder / checkpoint}" in resumed.output
+        assert exact(resumed.records) == exact(whole.records)
+        assert_same_model(resumed, whole)
+    epochs = whole.column("epoch")
+    assert epochs[0] < 1 < epochs[-1] <= 2
+
+
+def test_stop_signals_save_and_the_run_goes_on_exactly(trainer, dropout_model):
+    flags = ["-m", dropout_model, "--max-steps", 150, "--log-freq", 10, "--eval-freq", 60]
+    whole = trainer(*flags, name="whole")
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        run = trainer.start(*flags, name=signum.name)
+        run.wait_for("step 30/150")
+        run.signal(signum)
+        assert run.wait(30) == 128 + signum
+        (checkpoint,) = (trainer.folder / signum.name).glob("step-*")
+        step = json.loads((checkpoint / "state.json").read_text())["step"]
+        assert f"Stopped after step {step}, saved: the same command continues" in run.output
+        assert not (trainer.folder / signum.name / "final").exists()
+    resumed = trainer(*flags, name="SIGINT")
+    assert exact(resumed.records) == exact(whole.records)
+    assert_same_model(resumed, whole)
+
+
+def test_sigkill_at_random_moments(trainer):
+    """Saves after every step, so that most kills hit one; each start goes on from a whole one."""
+    flags = ["--max-steps", 120, "--ckpt-freq", 1, "--eval-freq", 50]
+    whole = trainer(*flags, name="whole")
+    chance, reached, rounds, leftovers = random.Random(), 0, 0, 0
+    while True:
+        run = trainer.start(*flags, name="killed")
+        rounds += 1
+        if rounds <= 14:
+            run.wait_for("tokens/s")
+            time.sleep(chance.uniform(0, 0.25))
+            run.signal(signal.SIGKILL)
+        status = run.wait()
+        folder = trainer.folder / "killed"
+        states = [
+            json.loads((f / "state.json").read_text()) for f in folder.glob("step-" + "[0-9]" * 8)
+        ]
+        if status == 0:
+            break
+        assert status == -signal.SIGKILL, run.output
+        leftovers += any(folder.glob("*.tmp"))
+        newest = max((state["step"] for state in states), default=0)
+        assert newest >= reached
+        reached = newest
+    assert rounds > 4
+    assert reached > 0
+    assert leftovers > 0, "no kill has hit a save"
+    assert not any(folder.glob("*.tmp"))
+    killed = trainer(*flags, name="killed")  # finished: changes nothing
+    assert exact(killed.records) == exact(whole.records)
+    assert_same_model(killed, whole)
+
+
+def test_batch_size_and_steps_may_change(trainer):
+    """The order of samples goes on at the same place, whatever is read of it at a time."""
+    trainer("--max-steps", 10, "-b", 8)
+    state = json.loads((trainer.folder / "run" / "step-00000010" / "state.json").read_text())
+    flags = ["--max-steps", 14, "-b", 2, "--gradient-accumulation-steps", 2]
+    result = trainer(*flags)
+    after = json.loads((trainer.folder / "run" / "step-00000014" / "state.json").read_text())
+    assert (state["samples"], after["samples"]) == (80, 80 + 4 * 4)
+    assert after["train_blocks"] == state["train_blocks"]
+    # 4 steps of a cosine of 14, at the place where step 10 stands on it
+    assert result.column("learning_rate")[10] == pytest.approx(0.00188255, rel=1e-4)
+
+
+CHANGES = {
+    "--seed": 1,
+    "--seq-length": 16,
+    "--dtype": "bf16",
+    "--lr": 1e-3,
+    "--lr-scheduler": "linear",
+    "--weight-decay": 0.5,
+    "--max-grad-norm": 0.5,
+    "--warmup-steps": 3,
+}
+
+
+def test_another_training_under_the_same_name_is_refused(trainer, dropout_model, tmp_path):
+    before = trainer("--max-steps", 3)
+    other_data = tmp_path / "other.txt"
+    other_data.write_text("other words " * 5000)
+    changes = CHANGES | {"-m": dropout_model, "-d": other_data}
+    for flag, value in changes.items():
+        after = trainer("--max-steps", 3, flag, value, status=1)
+        assert after.output.count("error:") == 1
+        assert "--experiment-name" in after.output
+        assert "Traceback" not in after.output
+    assert after.records == before.records
+    # The same file with other text in it
+    data = tmp_path / "same.txt"
+    data.write_text("some words " * 5000)
+    trainer("--max-steps", 3, "-d", data, name="data")
+    data.write_text("some words " * 6000)
+    assert "has changed" in trainer("--max-steps", 5, "-d", data, name="data", status=1).output
+
+
+@pytest.mark.parametrize("file", ["state.json", "model.safetensors", "training_state.pt"])
+def test_damaged_checkpoint(trainer, file):
+    trainer("--max-steps", 6, "--ckpt-freq", 3)
+    damaged = trainer.folder / "run" / "step-00000006" / file
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    result = trainer("--max-steps", 8, status=1)
+    assert result.output.count("error:") == 1
+    assert "step-00000006 is damaged: remove it" in result.output
+    assert "Traceback" not in result.output
+    shutil.rmtree(damaged.parent)  # as it says
+    assert trainer("--max-steps", 8).column("step")[-1] == 8
+
+
+def test_full_disk_while_saving(trainer):
+    flags = ["--max-steps", 9, "--ckpt-freq", 3]
+    whole = trainer(*flags, name="whole")
+    trainer("--max-steps", 3, "--ckpt-freq", 3, "--lr-scheduler", "constant", name="full")
+    constant = [*flags, "--lr-scheduler", "constant"]
+    for size in (50_000, 300_000):  # the model does not fit; the optimizer state does not fit
+        result = trainer(*constant, name="full", status=1, largest_file=size)
+        assert result.output.count("error:") == 1, result.output
+        assert "what was saved before is intact" in result.output
+        assert "Traceback" not in result.output
+        assert result.checkpoints == ["step-00000003"]
+    assert trainer(*constant, name="full").checkpoints == whole.checkpoints
+
+
+def test_a_loss_that_is_not_finite_is_never_saved(trainer):
+    flags = ["--lr", 1e30, "--max-grad-norm", 0, "--max-steps", 50, "--log-freq", 50]
+    result = trainer(*flags, "--ckpt-freq", 1, status=1)
+    assert result.output.count("error:") == 1
+    assert "not finite" in result.output
+    for checkpoint in result.folder.glob("step-*"):
+        weights = load_file(checkpoint / "model.safetensors").values()
+        assert all(torch.isfinite(weight).all() for weight in weights)

@@ -1,0 +1,168 @@
+"""What a run computes: losses, gradients, accumulation, precision, model families, metrics."""
+
+import json
+import math
+import zipfile
+
+import pytest
+import torch
+from conftest import LLAMA, write_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+METRICS = {
+    "step",
+    "epoch",
+    "loss",
+    "learning_rate",
+    "grad_norm",
+    "tokens_per_second",
+    *(f"memory/{w}_{k}_gb" for w in ("current", "peak") for k in ("allocated", "reserved")),
+    "memory/total_gb",
+    *(f"time/{phase}_ms" for phase in ("data", "forward", "backward", "update", "total")),
+}
+EVAL_METRICS = {"step", "epoch", "eval/loss", "eval/perplexity"}
+FLAGS = """experiment_name comet_project_name comet_workspace model_name from_scratch
+dataset_name dataset_subset seq_length batch_size gradient_accumulation_steps num_epochs max_steps
+lr lr_scheduler warmup_steps weight_decay max_grad_norm dtype activation_checkpointing compile eval_freq log_freq
+ckpt_freq keep_checkpoints save_dir seed demo device"""
+FACTS = """global_batch world_size parameters_total parameters_trainable dataset_blocks
+dataset_tokens device_name device_memory_gb torch_version cuda_version transformers_version"""
+
+
+def test_a_run_from_start_to_end(trainer, model):
+    result = trainer("--max-steps", 60, "-b", 8, "--eval-freq", 25, "--ckpt-freq", 20)
+    losses = result.column("loss")
+    assert math.isclose(losses[0], math.log(2048), rel_tol=0.02)  # random: all tokens alike
+    assert sum(losses[-5:]) / 5 < losses[0] - 2
+    assert all(time > 0 for time in result.column("time/forward_ms"))
+
+    # The interface: names of the metrics, when each record is written, files
+    steps = [r for r in result.records if "loss" in r]
+    evals = [r for r in result.records if "loss" not in r]
+    assert [r["step"] for r in steps] == list(range(1, 61))
+    assert [r["step"] for r in evals] == [25, 50, 60]
+    assert all(set(r) == METRICS for r in steps)
+    assert all(set(r) == EVAL_METRICS for r in evals)
+    assert all(math.isclose(r["eval/perplexity"], math.exp(r["eval/loss"])) for r in evals)
+    assert evals[-1]["eval/loss"] < evals[0]["eval/loss"]
+    state = json.loads((result.folder / "step-00000060" / "state.json").read_text())
+    assert (state["step"], state["samples"]) == (60, 480)
+    assert math.isclose(state["epoch"], 480 / state["train_blocks"])
+    assert result.checkpoints == ["step-00000040", "step-00000060"]  # --keep-checkpoints 2
+
+    # The model of the end: fp32, no matter which tool loads it, the tokenizer beside it
+    final = AutoModelForCausalLM.from_pretrained(result.folder / "final")
+    assert {p.dtype for p in final.parameters()} == {torch.float32}
+    tokenizer = AutoTokenizer.from_pretrained(result.folder / "final")
+    assert (
+        tokenizer("def x")["input_ids"] == AutoTokenizer.from_pretrained(model)("def x").input_ids
+    )
+    checkpoint = AutoModelForCausalLM.from_pretrained(result.folder / "step-00000060")
+    for a, b in zip(final.parameters(), checkpoint.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+    # Comet's archive holds the same records and all parameters
+    (archive,) = (result.folder / "comet").glob("*.zip")
+    assert f"comet upload {archive.parent}" in result.output
+    messages = zipfile.ZipFile(archive).read("messages.json").decode().splitlines()
+    payloads = [json.loads(line)["payload"] for line in messages]
+    parameters = {p.get("param", p.get("params", {})).get("paramName") for p in payloads}
+    assert parameters >= {*FLAGS.split(), *FACTS.split()}
+    logged = {
+        (m["metricName"], m["step"]): m["metricValue"] for p in payloads if (m := p.get("metric"))
+    }
+    for record in result.records:
+        for name in set(record) - {"step", "epoch"}:
+            assert math.isclose(float(logged[name, record["step"]]), record[name], rel_tol=1e-6)
+    assert any("LlamaForCausalLM" in str(p.get("graph")) for p in payloads)
+
+    # The same command again: nothing left to do, nothing lost
+    again = trainer("--max-steps", 60, "-b", 8, "--eval-freq", 25, "--ckpt-freq", 20)
+    assert again.records == result.records
+    # More steps: the run goes on from where it stood
+    more = trainer("--max-steps", 62, "-b", 8, "--eval-freq", 25, "--ckpt-freq", 20)
+    assert more.column("step") == [*result.column("step"), 61, 62, 62]
+
+
+def test_without_a_name_nothing_is_written(trainer):
+    unnamed = ["-m", trainer.model, "--from-scratch", "-d", trainer.dataset, "-s", 32, "-b", 4]
+    from runner import CHAPTER_1, Run
+
+    saves = trainer.folder / "saves"
+    run = Run(CHAPTER_1, [*unnamed, "--max-steps", 12, "--save-dir", saves], trainer.folder / "out")
+    assert run.wait() == 0
+    assert "step 10/12  loss" in run.output
+    assert not saves.exists()
+
+
+def test_accumulation_is_the_larger_batch(trainer):
+    flags = ["--max-steps", 30, "--dtype", "fp32"]
+    whole = trainer(*flags, "-b", 8, name="whole")
+    for size, steps in [(4, 2), (2, 4)]:
+        split = ["-b", size, "--gradient-accumulation-steps", steps]
+        parts = trainer(*flags, *split, name=f"{size}x{steps}")
+        assert parts.column("loss") == pytest.approx(whole.column("loss"), rel=1e-5)
+        assert parts.column("grad_norm") == pytest.approx(whole.column("grad_norm"), rel=1e-4)
+        assert parts.column("eval/loss") == pytest.approx(whole.column("eval/loss"), rel=1e-5)
+
+
+def test_logged_loss_is_the_mean_since_the_last_log(trainer):
+    each = trainer("--max-steps", 9, name="each")
+    some = trainer("--max-steps", 9, "--log-freq", 4, name="some")
+    losses = each.column("loss")
+    means = [sum(losses[:4]) / 4, sum(losses[4:8]) / 4, losses[8]]
+    assert some.column("loss") == pytest.approx(means, rel=1e-6)
+
+
+def test_activation_checkpointing_and_bf16(trainer):
+    plain = trainer("--max-steps", 10, name="plain")
+    recomputed = trainer("--max-steps", 10, "--activation-checkpointing", name="recomputed")
+    assert recomputed.column("loss") == pytest.approx(plain.column("loss"), rel=1e-6)
+    bf16 = trainer("--max-steps", 10, "--dtype", "bf16", name="bf16")
+    assert bf16.column("loss") == pytest.approx(plain.column("loss"), rel=1e-2)
+    assert bf16.column("loss") != plain.column("loss")
+    weights = torch.load(bf16.folder / "step-00000010" / "training_state.pt", weights_only=True)
+    moments = weights["optimizer"]["state"].values()
+    assert {m["exp_avg"].dtype for m in moments} == {torch.float32}
+
+
+def test_clipping_decay_and_schedule(trainer):
+    flags = ["--max-steps", 8, "--warmup-steps", 4, "--lr-scheduler", "linear", "--lr", 1e-3]
+    result = trainer(*flags, "--max-grad-norm", 0)
+    rates = [1e-3 * x for x in (0, 0.25, 0.5, 0.75, 1, 0.75, 0.5, 0.25)]
+    assert result.column("learning_rate") == pytest.approx(rates)
+    assert min(result.column("grad_norm")) > 0  # logged, though nothing is clipped
+    clipped = trainer(*flags, "--max-grad-norm", 1e-3, name="clipped")
+    assert clipped.column("loss")[-1] != result.column("loss")[-1]
+
+
+def test_compile_changes_nothing_but_speed(trainer):
+    plain = trainer("--max-steps", 4, "--eval-freq", 2, name="plain")
+    compiled = trainer("--max-steps", 4, "--eval-freq", 2, "--compile", name="compiled")
+    assert compiled.column("loss") == pytest.approx(plain.column("loss"), rel=1e-4)
+    assert compiled.column("eval/loss") == pytest.approx(plain.column("eval/loss"), rel=1e-4)
+    a, b = ((r.folder / "final" / "model.safetensors").read_bytes() for r in (plain, compiled))
+    assert a[:400] == b[:400]  # the header: the same names
+
+
+FAMILIES = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "gpt_neox": {k: v for k, v in LLAMA.items() if k not in ("model_type", "architectures")},
+    "qwen3": {"head_dim": 16, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "gemma2": {"head_dim": 16, "num_key_value_heads": 1, "sliding_window": 16},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_families_train_from_scratch_and_reload(trainer, family):
+    shape = {k: LLAMA[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    shape |= {"num_attention_heads": 2, "max_position_embeddings": 64}
+    config = FAMILIES[family] if family == "gpt2" else shape | FAMILIES[family]
+    folder = write_model(trainer.folder / family, model_type=family, eos_token_id=0, **config)
+    result = trainer("-m", folder, "--max-steps", 25)
+    assert result.column("loss")[-1] < result.column("loss")[0] - 1
+    # Fine-tuning goes on from the loss that the model was left with.
+    tuned = trainer(
+        "-m", result.folder / "final", "--max-steps", 1, "--no-from-scratch", name="tuned"
+    )
+    assert tuned.column("loss")[0] < result.column("loss")[0] - 1

@@ -1,0 +1,67 @@
+"""Continues a prompt with a trained model.
+
+    python tools/generate.py outputs/demo-single-gpu/final --prompt "def "
+    python tools/generate.py outputs/my-run/step-00000500 --prompt "Once" --temperature 0
+    python tools/generate.py Qwen/Qwen3-0.6B --prompt "The capital of France is"
+
+The model is a run's `final/`, one of its `step-*` folders, or any causal language model of
+Transformers, by folder or Hub id.
+"""
+
+import argparse
+import sys
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Continues a prompt with a trained model.")
+    parser.add_argument(
+        "model", help="a run's final/ or step-* folder, another folder, or a Hub id"
+    )
+    parser.add_argument("--prompt", default="", help="the text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=200, help="[%(default)s]")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy [%(default)s]")
+    parser.add_argument("--top-k", type=int, default=50, help="0: all tokens [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="[%(default)s]")
+    args = parser.parse_args()
+    if args.max_new_tokens < 1:
+        parser.error("--max-new-tokens must be at least 1")
+    if min(args.temperature, args.top_k, args.seed) < 0:
+        parser.error("--temperature, --top-k and --seed cannot be negative")
+    return args
+
+
+def main() -> None:
+    args = parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: cannot load the model {args.model}: {str(error).splitlines()[0]}")
+
+    torch.manual_seed(args.seed)
+    # Without a prompt the model starts a new document: after an end-of-text token.
+    prompt = args.prompt or tokenizer.bos_token or tokenizer.eos_token
+    inputs = tokenizer(prompt, return_tensors="pt").to(device)
+    sampling = {"do_sample": False}
+    if args.temperature > 0:
+        top_k = args.top_k or len(tokenizer)
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_k": top_k}
+    output = model.generate(
+        input_ids=inputs["input_ids"],
+        attention_mask=inputs["attention_mask"],
+        max_new_tokens=args.max_new_tokens,
+        pad_token_id=tokenizer.eos_token_id,
+        **sampling,
+    )
+    print(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+if __name__ == "__main__":
+    main()
