@@ -29,7 +29,8 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
-import comet_ml  # before torch, as Comet asks
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # else Comet patches torch and tqdm
+import comet_ml
 import datasets
 import numpy as np
 import psutil
@@ -657,7 +658,7 @@ class RunLog:
 
     def talk_to_comet(self, args, folder: Path, experiment_key: str) -> None:
         logging.getLogger("comet_ml").setLevel(logging.CRITICAL)
-        off = {"auto_output_logging": False, "parse_args": False, "display_summary_level": 0}
+        off = dict.fromkeys(["auto_output_logging", "log_graph", "parse_args"], False)
         names = {"name": args.experiment_name, "offline_directory": str(folder)}
         start = partial(
             comet_ml.start,
@@ -665,7 +666,7 @@ class RunLog:
             project_name=args.comet_project_name,
             experiment_key=experiment_key,
             mode="get_or_create",  # a resumed run goes on with the experiment it began
-            experiment_config=comet_ml.ExperimentConfig(**names, **off),
+            experiment_config=comet_ml.ExperimentConfig(display_summary_level=0, **names, **off),
         )
         try:
             online = comet_ml.get_config("comet.api_key") is not None

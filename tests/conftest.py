@@ -15,6 +15,7 @@ import pytest
 _CACHE = tempfile.TemporaryDirectory(prefix="distributed-training-demo-")
 os.environ["HF_HOME"] = _CACHE.name
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nobody listens: tests need no network
+os.environ["COMET_AUTO_LOG_ENV_DETAILS"] = "false"  # a list of all packages, in seconds
 os.environ["COMET_CONFIG"] = os.path.join(_CACHE.name, "comet.config")
 for name in ("COMET_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE"):
     os.environ.pop(name, None)

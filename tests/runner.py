@@ -18,7 +18,19 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CHAPTER_1 = REPOSITORY / "01-single-gpu" / "train-llm.py"
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["preload"])
+_context.set_forkserver_preload(
+    [
+        "comet_ml",
+        "datasets",
+        "torch",
+        "transformers.modeling_layers",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.models.llama.modeling_llama",
+        "transformers.optimization",
+        "transformers.tokenization_utils_tokenizers",
+    ]
+)
 
 
 def _child(script: Path, arguments: list[str], output: Path, options: dict) -> None:

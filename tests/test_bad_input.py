@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ CASES = {
     "unknown flag": (["--batchsize", 8], 2, "--batchsize"),
     # data
     "missing file": (["-d", "{tmp}/none.txt"], 1, "none.txt"),
-    "empty glob": (["-d", "{tmp}/*.jsonl"], 1, "*.jsonl"),
+    "empty glob": (["-d", "{tmp}/*.md"], 1, "*.md"),
     "folder without text": (["-d", "{tmp}/empty"], 1, ".txt"),
     "several kinds": (["-d", "{tmp}/mixed/*"], 1, "several kinds"),
     "no train split": (["-d", "{tmp}/no-train"], 1, "no train split, only test"),
@@ -34,9 +35,7 @@ CASES = {
     "broken file": (["-d", "{tmp}/broken.jsonl"], 1, "broken.jsonl"),
     "too small": (["-d", "{tmp}/small.txt"], 1, "too small"),
     "too small for the batch": (["-b", 10_000], 1, "--batch-size"),
-    "unknown dataset": (["-d", "nobody/nothing"], 1, "--dataset-subset"),
     # model
-    "unknown model": (["-m", "nobody/nothing"], 1, "--demo"),
     "no weights": (["--no-from-scratch"], 1, "--from-scratch"),
     "beyond the positions": (["-s", 129], 1, "128 positions"),
     "no language model": (["-m", "{tmp}/vit"], 1, "causal language model"),
@@ -67,7 +66,7 @@ def files(tmp_path_factory):
 
 def assert_one_sentence(output: str, part: str) -> None:
     assert "Traceback" not in output
-    errors = [line for line in output.splitlines() if "error:" in line]
+    errors = re.findall("^(?:train-llm.py: )?error: .*", output, re.MULTILINE)
     assert len(errors) == 1, output
     assert part in errors[0], output
 
@@ -111,15 +110,17 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_hub_says_no(tmp_path, model):
+def test_hub_says_no_or_nothing(trainer, tmp_path, model):
     """Real processes: the libraries read the address of the Hub when they are imported."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
+    local = ["-m", str(model), "-s", "32"]
+    no_network = trainer.start("-m", "somebody/model"), trainer.start("-d", "somebody/data")
     cases = [
-        (["-m", "somebody/gated"], "https://huggingface.co/somebody/gated"),
-        (["-m", "somebody/missing"], "somebody/missing"),
-        (["-m", str(model), "-d", "somebody/missing"], "somebody/missing"),
+        (["-m", "somebody/gated"], "https://huggingface.co/somebody/gated", "hf auth login"),
+        (["-m", "somebody/missing"], "the model somebody/missing", "--demo"),
+        ([*local, "-d", "somebody/missing"], "the dataset somebody/missing", "--dataset-subset"),
     ]
     runs = [
         subprocess.Popen(
@@ -129,14 +130,18 @@ def test_hub_says_no(tmp_path, model):
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for flags, _ in cases
+        for flags, *_ in cases
     ]
-    for run, (_, part) in zip(runs, cases, strict=True):
+    for run, (_, what, remedy) in zip(runs, cases, strict=True):
         output, _ = run.communicate(timeout=120)
         assert run.returncode == 1, output
-        assert_one_sentence(output, part)
-        assert "hf auth login" in output or "--dataset-subset" in output
+        assert_one_sentence(output, what)
+        assert_one_sentence(output, remedy)
     server.shutdown()
+    for run, what in zip(no_network, ("model", "data"), strict=True):
+        assert run.wait() == 1
+        assert_one_sentence(run.output, f"somebody/{what}: check name")
+        assert_one_sentence(run.output, "network")
 
 
 def test_config_that_is_no_config(trainer, tmp_path):
