@@ -24,12 +24,14 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
-os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # else Comet patches torch and tqdm
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # or it patches torch and tqdm
+os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")  # or the end may wait an hour for Comet
+os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
 import comet_ml
 import datasets
 import numpy as np
@@ -69,6 +71,9 @@ def main() -> None:
     global_batch = args.batch_size * args.gradient_accumulation_steps  # blocks per optimizer step
     torch.manual_seed(args.seed)
     say(f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    transformers.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     run_folder = open_run_folder(args)
     checkpoint, state = find_checkpoint(run_folder, args)
 
@@ -459,7 +464,7 @@ def find_checkpoint(run_folder: Path | None, args) -> tuple[Path | None, RunStat
 def new_folder(folder: Path):
     """Yields a temporary folder, which takes its real name once all of it is on the disk."""
     temporary = folder.with_name(folder.name + ".tmp")
-    with explain(f"cannot save {folder}; what was saved before is intact"):
+    with explain(f"cannot save {folder}: make room; what was saved before is intact"):
         try:
             temporary.mkdir()
             yield temporary
@@ -637,7 +642,7 @@ class RunLog:
             path.with_suffix(".new").write_text("".join(kept))
             path.with_suffix(".new").replace(path)
             self.file = path.open("a")
-        self.calls = queue.SimpleQueue()
+        self.calls, self.warned = queue.SimpleQueue(), False
         comet = (args, run_folder / "comet", state.comet_key)
         self.comet = threading.Thread(target=self.talk_to_comet, args=comet, daemon=True)
         self.comet.start()
@@ -655,9 +660,18 @@ class RunLog:
     def close(self) -> None:
         self.calls.put(None)
         self.comet.join(timeout=60)
+        if self.comet.is_alive():
+            self.warn_once("no answer")
+
+    def warn_once(self, reason) -> None:
+        if not self.warned:
+            self.warned = True
+            say(f"warning: Comet fails, training goes on: {str(reason).strip().splitlines()[0]}")
 
     def talk_to_comet(self, args, folder: Path, experiment_key: str) -> None:
-        logging.getLogger("comet_ml").setLevel(logging.CRITICAL)
+        complaints = logging.Handler(logging.WARNING)
+        complaints.emit = lambda record: self.warn_once(record.getMessage())
+        logging.getLogger("comet_ml").handlers = [complaints]
         off = dict.fromkeys(["auto_output_logging", "log_graph", "parse_args"], False)
         names = {"name": args.experiment_name, "offline_directory": str(folder)}
         start = partial(
@@ -668,18 +682,20 @@ class RunLog:
             mode="get_or_create",  # a resumed run goes on with the experiment it began
             experiment_config=comet_ml.ExperimentConfig(display_summary_level=0, **names, **off),
         )
+        experiment = None
         try:
-            online = comet_ml.get_config("comet.api_key") is not None
-            experiment = start(online=online)
-            if not experiment.alive:
-                say("warning: Comet cannot be reached or refuses the key: logging offline")
-                online, experiment = False, start(online=False)
+            if comet_ml.get_config("comet.api_key") is not None:
+                with suppress(Exception):
+                    experiment = start(online=True)
+            if experiment is None or not experiment.alive:
+                experiment = start(online=False)
             for method, values, options in iter(self.calls.get, None):
                 getattr(experiment, method)(*values, **options)
             experiment.end()
-            say(f"Comet: {experiment.url if online else f'comet upload {folder}/*.zip'}")
         except Exception as error:
-            say(f"warning: training goes on without Comet ({error})")
+            return self.warn_once(error)
+        offline = any(folder.glob("*.zip"))  # what could not be sent ends there, too
+        say(f"Comet: {f'comet upload {folder}/*.zip' if offline else experiment.url}")
 
 
 # -- Flags -----------------------------------------------------------------------------------------
@@ -692,11 +708,11 @@ DEMO = {
     "dataset_name": os.path.join(sysconfig.get_path("stdlib"), "[a-z]*.py"),
     "seq_length": 256,
     "batch_size": 8,
-    "max_steps": 500,
-    "lr": 3e-3,
-    "warmup_steps": 20,
+    "max_steps": 400,
+    "lr": 2e-3,
+    "warmup_steps": 40,
     "eval_freq": 100,
-    "ckpt_freq": 250,
+    "ckpt_freq": 200,
 }
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -66,6 +67,14 @@ def dataset(texts, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("data") / "text.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return file
+
+
+def assert_one_sentence(output: str, part: str) -> None:
+    """The output has a single error, on one line, and that line has `part` in it."""
+    assert "Traceback" not in output, output
+    errors = re.findall("^(?:[a-z-]+.py: )?error: .*", output, re.MULTILINE)
+    assert len(errors) == 1, output
+    assert part in errors[0], output
 
 
 class Result:

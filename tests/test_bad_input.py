@@ -3,13 +3,12 @@
 import http.server
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
 
 import pytest
-from conftest import LLAMA, write_model
+from conftest import LLAMA, assert_one_sentence, write_model
 from runner import CHAPTER_1
 
 CASES = {
@@ -62,13 +61,6 @@ def files(tmp_path_factory):
     vit = {"image_size": 32, "patch_size": 16, "hidden_size": 32, "num_hidden_layers": 1}
     write_model(folder / "vit", model_type="vit", num_attention_heads=2, **vit)
     return folder
-
-
-def assert_one_sentence(output: str, part: str) -> None:
-    assert "Traceback" not in output
-    errors = re.findall("^(?:train-llm.py: )?error: .*", output, re.MULTILINE)
-    assert len(errors) == 1, output
-    assert part in errors[0], output
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from conftest import write_model
+from conftest import assert_one_sentence, write_model
 from safetensors.torch import load_file
 
 NOT_EXACT = ("tokens_per_second", "time/", "memory/")
@@ -135,9 +135,7 @@ def test_another_training_under_the_same_name_is_refused(trainer, dropout_model,
     changes = CHANGES | {"-m": dropout_model, "-d": other_data}
     for flag, value in changes.items():
         after = trainer("--max-steps", 3, flag, value, status=1)
-        assert after.output.count("error:") == 1
-        assert "--experiment-name" in after.output
-        assert "Traceback" not in after.output
+        assert_one_sentence(after.output, "--experiment-name")
     assert after.records == before.records
     # The same file with other text in it
     data = tmp_path / "same.txt"
@@ -153,9 +151,7 @@ def test_damaged_checkpoint(trainer, file):
     damaged = trainer.folder / "run" / "step-00000006" / file
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
     result = trainer("--max-steps", 8, status=1)
-    assert result.output.count("error:") == 1
-    assert "step-00000006 is damaged: remove it" in result.output
-    assert "Traceback" not in result.output
+    assert_one_sentence(result.output, "step-00000006 is damaged: remove it")
     shutil.rmtree(damaged.parent)  # as it says
     assert trainer("--max-steps", 8).column("step")[-1] == 8
 
@@ -167,9 +163,7 @@ def test_full_disk_while_saving(trainer):
     constant = [*flags, "--lr-scheduler", "constant"]
     for size in (50_000, 300_000):  # the model does not fit; the optimizer state does not fit
         result = trainer(*constant, name="full", status=1, largest_file=size)
-        assert result.output.count("error:") == 1, result.output
-        assert "what was saved before is intact" in result.output
-        assert "Traceback" not in result.output
+        assert_one_sentence(result.output, "what was saved before is intact")
         assert result.checkpoints == ["step-00000003"]
     assert trainer(*constant, name="full").checkpoints == whole.checkpoints
 
@@ -177,8 +171,7 @@ def test_full_disk_while_saving(trainer):
 def test_a_loss_that_is_not_finite_is_never_saved(trainer):
     flags = ["--lr", 1e30, "--max-grad-norm", 0, "--max-steps", 50, "--log-freq", 50]
     result = trainer(*flags, "--ckpt-freq", 1, status=1)
-    assert result.output.count("error:") == 1
-    assert "not finite" in result.output
+    assert_one_sentence(result.output, "not finite")
     for checkpoint in result.folder.glob("step-*"):
         weights = load_file(checkpoint / "model.safetensors").values()
         assert all(torch.isfinite(weight).all() for weight in weights)
