@@ -669,7 +669,8 @@ class RunLog:
             say(f"warning: Comet fails, training goes on: {str(reason).strip().splitlines()[0]}")
 
     def talk_to_comet(self, args, folder: Path, experiment_key: str) -> None:
-        complaints = logging.Handler(logging.WARNING)
+        has_key = comet_ml.get_config("comet.api_key") is not None
+        complaints = logging.Handler(logging.ERROR if has_key else logging.CRITICAL)
         complaints.emit = lambda record: self.warn_once(record.getMessage())
         logging.getLogger("comet_ml").handlers = [complaints]
         off = dict.fromkeys(["auto_output_logging", "log_graph", "parse_args"], False)
@@ -684,7 +685,7 @@ class RunLog:
         )
         experiment = None
         try:
-            if comet_ml.get_config("comet.api_key") is not None:
+            if has_key:
                 with suppress(Exception):
                     experiment = start(online=True)
             if experiment is None or not experiment.alive:

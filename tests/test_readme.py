@@ -1,0 +1,110 @@
+"""The READMEs say what is true: their commands run, their table of flags is that of --help."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from runner import CHAPTER_1, REPOSITORY
+
+README = (REPOSITORY / "README.md").read_text()
+COMMANDS = [
+    line for block in re.findall("```\n(.*?)```", README, re.DOTALL) for line in block.splitlines()
+]
+
+
+def here(command: str) -> list[str]:
+    """The command with the Python that runs the tests in place of that of `.venv`."""
+    return [part.replace(".venv/bin/python", sys.executable) for part in shlex.split(command)]
+
+
+def test_install_commands():
+    """`.ci/run` runs these two as they stand; here, what can be known without installing."""
+    installs = [command for command in COMMANDS if "-m venv" in command]
+    demo, tests = (command.split(" && ") for command in installs)
+    assert demo[0] == tests[0] == "python3 -m venv .venv"
+    assert demo[1] == ".venv/bin/pip install -c constraints.txt ."
+    assert tests[1] == '.venv/bin/pip install -c constraints.txt -e ".[test]"'
+    assert tests[2] == ".venv/bin/python -m pytest"
+    assert "README.md" in (REPOSITORY / ".ci" / "run").read_text()
+
+
+def test_demo_and_generate_commands(tmp_path):
+    """From another folder, in an environment where the Hub cannot be reached."""
+    demo = next(c for c in COMMANDS if c.endswith("--demo")).split(" && ")[-1]
+    generate = next(c for c in COMMANDS if "generate.py" in c)
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    command = here(demo.replace("01-single-gpu", f"{REPOSITORY}/01-single-gpu"))
+    # Not into outputs/, where somebody's demo may stand
+    command += ["--save-dir", str(tmp_path)]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180
+    )
+    assert run.returncode == 0, run.stderr
+    assert "warning" not in run.stderr.lower()
+    folder = tmp_path / "demo-single-gpu"
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    assert records[-1]["eval/loss"] < 4.7
+
+    command = here(generate.replace("outputs/", f"{tmp_path}/"))
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("def ")
+    assert len(run.stdout) > 200
+    assert "self" in run.stdout
+    assert run.stderr == ""
+
+
+def test_flags_are_those_of_help():
+    rows = re.findall(r"^\| ((?:`-[^|]+)) \| ([^|]+) \| [^|]+ \|$", README, re.MULTILINE)
+    table = {tuple(re.findall("`(.*?)`", flags)): default.strip("`") for flags, default in rows}
+    run = subprocess.run([sys.executable, CHAPTER_1, "--help"], capture_output=True, text=True)
+    assert run.returncode == 0
+    options = re.sub(r"\s*\n {10,}", "  ", run.stdout)  # one option a line
+    described = {}
+    for line in re.findall("^  (-.*)", options, re.MULTILINE):
+        names, _, text = line.partition("  ")
+        flags = tuple(name.split()[0] for name in names.split(", "))
+        default = re.search(r"\[(.*)\]$", text)
+        described[flags] = default.group(1) if default else None
+    del described["-h", "--help"]
+    assert described.pop(("--device",))  # below the table: chapter 1 alone has it
+    switches = {flags: flags[:1] for flags in described if f"--no-{flags[0][2:]}" in flags}
+    described = {switches.get(flags, flags): default for flags, default in described.items()}
+    assert set(described) == set(table)
+    for flags, default in described.items():
+        said = table[flags]
+        if default is None:
+            assert said in ("none", "off"), flags
+        elif flags == ("--save-dir",):
+            assert default == str(REPOSITORY / "outputs")
+        else:
+            assert default.strip("`") == said.replace("`", ""), flags
+
+
+def test_help_shows_one_line_per_flag():
+    run = subprocess.run([sys.executable, CHAPTER_1, "--help"], capture_output=True, text=True)
+    assert "%(" not in run.stdout
+
+
+@pytest.mark.parametrize("file", ["README.md", "01-single-gpu/README.md", "outputs/README.md"])
+def test_links_lead_somewhere(file):
+    path = REPOSITORY / file
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert not missing
+
+
+def test_chapter_readme_commands():
+    """Each is understood, up to the Hub that is not there: no unknown flag, no refused value."""
+    text = (CHAPTER_1.parent / "README.md").read_text()
+    commands = re.findall(r"^python train-llm.py (.*?)(?:  +#.*)?$", text, re.MULTILINE)
+    assert len(commands) == 4
+    parse = "import runpy, sys; runpy.run_path(sys.argv[0])['parse_args']()"
+    for command in commands[1:]:
+        script = f"import sys; sys.argv = {[str(CHAPTER_1), *shlex.split(command)]!r}; {parse}"
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
