@@ -402,11 +402,12 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if args.compile:
         # Layer by layer and in place: all layers share one compilation, the state dict keeps its
-        # names, and attention stays causal without a mask. The compiled loss never holds the fp32
-        # copy of the logits, which would be the largest tensor of the step.
+        # names, and attention stays causal without a mask.
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):  # as every decoder layer is
                 module.compile()
+    if args.compile and device.type == "cuda":
+        # Spares the fp32 copy of the logits, the largest tensor of a step. No gain on a CPU.
         model.loss_function = torch.compile(model.loss_function)
     # Transformers looks in every forward pass whether position ids restart within a row. Ours never
     # do, and a look at a tensor waits for the GPU.
