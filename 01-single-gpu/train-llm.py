@@ -103,7 +103,8 @@ def main() -> None:
     progress = tqdm(total=total_steps, initial=state.step, unit="step", disable=None)
     timer = PhaseTimer(device)
     model.train()
-    while state.step < total_steps and not stop_signals:
+    stopping = False
+    while state.step < total_steps and not stopping:
         for _ in range(args.gradient_accumulation_steps):
             with timer("data"):
                 input_ids = next(batches)
@@ -127,7 +128,7 @@ def main() -> None:
         state.epoch = state.samples / len(train_blocks)
         state.steps_since_log += 1
         progress.update()
-        at_end = state.step == total_steps
+        at_end, stopping = state.step == total_steps, bool(stop_signals)
 
         if state.step % args.log_freq == 0 or at_end:
             # Reading a number waits for the device. Nothing does so between two logged steps, so
@@ -153,7 +154,7 @@ def main() -> None:
                 run_log.metrics(metrics)
             say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
 
-        if run_folder and (state.step % args.ckpt_freq == 0 or at_end or stop_signals):
+        if run_folder and (state.step % args.ckpt_freq == 0 or at_end or stopping):
             state.loss_sum = loss_sum.item()
             stop_unless_finite(state.loss_sum, grad_norm, state, args)
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
@@ -168,9 +169,7 @@ def main() -> None:
     if run_log:
         run_log.close()
     if state.step < total_steps:
-        outcome = (
-            "saved: the same command continues" if run_folder else "not saved: no -e was given"
-        )
+        outcome = "saved: the same command continues" if run_folder else "not saved: it has no name"
         say(f"Stopped after step {state.step}, {outcome}")
         sys.exit(128 + stop_signals[0])
 
@@ -257,15 +256,13 @@ def load_documents(args) -> datasets.DatasetDict:
     found = Path(name).rglob("*") if is_folder else map(Path, glob.glob(name, recursive=True))
     files = sorted(str(path) for path in found if path.suffix in FORMATS)
     kinds = {FORMATS[Path(file).suffix] for file in files}
-    is_local = is_folder or Path(name).suffix in FORMATS or name[0] in "./" or "*" in name
-    if is_local and not files:
+    is_path = name.startswith(("/", ".")) or "*" in name or Path(name).suffix in FORMATS
+    if not files and (is_folder or is_path):
         fail(f"{name} matches no file with one of the endings {' '.join(FORMATS)}")
     if len(kinds) > 1 and not is_folder:
         fail(f"{name} matches files of several kinds, choose one of {', '.join(kinds)}")
-    remedy = (
-        "check name, --dataset-subset and network; loading scripts are not supported, only data"
-    )
-    with explain(f"cannot load the dataset {name}: {remedy} in Parquet, JSON, CSV or text files"):
+    remedy = "check name, --dataset-subset and network; it takes data files, not a loading script"
+    with explain(f"cannot load the dataset {name}: {remedy}"):
         if kinds == {"text"}:
             options = {"sample_by": "document", "encoding_errors": "replace"}
             return datasets.load_dataset("text", data_files=files, **options)
@@ -335,10 +332,8 @@ def load_blocks(args, tokenizer, state: RunState, global_batch: int):
         count -= state.eval_blocks or max(count // 100, global_batch)
         eval_blocks = Subset(blocks, range(max(count, 0), len(blocks)))
     if count < global_batch:
-        sizes = (
-            f"{len(blocks)} blocks of {args.seq_length} tokens, a global batch is {global_batch}"
-        )
-        fail(f"{name} is too small ({sizes}): lower --batch-size or --seq-length")
+        sizes = f"{len(blocks)} blocks for global batches of {global_batch} and the held-out ones"
+        fail(f"{name} is too small, {sizes}: lower --batch-size or --seq-length")
     if state.step and count != state.train_blocks:
         fail(f"{name} has changed since this run began: choose another --experiment-name")
     state.train_blocks, state.eval_blocks = count, len(eval_blocks)
@@ -454,8 +449,8 @@ def find_checkpoint(run_folder: Path | None, args) -> tuple[Path | None, RunStat
     with explain(DAMAGED.format(checkpoints[-1])):
         state = RunState(**json.loads((checkpoints[-1] / "state.json").read_text()))
     for name, value in flags.items():
-        if value != state.flags[name]:
-            given, before = f"--{name.replace('_', '-')} {value}", state.flags[name]
+        if (before := state.flags.get(name, value)) != value:
+            given = f"--{name.replace('_', '-')} {value}"
             fail(f"{given}: this run has {before}; give that, or another --experiment-name")
     say(f"Continuing from {checkpoints[-1]}")
     return checkpoints[-1], state
@@ -574,10 +569,8 @@ class PhaseTimer:
             spans.clear()
         seconds = (now - self.last_read) / steps
         self.last_read = now
-        return metrics | {
-            "time/total_ms": 1e3 * seconds,
-            "tokens_per_second": tokens_per_step / seconds,
-        }
+        metrics["time/total_ms"] = 1e3 * seconds
+        return metrics | {"tokens_per_second": tokens_per_step / seconds}
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
@@ -696,8 +689,10 @@ class RunLog:
             experiment.end()
         except Exception as error:
             return self.warn_once(error)
-        offline = any(folder.glob("*.zip"))  # what could not be sent ends there, too
-        say(f"Comet: {f'comet upload {folder}/*.zip' if offline else experiment.url}")
+        if any(folder.glob("*.zip")):  # what could not be sent ends there, too
+            say(f"Comet: to upload this run: comet upload {folder}/*.zip")
+        elif has_key:
+            say(f"Comet: {experiment.url}")
 
 
 # -- Flags -----------------------------------------------------------------------------------------
@@ -795,4 +790,6 @@ if __name__ == "__main__":
         main()
     except torch.OutOfMemoryError:
         remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
-        fail(f"out of GPU memory: {remedy} --activation-checkpointing, then lower --seq-length")
+        fail(f"out of GPU memory: {remedy} --activation-checkpointing, then a lower --seq-length")
+    except KeyboardInterrupt:
+        fail("interrupted before the first step")

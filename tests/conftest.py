@@ -100,11 +100,13 @@ class Trainer:
         self.folder, self.model, self.dataset = folder, model, dataset
         self.numbers = itertools.count()
 
-    def start(self, *flags, name="run", script=CHAPTER_1, **options) -> Run:
+    def start(self, *flags, name="run", script=CHAPTER_1, comet=False, **options) -> Run:
         defaults = ["-e", name, "--save-dir", self.folder, "-m", self.model, "--from-scratch"]
         defaults += ["-d", self.dataset, "-s", 32, "-b", 4, "--lr", 1e-2, "--log-freq", 1]
         output = self.folder / f"output-{next(self.numbers)}.txt"
-        return Run(script, [*defaults, *flags], output, **options)
+        # Comet takes a second to write its archive: only in the tests that read it.
+        env = {"COMET_AUTO_LOG_DISABLE": str(not comet).lower()} | options.pop("env", {})
+        return Run(script, [*defaults, *flags], output, env=env, **options)
 
     def __call__(self, *flags, name="run", status=0, **options) -> Result:
         run = self.start(*flags, name=name, **options)

@@ -54,7 +54,7 @@ def test_comet_does_not_hold_up_training(trainer, server):
         threading.Thread(target=listener.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{listener.server_port}"
     env = {"COMET_API_KEY": "k" * 25, "COMET_URL_OVERRIDE": address + "/clientlib/"}
-    run = trainer.start("--max-steps", 30, env=env)
+    run = trainer.start("--max-steps", 30, comet=True, env=env)
     begin = time.monotonic()
     run.wait_for("Done: 30 steps")
     assert time.monotonic() - begin < 15
@@ -79,7 +79,7 @@ def test_comet_online(trainer):
     threading.Thread(target=listener.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{listener.server_port}/clientlib/"
     env = {"COMET_API_KEY": "k" * 25, "COMET_URL_OVERRIDE": address}
-    result = trainer("--max-steps", 5, env=env)
+    result = trainer("--max-steps", 5, comet=True, env=env)
     assert "Comet: http://comet/" in result.output
     for kind in ("metric", "parameter", "graph"):
         assert any(kind in path for path in bodies), kind

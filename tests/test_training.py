@@ -7,6 +7,7 @@ import zipfile
 import pytest
 import torch
 from conftest import LLAMA, write_model
+from runner import CHAPTER_1, Run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 METRICS = {
@@ -30,7 +31,8 @@ dataset_tokens device_name device_memory_gb torch_version cuda_version transform
 
 
 def test_a_run_from_start_to_end(trainer, model):
-    result = trainer("--max-steps", 60, "-b", 8, "--eval-freq", 25, "--ckpt-freq", 20)
+    flags = ["-b", 8, "--eval-freq", 25, "--ckpt-freq", 20]
+    result = trainer("--max-steps", 60, *flags, comet=True)
     losses = result.column("loss")
     assert math.isclose(losses[0], math.log(2048), rel_tol=0.02)  # random: all tokens alike
     assert sum(losses[-5:]) / 5 < losses[0] - 2
@@ -78,18 +80,16 @@ def test_a_run_from_start_to_end(trainer, model):
 
     # The same command again: nothing left to do, nothing lost
     before = result.records
-    again = trainer("--max-steps", 60, "-b", 8, "--eval-freq", 25, "--ckpt-freq", 20)
+    again = trainer("--max-steps", 60, *flags)
     assert again.records == before
     # More steps: the run goes on from where it stood
-    more = trainer("--max-steps", 62, "-b", 8, "--eval-freq", 25, "--ckpt-freq", 20)
+    more = trainer("--max-steps", 62, *flags)
     assert more.records[: len(before)] == before
     assert [r["step"] for r in more.records[len(before) :]] == [61, 62, 62]
 
 
 def test_without_a_name_nothing_is_written(trainer):
     unnamed = ["-m", trainer.model, "--from-scratch", "-d", trainer.dataset, "-s", 32, "-b", 4]
-    from runner import CHAPTER_1, Run
-
     saves = trainer.folder / "saves"
     run = Run(CHAPTER_1, [*unnamed, "--max-steps", 12, "--save-dir", saves], trainer.folder / "out")
     assert run.wait() == 0
