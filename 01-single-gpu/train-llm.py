@@ -10,6 +10,7 @@ later chapters are this file plus the lines that spread the same training over m
 """
 
 import argparse
+import ctypes
 import glob
 import json
 import logging
@@ -74,6 +75,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
+    keep_freed_memory()
     run_folder = open_run_folder(args)
     checkpoint, state = find_checkpoint(run_folder, args)
 
@@ -200,6 +202,15 @@ def explain(message: str):
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc reuse freed CPU tensors. It would give them back to the system, and a step would
+    lose 5 to 10 % of its time to page faults (`man mallopt`; the parameters are -1 and -3)."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        trim_threshold, mmap_threshold = (-1, 2**31 - 1), (-3, 32 * 2**20)
+        for parameter in (trim_threshold, mmap_threshold):
+            ctypes.CDLL(None).mallopt(*parameter)
 
 
 def open_run_folder(args) -> Path | None:
