@@ -5,6 +5,7 @@
     python benchmarks/single-gpu.py --shape llama-3.2-1b -b 8 -s 2048 --tuned     # on a GPU
 
 Each round runs every contender once, each in a process of its own, in an order that alternates.
+Comet is off, as the Trainer reports to nobody here; `--comet` adds a run that writes its archive.
 Printed: the median and the spread of tokens per second, the ratio to the Trainer within each round,
 and the share of the matrix-product rate of this device, measured here:
 (6 * parameters + 12 * layers * hidden size * sequence length) FLOPs per token.
@@ -13,12 +14,14 @@ The losses must agree, so that nobody is faster by doing less.
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -53,6 +56,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--tuned", action="store_true", help="a Trainer with compile and Liger, too"
     )
+    parser.add_argument("--comet", action="store_true", help="chapter 1 also with Comet offline")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40, help="measured steps of each run")
     parser.add_argument("--warmup", type=int, default=10, help="steps before, left out")
@@ -70,12 +74,12 @@ def model_folder(shape: str, folder: Path) -> Path:
     return folder
 
 
-def run_chapter(flags: list[str], warmup: int, extra: list[str]) -> dict:
+def run_chapter(flags: list[str], warmup: int, extra: list[str], comet: bool = False) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, CHAPTER_1, *flags, *extra, "-e", "run", "--save-dir", folder]
-        done = subprocess.run(
-            [*map(str, command), "--ckpt-freq", "1000000"], capture_output=True, text=True
-        )
+        command += ["--ckpt-freq", 1_000_000]
+        env = {"COMET_AUTO_LOG_DISABLE": str(not comet).lower()} | os.environ
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env)
         if done.returncode:
             sys.exit(done.stderr)
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
@@ -135,6 +139,9 @@ def main() -> None:
         }
         if args.compile or device == "cuda":
             contenders["chapter 1, --compile"] = (run_chapter, ["--compile"])
+        if args.comet:
+            with_comet = partial(run_chapter, comet=True)
+            contenders["chapter 1, eager, Comet"] = (with_comet, ["--no-compile"])
         if args.tuned:
             contenders["transformers.Trainer, compile, Liger"] = (run_trainer, ["--tuned"])
 

@@ -1,0 +1,26 @@
+"""The benchmarks run, and find the same losses in chapter 1 and in the Trainer. No test of speed."""
+
+import re
+import subprocess
+import sys
+
+from runner import REPOSITORY
+
+
+def run(script, *arguments) -> str:
+    command = [sys.executable, REPOSITORY / "benchmarks" / script, *arguments]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_chapter_1_computes_what_the_trainer_computes():
+    """The benchmark itself ends with an error where the losses differ by more than 0.1 %."""
+    output = run("single-gpu.py", "--rounds", 1, "--warmup", 3, "--steps", 3, "-b", 2, "-s", 64)
+    rows = re.findall(r"^\| (transformers.Trainer|chapter 1, eager) \| [\d,]+ \|", output, re.M)
+    assert rows == ["transformers.Trainer", "chapter 1, eager"]
+
+
+def test_data_path():
+    output = run("data-path.py", "--tokens", 500_000, "--rounds", 1)
+    assert len(re.findall(r"^\| (packing|a batch|both).*\|$", output, re.M)) == 3
