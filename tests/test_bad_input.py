@@ -108,7 +108,10 @@ def test_hub_says_no_or_nothing(trainer, tmp_path, model):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
     local = ["-m", str(model), "-s", "32"]
-    no_network = trainer.start("-m", "somebody/model"), trainer.start("-d", "somebody/data")
+    no_network = [
+        trainer.start("-m", "somebody/model", name="model"),
+        trainer.start("-d", "somebody/data", name="data"),
+    ]
     cases = [
         (["-m", "somebody/gated"], "https://huggingface.co/somebody/gated", "hf auth login"),
         (["-m", "somebody/missing"], "the model somebody/missing", "--demo"),
