@@ -25,9 +25,9 @@ import threading
 import time
 import uuid
 from collections import defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # or it patches torch and tqdm
@@ -37,9 +37,9 @@ import comet_ml
 import datasets
 import numpy as np
 import psutil
+import pyarrow as pa
 import torch
 import transformers
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Subset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -65,7 +65,7 @@ class RunState:
     flags: dict = field(default_factory=dict)  # those that must not change on resume
 
 
-def main() -> None:
+def main(at_exit: ExitStack) -> None:
     # Set up
     args = parse_args()
     device = torch.device(args.device)
@@ -76,7 +76,7 @@ def main() -> None:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     keep_freed_memory()
-    run_folder = open_run_folder(args)
+    run_folder = find_run_folder(args)
     checkpoint, state = find_checkpoint(run_folder, args)
 
     # Data, model, optimizer
@@ -86,17 +86,17 @@ def main() -> None:
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
     steps_left = (args.num_epochs * len(train_blocks) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
-    scheduler = build_scheduler(args, optimizer, total_steps)
+    schedule = (args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    scheduler = transformers.get_scheduler(*schedule)
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
     # fp16 rounds gradients below 6e-8 to zero: the scaler multiplies them out of that range.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
-        load_training_state(checkpoint, stateful)
-    run_log = RunLog(args, run_folder, state) if run_folder else None
-    if run_log:
-        parameters = describe_run(args, model, train_blocks, device, global_batch)
-        run_log.parameters(parameters, model)
+        load_training_state(checkpoint, stateful, args)
+    run_log = RunLog(args, run_folder, state)
+    at_exit.callback(run_log.close)
+    run_log.parameters(describe_run(args, model, train_blocks, device, global_batch), model)
 
     # The loop
     batches = read_batches(train_blocks, args, state.samples, device)
@@ -133,16 +133,15 @@ def main() -> None:
         at_end, stopping = state.step == total_steps, bool(stop_signals)
 
         if state.step % args.log_freq == 0 or at_end:
-            # Reading a number waits for the device. Nothing does so between two logged steps, so
-            # Python runs ahead and the device always finds its next kernel in the queue.
+            # Reading a number waits for the device. Nothing here does so between two logged steps:
+            # Python runs ahead, and the device always finds its next kernel in the queue.
             mean_loss = loss_sum.item() / state.steps_since_log
             stop_unless_finite(mean_loss, grad_norm, state, args)
             metrics = {"step": state.step, "epoch": state.epoch, "loss": mean_loss}
             metrics |= {"learning_rate": learning_rate, "grad_norm": grad_norm.item()}
             metrics |= timer.read(tokens_per_step=global_batch * args.seq_length)
             metrics |= memory_metrics(device)
-            if run_log:
-                run_log.metrics(metrics)
+            run_log.metrics(metrics)
             show_progress(progress, metrics)
             loss_sum.zero_()
             state.steps_since_log = 0
@@ -150,10 +149,10 @@ def main() -> None:
         if args.eval_freq and (state.step % args.eval_freq == 0 or at_end):
             with autocast:
                 eval_loss = evaluate(model, eval_blocks, args, device)
+            stop_unless_finite(eval_loss, grad_norm, state, args)
             metrics = {"step": state.step, "epoch": state.epoch, "eval/loss": eval_loss}
             metrics |= {"eval/perplexity": math.exp(min(eval_loss, 700))}  # e^710 overflows
-            if run_log:
-                run_log.metrics(metrics)
+            run_log.metrics(metrics)
             say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
 
         if run_folder and (state.step % args.ckpt_freq == 0 or at_end or stopping):
@@ -168,8 +167,6 @@ def main() -> None:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         say(f"Done: {state.step} steps; the model is in {run_folder / 'final'}")
-    if run_log:
-        run_log.close()
     if state.step < total_steps:
         outcome = "saved: the same command continues" if run_folder else "not saved: it has no name"
         say(f"Stopped after step {state.step}, {outcome}")
@@ -197,7 +194,11 @@ def explain(message: str):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        fail(f"{message} ({str(error).strip().splitlines()[0] if str(error) else repr(error)})")
+        fail(f"{message} ({first_line(error)})")
+
+
+def first_line(error) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 def device_name(device: torch.device) -> str:
@@ -206,22 +207,21 @@ def device_name(device: torch.device) -> str:
 
 def keep_freed_memory() -> None:
     """Lets glibc reuse freed CPU tensors. It would give them back to the system, and a step would
-    lose 5 to 10 % of its time to page faults (`man mallopt`; the parameters are -1 and -3)."""
+    lose 5 to 10 % of its time to page faults."""
     with suppress(AttributeError, OSError, TypeError):  # another C library
-        trim_threshold, mmap_threshold = (-1, 2**31 - 1), (-3, 32 * 2**20)
-        for parameter in (trim_threshold, mmap_threshold):
-            ctypes.CDLL(None).mallopt(*parameter)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its limit
 
 
-def open_run_folder(args) -> Path | None:
-    """The folder of a named run, without what an interrupted save has left in it."""
+def find_run_folder(args) -> Path | None:
+    """The folder of a named run, which may not exist yet but can be written."""
     if args.experiment_name is None:
         return None
     run_folder = args.save_dir / args.experiment_name
-    with explain(f"cannot write to {run_folder}, choose another --save-dir"):
-        (run_folder / "is-writable.tmp").mkdir(parents=True, exist_ok=True)
-        for leftover in run_folder.glob("*.tmp"):
-            shutil.rmtree(leftover)
+    existing = next(path for path in [run_folder, *run_folder.parents] if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        fail(f"cannot write to {existing}: choose another --save-dir")
     return run_folder
 
 
@@ -231,8 +231,10 @@ def catch_stop_signals() -> list[int]:
 
     def remember(signum, frame):
         received.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
-        say("Finishing this step, then saving and leaving (once more: leaving at once)")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # Not `say`: the signal may have come in the middle of one.
+        os.write(2, b"\nFinishing this step, then saving and leaving; again: leaving at once\n")
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)
@@ -264,14 +266,15 @@ def load_documents(args) -> datasets.DatasetDict:
     """The splits of `--dataset-name`: local files (a text file is one document) or the Hub's."""
     name = os.path.expanduser(args.dataset_name)
     is_folder = os.path.isdir(name)
-    found = Path(name).rglob("*") if is_folder else map(Path, glob.glob(name, recursive=True))
-    files = sorted(str(path) for path in found if path.suffix in FORMATS)
+    pattern = os.path.join(glob.escape(name), "**", "*") if is_folder else name
+    found = sorted(glob.glob(pattern, recursive=True))
+    files = [file for file in found if Path(file).suffix in FORMATS]
     kinds = {FORMATS[Path(file).suffix] for file in files}
-    is_path = name.startswith(("/", ".")) or "*" in name or Path(name).suffix in FORMATS
-    if not files and (is_folder or is_path):
+    is_path = is_folder or name.startswith(("/", ".")) or "*" in name
+    if not files and (is_path or Path(name).suffix in FORMATS):
         fail(f"{name} matches no file with one of the endings {' '.join(FORMATS)}")
     if len(kinds) > 1 and not is_folder:
-        fail(f"{name} matches files of several kinds, choose one of {', '.join(kinds)}")
+        fail(f"{name} matches files of several kinds: choose one of {', '.join(sorted(kinds))}")
     remedy = "check name, --dataset-subset and network; it takes data files, not a loading script"
     with explain(f"cannot load the dataset {name}: {remedy}"):
         if kinds == {"text"}:
@@ -287,30 +290,26 @@ def tokenize(rows: dict, tokenizer, column: str) -> dict:
     texts = [text for text in rows[column] if text]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     end = tokenizer.eos_token_id
-    return {"input_ids": [ids if ids[-1] == end else [*ids, end] for ids in documents]}
+    return {"input_ids": [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]}
 
 
 class PackedBlocks:
     """All documents end to end, cut into blocks of `seq_length` tokens; less than one is dropped.
 
-    `blocks[i]` is an int32 array of shape (seq_length,). Nothing else copies tokens: the chunks are
-    views of the memory-mapped Arrow cache, which all processes of a machine share.
+    `blocks[i]` is an int32 array of shape (seq_length,). Nothing else copies tokens: `tokens` is a
+    view of the memory-mapped Arrow cache, which all processes of a machine share.
     """
 
     def __init__(self, tokenized: datasets.Dataset, seq_length: int):
         chunks = tokenized.data.column("input_ids").chunks
-        self.chunks = [chunk.flatten().to_numpy() for chunk in chunks]
-        self.starts = np.cumsum([0] + [len(chunk) for chunk in self.chunks])
+        self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
         self.seq_length = seq_length
 
     def __len__(self) -> int:
-        return int(self.starts[-1]) // self.seq_length
+        return len(self.tokens) // self.seq_length
 
     def __getitem__(self, index: int) -> np.ndarray:
-        begin, end = index * self.seq_length, (index + 1) * self.seq_length
-        first, last = np.searchsorted(self.starts, [begin, end - 1], side="right") - 1
-        spans = [(i, self.starts[i]) for i in range(first, last + 1)]
-        return np.concatenate([self.chunks[i][max(begin - at, 0) : end - at] for i, at in spans])
+        return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
 
 
 def load_blocks(args, tokenizer, state: RunState, global_batch: int):
@@ -354,7 +353,8 @@ def load_blocks(args, tokenizer, state: RunState, global_batch: int):
 
 @lru_cache(maxsize=2)
 def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
-    return np.random.default_rng((seed, epoch)).permutation(count)
+    # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+    return np.random.RandomState((seed, epoch)).permutation(count)
 
 
 def sample_order(positions: range, count: int, seed: int) -> list[int]:
@@ -363,7 +363,7 @@ def sample_order(positions: range, count: int, seed: int) -> list[int]:
     One permutation of all blocks follows another, each a pure function of seed and epoch: a run
     resumes at its next position, and nothing is read, skipped or repeated on the way there.
     """
-    return [permutation(seed, p // count, count)[p % count] for p in positions]
+    return [int(permutation(seed, p // count, count)[p % count]) for p in positions]
 
 
 def read_batches(blocks: Subset, args, samples: int, device: torch.device):
@@ -378,8 +378,8 @@ def read_batch(blocks, indices, device: torch.device) -> torch.Tensor:
     """The token ids of these blocks: int64 of shape (len(indices), seq_length) on `device`."""
     batch = torch.from_numpy(np.stack([blocks[i] for i in indices]))
     if device.type == "cuda":
-        batch = batch.pin_memory()  # a copy from other memory would wait for the GPU
-    return batch.to(device, non_blocking=True).long()
+        batch = batch.pin_memory()  # only from here can a copy be queued without waiting for it
+    return batch.to(device, non_blocking=batch.is_pinned()).long()
 
 
 # -- Model and optimizer ---------------------------------------------------------------------------
@@ -389,9 +389,6 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
     """The model with fp32 weights on `device`: from the checkpoint, pretrained, or random."""
     # In bf16, the dtype of many checkpoints, most AdamW updates are too small to move a weight.
     options = {"dtype": torch.float32}
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if ampere and args.dtype != "fp32" and is_flash_attn_2_available():
-        options["attn_implementation"] = "flash_attention_2"  # else SDPA, by default
     if args.from_scratch and not checkpoint:
         with explain(f"cannot build a causal language model from {args.model_name}"), device:
             model = AutoModelForCausalLM.from_config(config, **options)
@@ -402,15 +399,21 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
             source = checkpoint or args.model_name
             model = AutoModelForCausalLM.from_pretrained(source, **options)
     model.to(device)
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if ampere and args.dtype != "fp32" and is_flash_attn_2_available():
+        with suppress(ValueError):  # a family without it keeps its default, SDPA for most
+            model.set_attn_implementation("flash_attention_2")
     say(f"Attention {model.config._attn_implementation}, compute precision {args.dtype}")
 
     if args.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        with explain(f"{args.model_name} has no --activation-checkpointing"):
+            enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.18
+            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     if args.compile:
-        # Layer by layer and in place: all layers share one compilation, the state dict keeps its
-        # names, and attention stays causal without a mask.
+        # Layer by layer and in place: layers of a kind share one compilation, the state dict keeps
+        # its names, and attention stays causal without a mask.
         for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):  # as every decoder layer is
+            if isinstance(module, GradientCheckpointingLayer):  # Transformers' decoder layers
                 module.compile()
     if args.compile and device.type == "cuda":
         # Spares the fp32 copy of the logits, the largest tensor of a step. No gain on a CPU.
@@ -418,6 +421,7 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
     # Transformers looks in every forward pass whether position ids restart within a row. Ours never
     # do, and a look at a tensor waits for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *_, **__: False
     return model
 
 
@@ -427,15 +431,6 @@ def parameter_groups(model, args) -> list[dict]:
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     decay = {"params": matrices, "weight_decay": args.weight_decay}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
-
-
-def build_scheduler(args, optimizer, total_steps: int) -> LambdaLR:
-    with explain(f"--lr-scheduler {args.lr_scheduler} is unknown, or not one of steps alone"):
-        schedule = (args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
-        scheduler = transformers.get_scheduler(*schedule)
-        if not isinstance(scheduler, LambdaLR):
-            raise ValueError("it follows a metric")
-    return scheduler
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
@@ -461,8 +456,8 @@ def find_checkpoint(run_folder: Path | None, args) -> tuple[Path | None, RunStat
         state = RunState(**json.loads((checkpoints[-1] / "state.json").read_text()))
     for name, value in flags.items():
         if (before := state.flags.get(name, value)) != value:
-            given = f"--{name.replace('_', '-')} {value}"
-            fail(f"{given}: this run has {before}; give that, or another --experiment-name")
+            flag = f"--{name.replace('_', '-')}"
+            fail(f"{flag} was {before} in this run, not {value}: choose another --experiment-name")
     say(f"Continuing from {checkpoints[-1]}")
     return checkpoints[-1], state
 
@@ -471,11 +466,11 @@ def find_checkpoint(run_folder: Path | None, args) -> tuple[Path | None, RunStat
 def new_folder(folder: Path):
     """Yields a temporary folder, which takes its real name once all of it is on the disk."""
     temporary = folder.with_name(folder.name + ".tmp")
-    with explain(f"cannot save {folder}: make room; what was saved before is intact"):
+    with explain(f"cannot save {folder}, what was saved before is intact"):
         try:
             temporary.mkdir()
             yield temporary
-            for file in temporary.iterdir():
+            for file in filter(Path.is_file, temporary.rglob("*")):
                 with open(file, "rb+") as opened:
                     os.fsync(opened.fileno())
             if folder.exists():
@@ -494,8 +489,8 @@ def save_checkpoint(run_folder: Path, model, tokenizer, stateful, state: RunStat
     """A Transformers folder and all that an exact resume needs; removes the oldest checkpoints."""
     training_state = {name: part.state_dict() for name, part in stateful.items()}
     training_state["cpu_rng"] = torch.get_rng_state()
-    if args.device == "cuda":
-        training_state["cuda_rng"] = torch.cuda.get_rng_state()
+    if args.device != "cpu":
+        training_state[f"{args.device}_rng"] = torch.get_device_module(args.device).get_rng_state()
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -505,7 +500,7 @@ def save_checkpoint(run_folder: Path, model, tokenizer, stateful, state: RunStat
         remove_folder(checkpoint)
 
 
-def load_training_state(checkpoint: Path, stateful: dict) -> None:
+def load_training_state(checkpoint: Path, stateful: dict, args) -> None:
     """Restores optimizer, scheduler, scaler and random number generators in place."""
     with explain(DAMAGED.format(checkpoint)):
         file = checkpoint / "training_state.pt"
@@ -513,8 +508,8 @@ def load_training_state(checkpoint: Path, stateful: dict) -> None:
         for name, part in stateful.items():
             part.load_state_dict(training_state[name])
         torch.set_rng_state(training_state["cpu_rng"])
-        if "cuda_rng" in training_state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(training_state["cuda_rng"])
+        if args.device != "cpu" and f"{args.device}_rng" in training_state:
+            torch.get_device_module(args.device).set_rng_state(training_state[f"{args.device}_rng"])
     # If the number of steps has changed, so has the learning rate of the next one.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
@@ -587,7 +582,7 @@ class PhaseTimer:
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """GB (1e9 bytes) that PyTorch has handed out and has reserved on the GPU.
 
-    Elsewhere: the resident memory of this process, whose peak is not known.
+    Elsewhere: the resident memory of this process, now; no peak is kept.
     """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -632,14 +627,20 @@ def show_progress(progress: tqdm, metrics: dict) -> None:
 
 
 class RunLog:
-    """The records of a named run, the same ones in `metrics.jsonl` and in Comet.
+    """The records of a named run, the same ones in `metrics.jsonl` and in Comet; else does nothing.
 
     A thread of its own talks to Comet: however slow or unwilling that is, training goes on.
     """
 
-    def __init__(self, args, run_folder: Path, state: RunState):
+    def __init__(self, args, run_folder: Path | None, state: RunState):
+        self.file, self.calls, self.warned = None, queue.SimpleQueue(), False
+        if run_folder is None:
+            return
         path = run_folder / "metrics.jsonl"
         with explain(f"cannot write {path}"):
+            run_folder.mkdir(parents=True, exist_ok=True)
+            for leftover in run_folder.glob("*.tmp"):  # of a save that was cut off
+                shutil.rmtree(leftover)
             # Drops what came after the checkpoint, and a last line that was only half written.
             lines = path.read_text().splitlines(keepends=True) if path.exists() else []
             whole = [line for line in lines if line.endswith("\n")]
@@ -647,54 +648,58 @@ class RunLog:
             path.with_suffix(".new").write_text("".join(kept))
             path.with_suffix(".new").replace(path)
             self.file = path.open("a")
-        self.calls, self.warned = queue.SimpleQueue(), False
         comet = (args, run_folder / "comet", state.comet_key)
         self.comet = threading.Thread(target=self.talk_to_comet, args=comet, daemon=True)
         self.comet.start()
 
     def parameters(self, parameters: dict, model) -> None:
-        self.calls.put(("log_parameters", (parameters,), {}))
-        self.calls.put(("set_model_graph", (str(model),), {}))
+        if self.file:
+            self.calls.put(("log_parameters", (parameters,), {}))
+            self.calls.put(("set_model_graph", (str(model),), {}))
 
     def metrics(self, record: dict) -> None:
-        with explain(f"cannot write {self.file.name}; the last checkpoint is intact"):
-            print(json.dumps(record), file=self.file, flush=True)
-        position = {"step": record["step"], "epoch": record["epoch"]}
-        self.calls.put(("log_metrics", (record,), position))
+        if self.file:
+            # JSON has no infinity, which the gradient norm of a step that fp16 skips may be.
+            record = {name: x if math.isfinite(x) else None for name, x in record.items()}
+            with explain(f"cannot write {self.file.name}; the last checkpoint is intact"):
+                print(json.dumps(record), file=self.file, flush=True)
+            position = {"step": record["step"], "epoch": record["epoch"]}
+            self.calls.put(("log_metrics", (record,), position))
 
     def close(self) -> None:
-        self.calls.put(None)
-        self.comet.join(timeout=60)
-        if self.comet.is_alive():
-            self.warn_once("no answer")
+        if self.file:
+            self.calls.put(None)
+            self.comet.join(timeout=60)
+            if self.comet.is_alive():
+                self.warn_once("no answer")
 
     def warn_once(self, reason) -> None:
         if not self.warned:
             self.warned = True
-            say(f"warning: Comet fails, training goes on: {str(reason).strip().splitlines()[0]}")
+            say(f"warning: Comet fails, training goes on: {first_line(reason)}")
 
-    def talk_to_comet(self, args, folder: Path, experiment_key: str) -> None:
+    def talk_to_comet(self, args, folder: Path, comet_key: str) -> None:
         has_key = comet_ml.get_config("comet.api_key") is not None
         complaints = logging.Handler(logging.ERROR if has_key else logging.CRITICAL)
         complaints.emit = lambda record: self.warn_once(record.getMessage())
         logging.getLogger("comet_ml").handlers = [complaints]
         off = dict.fromkeys(["auto_output_logging", "log_graph", "parse_args"], False)
         names = {"name": args.experiment_name, "offline_directory": str(folder)}
-        start = partial(
-            comet_ml.start,
-            workspace=args.comet_workspace,
-            project_name=args.comet_project_name,
-            experiment_key=experiment_key,
-            mode="get_or_create",  # a resumed run goes on with the experiment it began
-            experiment_config=comet_ml.ExperimentConfig(display_summary_level=0, **names, **off),
-        )
-        experiment = None
         try:
-            if has_key:
+            for online in (True, False) if has_key else (False,):
                 with suppress(Exception):
-                    experiment = start(online=True)
-            if experiment is None or not experiment.alive:
-                experiment = start(online=False)
+                    experiment = comet_ml.start(
+                        online=online,
+                        workspace=args.comet_workspace,
+                        project_name=args.comet_project_name,
+                        experiment_key=comet_key,
+                        mode="get_or_create",  # a resumed run goes on with the one it began
+                        experiment_config=comet_ml.ExperimentConfig(
+                            display_summary_level=0, **names, **off
+                        ),
+                    )
+                    if experiment.alive:
+                        break
             for method, values, options in iter(self.calls.get, None):
                 getattr(experiment, method)(*values, **options)
             experiment.end()
@@ -724,13 +729,18 @@ DEMO = {
 }
 
 
-def at_least(minimum, kind=int):
-    """An argparse type: a finite number of this kind, not below the minimum."""
+# Those of transformers.get_scheduler that need nothing but a number of steps.
+SCHEDULERS = ["cosine", "cosine_with_restarts", "linear", "polynomial", "inverse_sqrt"]
+SCHEDULERS += ["constant", "constant_with_warmup"]
+
+
+def at_least(minimum, kind=int, below=math.inf):
+    """An argparse type: a number of this kind in this range."""
 
     def number(text: str):
         value = kind(text)
-        if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not at least {minimum}")
+        if not minimum <= value < below:
+            raise argparse.ArgumentTypeError(f"{text} is not at least {minimum} and below {below}")
         return value
 
     return number
@@ -745,7 +755,8 @@ def parse_args() -> argparse.Namespace:
 
     def add(*names, help: str, default=None, **options):
         suffix = "" if default is None or default is False else f" [{default}]"
-        parser.add_argument(*names, help=help + suffix, default=default, **options)
+        help = (help + suffix).replace("%", "%%")
+        parser.add_argument(*names, help=help, default=default, **options)
 
     count, positive, real = at_least(0), at_least(1), at_least(0, float)
     add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
@@ -762,7 +773,7 @@ def parse_args() -> argparse.Namespace:
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    add("--lr-scheduler", default="cosine", help="any name of transformers.get_scheduler")
+    add("--lr-scheduler", choices=SCHEDULERS, default="cosine", help="course of the learning rate")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
@@ -774,7 +785,12 @@ def parse_args() -> argparse.Namespace:
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
     add("--save-dir", type=Path, default=REPOSITORY / "outputs", help="the folder of all runs")
-    add("--seed", type=count, default=0, help="of random weights and the order of samples")
+    add(
+        "--seed",
+        type=at_least(0, below=2**32),
+        default=0,
+        help="of random weights and the order of samples",
+    )
     add("--device", help="cuda, mps or cpu [the first of them that there is]")
     add("--demo", action="store_true", help="a small preset; other flags override it")
     if "--demo" in sys.argv:
@@ -788,8 +804,8 @@ def parse_args() -> argparse.Namespace:
     args.compile = args.device == "cuda" if args.compile is None else args.compile
     if args.device not in available:
         parser.error(f"--device {args.device} is not available, only {', '.join(available)}")
-    if args.dtype == "fp16" and args.device == "cpu":
-        parser.error("--dtype fp16 needs a GPU: choose bf16 or fp32")
+    if args.dtype == "fp16" and args.device != "cuda":
+        parser.error("--dtype fp16 needs a CUDA GPU: choose bf16 or fp32")
     name = args.experiment_name
     if name is not None and (name in ("", "..") or Path(name).name != name):
         parser.error("--experiment-name must be a plain folder name, without slashes")
@@ -798,7 +814,8 @@ def parse_args() -> argparse.Namespace:
 
 if __name__ == "__main__":
     try:
-        main()
+        with ExitStack() as at_exit:  # so that Comet gets the records of a run that fails, too
+            main(at_exit)
     except torch.OutOfMemoryError:
         remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
         fail(f"out of GPU memory: {remedy} --activation-checkpointing, then a lower --seq-length")
