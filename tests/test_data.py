@@ -70,7 +70,9 @@ def test_end_of_text_after_every_document(chapter_1, tokenizer):
         def __call__(self, texts, **_):
             return {"input_ids": [tokenizer(t.strip())["input_ids"] for t in texts]}
 
-    assert chapter_1.tokenize({"text": ["  ", "b"]}, Strips(), "text") == {"input_ids": [[67, END]]}
+    assert chapter_1.tokenize({"text": ["  ", "b"]}, Strips(), "text") == {
+        "input_ids": [[*tokenizer("b")["input_ids"], END]]
+    }
 
 
 def write(folder, name, texts, column="text"):

@@ -5,11 +5,13 @@ import random
 import shutil
 import signal
 import time
+import zipfile
 
 import pytest
 import torch
 from conftest import assert_one_sentence, write_model
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 NOT_EXACT = ("tokens_per_second", "time/", "memory/")
 
@@ -175,3 +177,23 @@ def test_a_loss_that_is_not_finite_is_never_saved(trainer):
     for checkpoint in result.folder.glob("step-*"):
         weights = load_file(checkpoint / "model.safetensors").values()
         assert all(torch.isfinite(weight).all() for weight in weights)
+
+
+def test_a_failing_run_leaves_its_records_to_comet(trainer):
+    flags = ["--lr", 1e30, "--max-grad-norm", 0, "--max-steps", 50]
+    result = trainer(*flags, status=1, comet=True)
+    assert_one_sentence(result.output, "not finite")
+    (archive,) = (result.folder / "comet").glob("*.zip")
+    messages = zipfile.ZipFile(archive).read("messages.json").decode()
+    assert messages.count('"metricName":"loss"') == len(result.column("loss")) > 0
+
+
+def test_a_tokenizer_that_saves_folders(trainer, model):
+    """With several chat templates it does; a checkpoint has room for that."""
+    folder = trainer.folder / "templates"
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    shutil.copytree(model, folder)
+    tokenizer.save_pretrained(folder)
+    result = trainer("-m", folder, "--max-steps", 2)
+    assert any(path.is_dir() for path in (result.folder / "step-00000002").iterdir())

@@ -140,11 +140,12 @@ def test_clipping_decay_and_schedule(trainer):
 
 def test_compile_changes_nothing_but_speed(trainer):
     plain = trainer("--max-steps", 4, "--eval-freq", 2, name="plain")
-    compiled = trainer("--max-steps", 4, "--eval-freq", 2, "--compile", name="compiled")
-    assert compiled.column("loss") == pytest.approx(plain.column("loss"), rel=1e-4)
-    assert compiled.column("eval/loss") == pytest.approx(plain.column("eval/loss"), rel=1e-4)
-    a, b = ((r.folder / "final" / "model.safetensors").read_bytes() for r in (plain, compiled))
-    assert a[:400] == b[:400]  # the header: the same names
+    for number, flags in enumerate([["--compile"], ["--compile", "--activation-checkpointing"]]):
+        compiled = trainer("--max-steps", 4, "--eval-freq", 2, *flags, name=f"compiled-{number}")
+        assert compiled.column("loss") == pytest.approx(plain.column("loss"), rel=1e-4)
+        assert compiled.column("eval/loss") == pytest.approx(plain.column("eval/loss"), rel=1e-4)
+        a, b = ((r.folder / "final" / "model.safetensors").read_bytes() for r in (plain, compiled))
+        assert a[:400] == b[:400]  # the header: the same names
 
 
 FAMILIES = {
