@@ -185,7 +185,7 @@ def test_a_failing_run_leaves_its_records_to_comet(trainer):
     assert_one_sentence(result.output, "not finite")
     (archive,) = (result.folder / "comet").glob("*.zip")
     messages = zipfile.ZipFile(archive).read("messages.json").decode()
-    assert messages.count('"metricName":"loss"') == len(result.column("loss")) > 0
+    assert messages.count('"metricName":"loss"') >= len(result.column("loss")) > 0
 
 
 def test_a_tokenizer_that_saves_folders(trainer, model):
