@@ -821,3 +821,5 @@ if __name__ == "__main__":
         fail(f"out of GPU memory: {remedy} --activation-checkpointing, then a lower --seq-length")
     except KeyboardInterrupt:
         fail("interrupted before the first step")
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        fail(f"torch.compile failed, try --no-compile ({first_line(error)})")

@@ -83,6 +83,12 @@ def test_out_of_gpu_memory_names_the_flags_that_help(trainer):
     assert_one_sentence(result.output, "--activation-checkpointing")
 
 
+def test_no_compiler_names_the_flag_that_helps(trainer):
+    env = {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(trainer.folder / "cache")}
+    result = trainer("--max-steps", 2, "--compile", status=1, env=env)
+    assert_one_sentence(result.output, "--no-compile")
+
+
 class Hub(http.server.BaseHTTPRequestHandler):
     """A Hub where one repository is gated and no other exists."""
 
