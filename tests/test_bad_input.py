@@ -84,8 +84,9 @@ def test_out_of_gpu_memory_names_the_flags_that_help(trainer):
 
 
 def test_no_compiler_names_the_flag_that_helps(trainer):
-    env = {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(trainer.folder / "cache")}
-    result = trainer("--max-steps", 2, "--compile", status=1, env=env)
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(trainer.folder / "cache")}
+    before = "import torch._inductor.config as config; config.cpp.cxx = (None, '/nonexistent')"
+    result = trainer("--max-steps", 2, "--compile", status=1, env=env, before=before)
     assert_one_sentence(result.output, "--no-compile")
 
 
