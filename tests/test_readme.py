@@ -42,7 +42,7 @@ def test_demo_and_generate_commands(tmp_path):
     # Not into outputs/, where somebody's demo may stand
     command += ["--save-dir", str(tmp_path)]
     run = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=180
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900
     )
     assert run.returncode == 0, run.stderr
     assert "warning" not in run.stderr.lower()
