@@ -51,7 +51,7 @@ def test_demo_and_generate_commands(tmp_path):
     assert records[-1]["eval/loss"] < 4.7
 
     command = here(generate.replace("outputs/", f"{tmp_path}/"))
-    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("def ")
     assert len(run.stdout) > 200
