@@ -55,7 +55,7 @@ class RunState:
     """Where a run stands: `state.json` of every checkpoint."""
 
     step: int = 0  # optimizer steps done
-    samples: int = 0  # blocks consumed: the position in the order of samples
+    samples: int = 0  # blocks consumed: with the seed, the position in the data and its randomness
     epoch: float = 0.0
     loss_sum: float = 0.0  # over the steps since the last logged one
     steps_since_log: int = 0
@@ -93,7 +93,7 @@ def main(at_exit: ExitStack) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
-        load_training_state(checkpoint, stateful, args)
+        load_training_state(checkpoint, stateful)
     run_log = RunLog(args, run_folder, state)
     at_exit.callback(run_log.close)
     run_log.parameters(describe_run(args, model, train_blocks, device, global_batch), model)
@@ -105,8 +105,8 @@ def main(at_exit: ExitStack) -> None:
     progress = tqdm(total=total_steps, initial=state.step, unit="step", disable=None)
     timer = PhaseTimer(device)
     model.train()
-    stopping = False
-    while state.step < total_steps and not stopping:
+    stop_signal = 0
+    while state.step < total_steps and not stop_signal:
         for _ in range(args.gradient_accumulation_steps):
             with timer("data"):
                 input_ids = next(batches)
@@ -130,9 +130,12 @@ def main(at_exit: ExitStack) -> None:
         state.epoch = state.samples / len(train_blocks)
         state.steps_since_log += 1
         progress.update()
-        at_end, stopping = state.step == total_steps, bool(stop_signals)
+        at_end = state.step == total_steps
+        stop_signal = max(stop_signals, default=0)
+        log_now = state.step % args.log_freq == 0 or at_end
+        save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
 
-        if state.step % args.log_freq == 0 or at_end:
+        if log_now:
             # Reading a number waits for the device. Nothing here does so between two logged steps:
             # Python runs ahead, and the device always finds its next kernel in the queue.
             mean_loss = loss_sum.item() / state.steps_since_log
@@ -155,7 +158,7 @@ def main(at_exit: ExitStack) -> None:
             run_log.metrics(metrics)
             say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
 
-        if run_folder and (state.step % args.ckpt_freq == 0 or at_end or stopping):
+        if run_folder and save_now:
             state.loss_sum = loss_sum.item()
             stop_unless_finite(state.loss_sum, grad_norm, state, args)
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
@@ -170,7 +173,7 @@ def main(at_exit: ExitStack) -> None:
     if state.step < total_steps:
         outcome = "saved: the same command continues" if run_folder else "not saved: it has no name"
         say(f"Stopped after step {state.step}, {outcome}")
-        sys.exit(128 + stop_signals[0])
+        sys.exit(128 + stop_signal)
 
 
 # -- Set up ----------------------------------------------------------------------------------------
@@ -348,6 +351,7 @@ def load_blocks(args, tokenizer, state: RunState, global_batch: int):
         fail(f"{name} has changed since this run began: choose another --experiment-name")
     state.train_blocks, state.eval_blocks = count, len(eval_blocks)
     say(f"{name}, column {column!r}: {count} blocks to train on, {len(eval_blocks)} held out")
+    say(f"Global batch of {global_batch} blocks of {args.seq_length} tokens")
     return Subset(blocks, range(count)), eval_blocks
 
 
@@ -370,6 +374,8 @@ def read_batches(blocks: Subset, args, samples: int, device: torch.device):
     """Micro-batches without end, from position `samples` of the order on."""
     while True:
         positions = range(samples, samples + args.batch_size)
+        # Dropout, too, depends on the position alone: a run resumes with the same masks.
+        torch.manual_seed(args.seed + samples)
         yield read_batch(blocks, sample_order(positions, len(blocks), args.seed), device)
         samples += args.batch_size
 
@@ -488,9 +494,6 @@ def remove_folder(folder: Path) -> None:
 def save_checkpoint(run_folder: Path, model, tokenizer, stateful, state: RunState, args) -> None:
     """A Transformers folder and all that an exact resume needs; removes the oldest checkpoints."""
     training_state = {name: part.state_dict() for name, part in stateful.items()}
-    training_state["cpu_rng"] = torch.get_rng_state()
-    if args.device != "cpu":
-        training_state[f"{args.device}_rng"] = torch.get_device_module(args.device).get_rng_state()
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -500,16 +503,13 @@ def save_checkpoint(run_folder: Path, model, tokenizer, stateful, state: RunStat
         remove_folder(checkpoint)
 
 
-def load_training_state(checkpoint: Path, stateful: dict, args) -> None:
-    """Restores optimizer, scheduler, scaler and random number generators in place."""
+def load_training_state(checkpoint: Path, stateful: dict) -> None:
+    """Restores optimizer, scheduler and scaler in place."""
     with explain(DAMAGED.format(checkpoint)):
         file = checkpoint / "training_state.pt"
-        training_state = torch.load(file, map_location="cpu", weights_only=True)
+        training_state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(training_state[name])
-        torch.set_rng_state(training_state["cpu_rng"])
-        if args.device != "cpu" and f"{args.device}_rng" in training_state:
-            torch.get_device_module(args.device).set_rng_state(training_state[f"{args.device}_rng"])
     # If the number of steps has changed, so has the learning rate of the next one.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
@@ -791,19 +791,15 @@ def parse_args() -> argparse.Namespace:
         default=0,
         help="of random weights and the order of samples",
     )
-    add("--device", help="cuda, mps or cpu [the first of them that there is]")
+    devices = [name for name in ("cuda", "mps", "cpu") if getattr(torch, name).is_available()]
+    add("--device", choices=devices, default=devices[0], help="cuda, mps or cpu")
     add("--demo", action="store_true", help="a small preset; other flags override it")
     if "--demo" in sys.argv:
         parser.set_defaults(**DEMO)
     args = parser.parse_args()
 
-    backends = {"cuda": torch.cuda, "mps": torch.backends.mps, "cpu": torch.cpu}
-    available = [name for name, backend in backends.items() if backend.is_available()]
-    args.device = args.device or available[0]
     args.dtype = args.dtype or ("fp32" if args.device == "cpu" else "bf16")
     args.compile = args.device == "cuda" if args.compile is None else args.compile
-    if args.device not in available:
-        parser.error(f"--device {args.device} is not available, only {', '.join(available)}")
     if args.dtype == "fp16" and args.device != "cuda":
         parser.error("--dtype fp16 needs a CUDA GPU: choose bf16 or fp32")
     name = args.experiment_name
