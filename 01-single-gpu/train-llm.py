@@ -715,7 +715,7 @@ class RunLog:
 
 # Two minutes on a laptop, with a text that every Python brings along.
 DEMO = {
-    "experiment_name": "demo-single-gpu",
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
     "model_name": str(REPOSITORY / "tiny-llama"),
     "from_scratch": True,
     "dataset_name": os.path.join(sysconfig.get_path("stdlib"), "[a-z]*.py"),

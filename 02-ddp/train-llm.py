@@ -125,9 +125,9 @@ def main(at_exit: ExitStack) -> None:
     model.train()
     stop_signal = 0
     while state.step < total_steps and not stop_signal:
-        for left in reversed(range(args.gradient_accumulation_steps)):
+        for remaining in reversed(range(args.gradient_accumulation_steps)):
             # DDP: gradients add up within each rank; only the last of them wait for the network.
-            maybe_no_sync = ddp_model.no_sync if left else nullcontext
+            maybe_no_sync = ddp_model.no_sync if remaining else nullcontext
             with timer("data"):
                 input_ids = next(batches)
             with timer("forward"), autocast, maybe_no_sync():
@@ -195,7 +195,10 @@ def main(at_exit: ExitStack) -> None:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         say(f"Done: {state.step} steps; the model is in {run_folder / 'final'}")
-    dist.destroy_process_group()  # DDP: only on success; after an error it would wait for the dead
+    # DDP: only on success, since it may wait for the other ranks. A model that outlives its process
+    # group can block in its destructor.
+    del ddp_model
+    dist.destroy_process_group()
     if state.step < total_steps:
         outcome = "saved: the same command continues" if run_folder else "not saved: it has no name"
         say(f"Stopped after step {state.step}, {outcome}")
@@ -213,6 +216,8 @@ def say(message: str) -> None:
 
 def fail(message: str) -> None:
     """Leaves with one sentence for what a user can mend."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # DDP: torchrun ends its report with it
+        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
     sys.exit(f"error: {message}")
 
 
@@ -233,8 +238,8 @@ def first_line(error) -> str:
 
 def join_process_group() -> torch.device:
     """Meets the other ranks; returns the device of this one."""
-    gpus, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 0))
-    if not processes or processes > gpus > 0:
+    gpus = torch.cuda.is_available() and torch.cuda.device_count()
+    if not 1 <= int(os.environ.get("LOCAL_WORLD_SIZE", 0)) <= (gpus or math.inf):
         command = f"torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}"
         fail(f"start one process per device, with torchrun: {command}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
@@ -301,10 +306,7 @@ def catch_stop_signals() -> list[int]:
         received.append(signum)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        if RANK > 0:  # DDP: said once
-            return
-        # Not `say`: the signal may have come in the middle of one.
-        os.write(2, b"\nFinishing this step, then saving and leaving; again: leaving at once\n")
+        # DDP: torchrun announces it. When a rank has failed, it also sends this to all others.
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)
@@ -668,12 +670,11 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 
 def worst_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
-    """The largest over the ranks, and with several of them also what each has."""
+    """The largest over the ranks; with several of them, what each has, too."""
     ranks = gather(metrics)
-    worst = {name: max(other[name] for other in ranks) for name in metrics}
     for rank, other in enumerate(ranks if WORLD_SIZE > 1 else ()):
-        worst |= {name.replace("/", f"/rank{rank}/"): value for name, value in other.items()}
-    return worst
+        metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in other.items()}
+    return metrics | {name: max(other[name] for other in ranks) for name in ranks[0]}
 
 
 # -- Logging ---------------------------------------------------------------------------------------
@@ -794,7 +795,7 @@ class RunLog:
 
 # Two minutes on a laptop, with a text that every Python brings along.
 DEMO = {
-    "experiment_name": "demo-ddp",
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
     "model_name": str(REPOSITORY / "tiny-llama"),
     "from_scratch": True,
     "dataset_name": os.path.join(sysconfig.get_path("stdlib"), "[a-z]*.py"),

@@ -21,7 +21,9 @@ os.environ["COMET_CONFIG"] = os.path.join(_CACHE.name, "comet.config")
 for name in ("COMET_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE"):
     os.environ.pop(name, None)
 
-from runner import CHAPTER_1, REPOSITORY, Run  # noqa: E402
+import torch  # noqa: E402
+from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Job, Run  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 TINY_LLAMA = REPOSITORY / "tiny-llama"
 
@@ -55,6 +57,14 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def dropout_model(tmp_path_factory):
+    """A model whose forward pass draws random numbers."""
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 0}
+    folder = tmp_path_factory.mktemp("models") / "gpt2"
+    return write_model(folder, model_type="gpt2", resid_pdrop=0.1, attn_pdrop=0.1, **shape)
+
+
+@pytest.fixture(scope="session")
 def texts() -> list[str]:
     """Documents of 1 to 60 words, with letters that take several tokens."""
     chance = random.Random(0)
@@ -77,8 +87,31 @@ def assert_one_sentence(output: str, part: str) -> None:
     assert part in errors[0], output
 
 
+NOT_EXACT = ("tokens_per_second", "time/", "memory/")
+
+
+def exact(records: list[dict]) -> list[dict]:
+    """The records without what depends on the clock and the machine."""
+    return [{k: v for k, v in r.items() if not k.startswith(NOT_EXACT)} for r in records]
+
+
+def assert_same_model(a, b) -> None:
+    a, b = (load_file(result.folder / "final" / "model.safetensors") for result in (a, b))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_same_losses(a, b, logged_steps: int) -> None:
+    """Equal but for the order in which fp32 numbers are added up."""
+    for name in ("loss", "grad_norm", "eval/loss"):
+        assert b.column(name) == pytest.approx(a.column(name), rel=1e-5), name
+    for name in ("step", "epoch", "learning_rate"):
+        assert b.column(name) == a.column(name), name
+    assert len(a.column("loss")) == logged_steps
+
+
 class Result:
-    def __init__(self, run: Run, folder: Path, status: int):
+    def __init__(self, run: Run | Job, folder: Path, status: int):
         self.run, self.folder, self.status, self.output = run, folder, status, run.output
 
     @property
@@ -94,19 +127,27 @@ class Result:
 
 
 class Trainer:
-    """`trainer(...)` runs a chapter to its end; `trainer.start(...)` lets it run."""
+    """`trainer(...)` runs a chapter to its end; `trainer.start(...)` lets it run.
+
+    That is chapter 1, or with `processes` chapter 2 on so many ranks, without torchrun.
+    """
 
     def __init__(self, folder: Path, model: Path, dataset: Path):
         self.folder, self.model, self.dataset = folder, model, dataset
         self.numbers = itertools.count()
 
-    def start(self, *flags, name="run", script=CHAPTER_1, comet=False, **options) -> Run:
+    def defaults(self, name: str) -> list:
         defaults = ["-e", name, "--save-dir", self.folder, "-m", self.model, "--from-scratch"]
-        defaults += ["-d", self.dataset, "-s", 32, "-b", 4, "--lr", 1e-2, "--log-freq", 1]
+        return [*defaults, "-d", self.dataset, "-s", 32, "-b", 4, "--lr", 1e-2, "--log-freq", 1]
+
+    def start(self, *flags, name="run", script=None, comet=False, processes=0, **options):
         output = self.folder / f"output-{next(self.numbers)}.txt"
         # Comet takes a second to write its archive: only in the tests that read it.
         env = {"COMET_AUTO_LOG_DISABLE": str(not comet).lower()} | options.pop("env", {})
-        return Run(script, [*defaults, *flags], output, env=env, **options)
+        flags = [*self.defaults(name), *flags]
+        if processes:
+            return Job(script or CHAPTER_2, flags, output, processes, env=env, **options)
+        return Run(script or CHAPTER_1, flags, output, env=env, **options)
 
     def __call__(self, *flags, name="run", status=0, **options) -> Result:
         run = self.start(*flags, name=name, **options)

@@ -10,12 +10,14 @@ import os
 import resource
 import runpy
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHAPTER_1 = REPOSITORY / "01-single-gpu" / "train-llm.py"
+CHAPTER_2 = REPOSITORY / "02-ddp" / "train-llm.py"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -42,9 +44,9 @@ def _child(script: Path, arguments: list[str], output: Path, options: dict) -> N
     os.chdir(options.get("cwd", "/"))
     if "largest_file" in options:  # bytes: writing beyond fails like a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (options["largest_file"],) * 2)
+    sys.argv = [str(script), *arguments]
     if "before" in options:
         exec(options["before"], {})
-    sys.argv = [str(script), *arguments]
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:
@@ -81,3 +83,39 @@ class Run:
 
     def signal(self, signum: int) -> None:
         os.kill(self.process.pid, signum)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Job:
+    """A script on several ranks of one node, each a `Run` with the variables of torchrun."""
+
+    def __init__(self, script: Path, arguments, output: Path, processes: int, **options):
+        together = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        together |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        one_thread = "import torch; torch.set_num_threads(1)\n"  # as torchrun has it
+        options["before"] = one_thread + options.get("before", "")
+        self.ranks = []
+        for rank in range(processes):
+            variables = together | {"RANK": rank, "LOCAL_RANK": rank}
+            env = options.get("env", {}) | {name: str(value) for name, value in variables.items()}
+            file = output.with_suffix(f".rank{rank}.txt")
+            self.ranks.append(Run(script, arguments, file, **options | {"env": env}))
+
+    @property
+    def output(self) -> str:
+        return "".join(run.output for run in self.ranks)
+
+    def wait(self, timeout: float = 120) -> int:
+        return max((run.wait(timeout) for run in self.ranks), key=abs)
+
+    def wait_for(self, text: str, timeout: float = 60) -> None:
+        self.ranks[0].wait_for(text, timeout)
+
+    def signal(self, signum: int) -> None:
+        for run in self.ranks:
+            run.signal(signum)

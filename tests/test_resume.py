@@ -9,30 +9,9 @@ import zipfile
 
 import pytest
 import torch
-from conftest import assert_one_sentence, write_model
+from conftest import assert_one_sentence, assert_same_model, exact
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
-
-NOT_EXACT = ("tokens_per_second", "time/", "memory/")
-
-
-def exact(records: list[dict]) -> list[dict]:
-    """The records without what depends on the clock and the machine."""
-    return [{k: v for k, v in r.items() if not k.startswith(NOT_EXACT)} for r in records]
-
-
-def assert_same_model(a, b) -> None:
-    a, b = (load_file(result.folder / "final" / "model.safetensors") for result in (a, b))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.fixture(scope="module")
-def dropout_model(tmp_path_factory):
-    """A model whose forward pass draws random numbers."""
-    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 0}
-    folder = tmp_path_factory.mktemp("models") / "gpt2"
-    return write_model(folder, model_type="gpt2", resid_pdrop=0.1, attn_pdrop=0.1, **shape)
 
 
 def test_resume_is_exact(trainer, dropout_model):

@@ -1,0 +1,204 @@
+"""Chapter 2 trains what chapter 1 trains, on any number of ranks."""
+
+import json
+import re
+import shutil
+from collections import Counter
+
+import pytest
+from conftest import assert_one_sentence, assert_same_losses, assert_same_model, exact
+from runner import CHAPTER_2, Run
+
+# Put before the script: each rank then tells, at its end, a digest of its weights, how many buckets
+# its backward passes have averaged, and which blocks it has trained on.
+WATCH = """
+import hashlib
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+counts = {"buckets": 0}
+blocks = []
+
+def digest(tensor):
+    return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()[:16]
+
+def count(state, bucket):
+    counts["buckets"] += 1
+    return allreduce_hook(state, bucket)
+
+class Watched(torch.nn.parallel.DistributedDataParallel):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_comm_hook(None, count)
+        counts["ddp"] = self
+
+    def forward(self, input_ids, **options):
+        blocks.extend(digest(row) for row in input_ids)
+        return super().forward(input_ids=input_ids, **options)
+
+def tell():
+    weights = "".join(digest(p) for p in counts["ddp"].parameters())
+    print("\\nweights", hashlib.sha256(weights.encode()).hexdigest())
+    print("buckets", counts["buckets"])
+    print("blocks", *blocks)
+    destroy()
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = tell
+torch.nn.parallel.DistributedDataParallel = Watched
+"""
+
+
+def told(result, what: str) -> list[str]:
+    """What each rank has told."""
+    told = [re.findall(f"^{what} (.*)$", rank.output, re.MULTILINE) for rank in result.run.ranks]
+    assert all(len(lines) == 1 for lines in told), result.output
+    return [lines[0] for lines in told]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_losses_are_those_of_chapter_1(trainer, accumulation):
+    """On 1 to 4 ranks, at the same global batch; and the ranks end with the same weights."""
+    flags = [
+        "--max-steps",
+        30,
+        "--eval-freq",
+        15,
+        "--lr",
+        1e-3,
+        "--gradient-accumulation-steps",
+        accumulation,
+    ]
+    single = trainer(*flags, "-b", 12, name="single")
+    for processes in (1, 2, 3, 4):
+        name, size = f"ddp-{processes}", 12 // processes
+        ddp = trainer(*flags, "-b", size, name=name, processes=processes, before=WATCH)
+        assert_same_losses(single, ddp, 30)
+        assert len(set(told(ddp, "weights"))) == 1
+        # One bucket holds this model: averaged once per step, whatever the accumulation
+        assert told(ddp, "buckets") == ["30"] * processes
+
+
+def test_accumulation_and_ranks_are_the_same_to_the_bit_of_dropout(trainer, dropout_model):
+    """A micro-batch has the same dropout masks wherever it is computed."""
+    flags = ["-m", dropout_model, "-b", 4, "--max-steps", 30]
+    single = trainer(*flags, "--gradient-accumulation-steps", 4, name="single")
+    flags += ["--gradient-accumulation-steps", 2]
+    ddp = trainer(*flags, name="ddp", processes=2)
+    assert_same_losses(single, ddp, 30)
+
+
+def test_each_block_is_used_once(trainer):
+    """Over all ranks of an epoch, also when it goes on with another number of them."""
+    flags = ["--num-epochs", 1, "--ckpt-freq", 5, "--eval-freq", 0]
+    first = trainer(*flags, "-b", 4, "--max-steps", 7, processes=3, before=WATCH)
+    second = trainer(*flags, "-b", 6, "--gradient-accumulation-steps", 2, processes=2, before=WATCH)
+    parts = [*told(first, "blocks"), *told(second, "blocks")]
+    used = Counter(block for part in parts for block in part.split())
+    newest = second.folder / second.checkpoints[-1] / "state.json"
+    state = json.loads(newest.read_text())
+    assert set(used.values()) == {1}
+    assert len(used) == state["samples"]
+    assert state["train_blocks"] - 24 < state["samples"] <= state["train_blocks"]
+    assert [len(part.split()) for part in told(first, "blocks")] == [28] * 3
+
+
+def test_resume_on_any_number_of_ranks_and_under_the_other_chapter(trainer, dropout_model):
+    """The losses are those of an undisturbed run, and bit for bit where the ranks are as many."""
+    flags = ["-m", dropout_model, "--max-steps", 24, "--eval-freq", 12, "--ckpt-freq", 8]
+    flags += ["--keep-checkpoints", 9, "-b", 4, "--log-freq", 3]
+    two, four = ["--gradient-accumulation-steps", 2], ["--gradient-accumulation-steps", 4]
+    single = trainer(*flags, *four, name="single")
+    ddp = trainer(*flags, *two, name="ddp", processes=2)
+    assert_same_losses(single, ddp, 8)
+    for name, origin, options, processes in (
+        ("ddp-ddp", ddp, two, 2),
+        ("single-ddp", single, two, 2),
+        ("ddp-single", ddp, four, 0),
+        ("ddp-on-4", ddp, ["--gradient-accumulation-steps", 1], 4),
+    ):
+        for file in ("step-00000008", "metrics.jsonl"):
+            copy = shutil.copytree if file.startswith("step") else shutil.copy
+            (trainer.folder / name).mkdir(exist_ok=True)
+            copy(origin.folder / file, trainer.folder / name / file)
+        resumed = trainer(*flags, *options, name=name, processes=processes)
+        assert "Continuing from" in resumed.output
+        assert_same_losses(single, resumed, 8)
+        if name == "ddp-ddp":
+            assert exact(resumed.records) == exact(ddp.records)
+            assert_same_model(resumed, ddp)
+
+
+def test_memory_of_every_rank_and_of_the_worst(trainer):
+    record = trainer("--max-steps", 1, processes=3).records[0]
+    for name in ("current_allocated_gb", "peak_reserved_gb", "total_gb"):
+        ranks = [record[f"memory/rank{rank}/{name}"] for rank in range(3)]
+        assert record[f"memory/{name}"] == max(ranks)
+    alone = trainer("--max-steps", 1, name="alone", processes=1).records[0]
+    assert not any("/rank" in name for name in alone)
+
+
+def test_rank_0_alone_speaks(trainer):
+    result = trainer("--max-steps", 2, processes=2)
+    assert "step 2/2" in result.run.ranks[0].output
+    assert result.run.ranks[1].output == ""
+
+
+def test_one_rank_per_cache_prepares(trainer, tmp_path):
+    """The others wait for it. The ranks 0 and 2 share a cache here, as if on one node of two."""
+    caches = """
+import os, time, datasets
+rank = int(os.environ["RANK"])
+datasets.config.HF_DATASETS_CACHE = os.path.join(os.environ["CACHES"], str(rank % 2))
+original = datasets.Dataset.map
+
+def map(self, function, **options):
+    def slow(rows, **arguments):
+        print("\\ntokenizes", rank)
+        time.sleep(2)
+        return function(rows, **arguments)
+
+    return original(self, slow, new_fingerprint="same", **options)
+
+datasets.Dataset.map = map
+"""
+    environment = {"CACHES": str(tmp_path / "caches")}
+    result = trainer("--max-steps", 2, processes=3, before=caches, env=environment)
+    counts = [run.output.count("tokenizes") for run in result.run.ranks]
+    assert counts[2] == 0 < min(counts[:2])
+
+
+DIFFERENCES = {
+    "flags": "sys.argv += ['--lr', '0.5']",
+    "data": "sys.argv[sys.argv.index('-d') + 1] = os.environ['OTHER']",
+    "checkpoints": "pathlib.Path.glob = lambda *_: iter(())",
+}
+
+
+def test_ranks_that_differ_are_refused(trainer, texts):
+    """Say rank 1 has another flag, other data, or does not see the checkpoint."""
+    before = trainer("--max-steps", 2, processes=2)
+    other = trainer.folder / "other.txt"
+    other.write_text(" ".join(texts))
+    for name, difference in DIFFERENCES.items():
+        patch = f"import os, pathlib, sys\nif os.environ['RANK'] == '1':\n    {difference}"
+        options = {"processes": 2, "before": patch, "env": {"OTHER": str(other)}}
+        after = trainer("--max-steps", 4, status=1, **options)
+        assert_one_sentence(after.run.ranks[0].output, name)
+        assert after.records == before.records
+
+
+def test_without_torchrun_and_with_too_many_processes(tmp_path):
+    run = Run(CHAPTER_2, ["--demo"], tmp_path / "output")
+    assert run.wait() == 1
+    command = f"torchrun --standalone --nproc-per-node 2 {CHAPTER_2} --demo"
+    assert_one_sentence(run.output, command)
+    # As on a node with two GPUs
+    gpus = (
+        "import torch; torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2"
+    )
+    torchrun = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    run = Run(CHAPTER_2, ["--demo"], tmp_path / "gpus", env=torchrun, before=gpus)
+    assert run.wait() == 1
+    assert_one_sentence(run.output, command)
