@@ -168,7 +168,7 @@ def main(at_exit: ExitStack) -> None:
             metrics = {"step": state.step, "epoch": state.epoch, "loss": mean_loss}
             metrics |= {"learning_rate": learning_rate, "grad_norm": grad_norm.item()}
             metrics |= timer.read(tokens_per_step=global_batch * args.seq_length)
-            metrics |= worst_of_ranks(memory_metrics(device))
+            metrics |= worst_of_ranks(memory_metrics(device))  # DDP: the first to run out ends all
             run_log.metrics(metrics)
             show_progress(progress, metrics)
             loss_sum.zero_()
@@ -244,14 +244,15 @@ def join_process_group() -> torch.device:
         fail(f"start one process per device, with torchrun: {command}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
     if gpus:
-        torch.cuda.set_device(device)  # first of all, or every rank takes memory of GPU 0
-    # NCCL moves GPU tensors; gloo those on the CPU, which nothing queued on a GPU delays.
+        torch.cuda.set_device(device)  # DDP: first of all, or every rank takes memory of GPU 0
+    # DDP: NCCL moves GPU tensors; gloo those on the CPU, which nothing queued on a GPU delays.
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     return device
 
 
 def gather(value) -> list:
     """What each rank passes, in the order of the ranks, on every rank. Waits for all of them."""
+    # DDP: for a few small objects; tensors that matter for the speed go through all_reduce.
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
@@ -265,7 +266,7 @@ def one_rank_per_cache_first():
     """
     folder = Path(datasets.config.HF_DATASETS_CACHE)
     folder.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
+    with suppress(FileExistsError):  # DDP: the first rank to get here has made it
         (folder / "cache-id").symlink_to(uuid.uuid4().hex)
     caches = gather(os.readlink(folder / "cache-id"))
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
@@ -306,7 +307,7 @@ def catch_stop_signals() -> list[int]:
         received.append(signum)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # DDP: torchrun announces it. When a rank has failed, it also sends this to all others.
+        # DDP: torchrun announces it. It also sends SIGTERM to all others when one has failed.
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)
@@ -600,7 +601,7 @@ def evaluate(model, blocks, args, device: torch.device) -> float:
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)
     model.train()
-    dist.all_reduce(loss_sum)
+    dist.all_reduce(loss_sum)  # DDP: a sum of sums, so that uneven shares do no harm
     return loss_sum.item() / len(blocks)
 
 
@@ -671,7 +672,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
 
 def worst_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
     """The largest over the ranks; with several of them, what each has, too."""
-    ranks = gather(metrics)
+    ranks = gather(metrics)  # DDP: every rank has to be here, or the others wait for it
     for rank, other in enumerate(ranks if WORLD_SIZE > 1 else ()):
         metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in other.items()}
     return metrics | {name: max(other[name] for other in ranks) for name in ranks[0]}
@@ -684,7 +685,7 @@ def describe_run(args, model, train_blocks, device: torch.device, global_batch: 
     """What is logged once: every flag, and what follows from them."""
     return vars(args) | {
         "global_batch": global_batch,
-        "world_size": WORLD_SIZE,
+        "world_size": WORLD_SIZE,  # DDP: the number of devices
         "parameters_total": sum(p.numel() for p in model.parameters()),
         "parameters_trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "dataset_blocks": len(train_blocks),
@@ -871,6 +872,7 @@ def parse_args() -> argparse.Namespace:
         default=0,
         help="of random weights and the order of samples",
     )
+    # DDP: no --device, torchrun hands the devices out.
     parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
     add("--demo", action="store_true", help="a small preset; other flags override it")
     if "--demo" in sys.argv:
