@@ -295,8 +295,8 @@ DAMAGES = {
     "a marker gone": (places_without_marker, "# DDP: all have read it", "# all have read it"),
     "a change without marker": (
         places_without_marker,
-        "    timer = PhaseTimer(device)\n",
-        "    timer = PhaseTimer(device)\n    dist.get_rank()\n",
+        "    transformers.logging.disable_progress_bar()\n",
+        "    transformers.logging.disable_progress_bar()\n    dist.get_rank()\n",
     ),
     "more code": (
         over_budget,

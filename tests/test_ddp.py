@@ -140,7 +140,8 @@ def test_memory_of_every_rank_and_of_the_worst(trainer):
 
 
 def test_rank_0_alone_speaks(trainer):
-    result = trainer("--max-steps", 2, processes=2)
+    result = trainer("--max-steps", 2, processes=2, comet=True)
+    assert len([*(result.folder / "comet").glob("*.zip")]) == 1
     assert "step 2/2" in result.run.ranks[0].output
     assert result.run.ranks[1].output == ""
 

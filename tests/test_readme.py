@@ -9,7 +9,9 @@ import sys
 
 import pytest
 from conftest import assert_one_sentence
-from runner import CHAPTER_1, REPOSITORY, Run
+from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Run
+from test_chapters import STEPS, changed_code_lines
+from torch.distributed import run as torchrun
 
 README = (REPOSITORY / "README.md").read_text()
 COMMANDS = [
@@ -17,9 +19,13 @@ COMMANDS = [
 ]
 
 
+READMES = [f"{path.parent.name}/README.md" for path in (CHAPTER_1, CHAPTER_2)]
+
+
 def here(command: str) -> list[str]:
     """The command with the Python that runs the tests in place of that of `.venv`."""
-    return [part.replace(".venv/bin/python", sys.executable) for part in shlex.split(command)]
+    folder = os.path.dirname(sys.executable)
+    return [part.replace(".venv/bin", folder) for part in shlex.split(command)]
 
 
 def test_install_commands():
@@ -35,7 +41,7 @@ def test_install_commands():
 
 def test_demo_and_generate_commands(tmp_path):
     """From another folder, in an environment where the Hub cannot be reached."""
-    demo = next(c for c in COMMANDS if c.endswith("--demo")).split(" && ")[-1]
+    demo, ddp = [c.split(" && ")[-1] for c in COMMANDS if c.endswith("--demo")]
     generate = next(c for c in COMMANDS if "generate.py" in c)
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     command = here(demo.replace("01-single-gpu", f"{REPOSITORY}/01-single-gpu"))
@@ -50,6 +56,18 @@ def test_demo_and_generate_commands(tmp_path):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     assert records[-1]["eval/loss"] < 4.7
 
+    # Chapter 2 has the same losses. Its first 40 steps show it, the learning rate rises that long.
+    command = here(ddp.replace("02-ddp", f"{REPOSITORY}/02-ddp"))
+    command += ["--save-dir", str(tmp_path), "--max-steps", "40"]
+    run = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900
+    )
+    assert run.returncode == 0, run.stderr
+    ddp_records = [json.loads(line) for line in (tmp_path / "demo-ddp" / "metrics.jsonl").open()]
+    for one, two in zip(records[:4], ddp_records[:4], strict=True):
+        assert one["step"] == two["step"]
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
     command = here(generate.replace("outputs/", f"{tmp_path}/"))
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -59,10 +77,11 @@ def test_demo_and_generate_commands(tmp_path):
     assert run.stderr == ""
 
 
-def test_flags_are_those_of_help(tmp_path):
+@pytest.mark.parametrize("chapter", [CHAPTER_1, CHAPTER_2], ids=lambda path: path.parent.name)
+def test_flags_are_those_of_help(tmp_path, chapter):
     rows = re.findall(r"^\| ((?:`-[^|]+)) \| ([^|]+) \| [^|]+ \|$", README, re.MULTILINE)
     table = {tuple(re.findall("`(.*?)`", flags)): default.strip("`") for flags, default in rows}
-    run = Run(CHAPTER_1, ["--help"], tmp_path / "help", env={"COLUMNS": "200"})
+    run = Run(chapter, ["--help"], tmp_path / "help", env={"COLUMNS": "200"})
     assert run.wait() == 0
     assert "%(" not in run.output
     options = re.sub(r"\s*\n {10,}", "  ", run.output)  # one option a line
@@ -73,7 +92,8 @@ def test_flags_are_those_of_help(tmp_path):
         default = re.search(r"\[(.*)\]$", text)
         described[flags] = default.group(1) if default else None
     del described["-h", "--help"]
-    assert described.pop(("--device",))  # below the table: chapter 1 alone has it
+    if chapter == CHAPTER_1:
+        assert described.pop(("--device",))  # below the table: no other chapter has it
     switches = {flags: flags[:1] for flags in described if f"--no-{flags[0][2:]}" in flags}
     described = {switches.get(flags, flags): default for flags, default in described.items()}
     assert set(described) == set(table)
@@ -87,7 +107,7 @@ def test_flags_are_those_of_help(tmp_path):
             assert default.strip("`") == said.replace("`", ""), flags
 
 
-@pytest.mark.parametrize("file", ["README.md", "01-single-gpu/README.md", "outputs/README.md"])
+@pytest.mark.parametrize("file", ["README.md", *READMES, "outputs/README.md"])
 def test_links_lead_somewhere(file):
     path = REPOSITORY / file
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
@@ -95,12 +115,30 @@ def test_links_lead_somewhere(file):
     assert not missing
 
 
-def test_chapter_readme_commands(tmp_path):
+@pytest.mark.parametrize(("readme", "count"), zip(READMES, (4, 5), strict=True))
+def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
-    text = (CHAPTER_1.parent / "README.md").read_text()
-    commands = re.findall(r"^python train-llm.py (.*?)(?:  +#.*)?$", text, re.MULTILINE)
-    assert len(commands) == 4
-    for number, command in enumerate(commands):
-        run = Run(CHAPTER_1, [*shlex.split(command), "--log-freq", "none"], tmp_path / str(number))
+    text = (REPOSITORY / readme).read_text()
+    script = (REPOSITORY / readme).with_name("train-llm.py")
+    pattern = r"^(?:\w+=\S+ )?(python|torchrun .*?) ?train-llm.py (.*?)(?:  +#.*)?$"
+    commands = re.findall(pattern, text, re.MULTILINE)
+    assert len(commands) == count
+    for number, (launch, flags) in enumerate(commands):
+        run = Run(script, [*shlex.split(flags), "--log-freq", "none"], tmp_path / str(number))
         assert run.wait() == 2
         assert_one_sentence(run.output, "--log-freq")
+        if launch.startswith("torchrun"):
+            torchrun.get_args_parser().parse_args([*shlex.split(launch)[1:], "train-llm.py"])
+
+
+def test_chapter_2_readme_walks_through_every_place():
+    (step,) = [step for step in STEPS if step.after == "02-ddp"]
+    text = (REPOSITORY / "02-ddp" / "README.md").read_text().partition("## The diff")[2]
+    table = text.partition("\n## ")[0]
+    places = {*step.may_differ, *step.added} - {"docstring", "imports", "gather"}
+    assert {place for place in places if f"`{place}`" not in table} == set()
+
+
+def test_changed_lines_in_the_readme():
+    (said,) = re.findall(r"(\d+) changed lines of code", README)
+    assert int(said) == changed_code_lines(CHAPTER_1.read_text(), CHAPTER_2.read_text())
