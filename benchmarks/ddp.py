@@ -1,7 +1,7 @@
 """Chapter 2 against chapter 1: the same global batches on one device, and on more.
 
     python benchmarks/ddp.py                                # the demo's model, 1 and 2 processes
-    python benchmarks/ddp.py --processes 1 2 4 8 --flags "-m gpt2 -b 64 -s 1024 --dtype bf16"
+    python benchmarks/ddp.py --processes 1 2 4 8 --flags "-m FOLDER -s 2048 --dtype bf16"
 
 Each round runs every contender once, in an order that alternates. `-b` is the batch of chapter 1;
 the ranks of chapter 2 share it. The speed of a run is that of its median window of 5 steps, which

@@ -24,3 +24,10 @@ def test_chapter_1_computes_what_the_trainer_computes():
 def test_data_path():
     output = run("data-path.py", "--tokens", 500_000, "--rounds", 1)
     assert len(re.findall(r"^\| (packing|a batch|both).*\|$", output, re.M)) == 3
+
+
+def test_chapter_2_against_chapter_1():
+    """Ends with an error where the losses differ by more than 0.1 %."""
+    output = run("ddp.py", "--rounds", 1, "--warmup", 5, "--steps", 5, "--flags", "-s 64")
+    rows = re.findall(r"^\| (chapter [^|]+) \| [\d,]+ \|", output, re.M)
+    assert rows == ["chapter 1", "chapter 2, 1 process", "chapter 2, 2 processes"]
