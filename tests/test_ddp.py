@@ -179,15 +179,18 @@ DIFFERENCES = {
 
 def test_ranks_that_differ_are_refused(trainer, texts):
     """Say rank 1 has another flag, other data, or does not see the checkpoint."""
-    before = trainer("--max-steps", 2, processes=2)
+    before = trainer("--max-steps", 2, processes=2, name="checkpoints")
     other = trainer.folder / "other.txt"
     other.write_text(" ".join(texts))
     for name, difference in DIFFERENCES.items():
         patch = f"import os, pathlib, sys\nif os.environ['RANK'] == '1':\n    {difference}"
         options = {"processes": 2, "before": patch, "env": {"OTHER": str(other)}}
-        after = trainer("--max-steps", 4, status=1, **options)
-        assert_one_sentence(after.run.ranks[0].output, name)
-        assert after.records == before.records
+        after = trainer("--max-steps", 4, status=1, name=name, **options)
+        for rank in after.run.ranks:
+            assert_one_sentence(rank.output, "the ranks differ in flags, data or checkpoints")
+        assert not (trainer.folder / name / "metrics.jsonl").exists() or name == "checkpoints"
+    assert before.checkpoints == ["step-00000002"]
+    assert len(before.column("loss")) == 2
 
 
 def test_without_torchrun_and_with_too_many_processes(tmp_path):

@@ -115,7 +115,7 @@ def test_links_lead_somewhere(file):
     assert not missing
 
 
-@pytest.mark.parametrize(("readme", "count"), zip(READMES, (4, 5), strict=True))
+@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5), strict=True)])
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
     text = (REPOSITORY / readme).read_text()
