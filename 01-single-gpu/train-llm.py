@@ -234,10 +234,9 @@ def catch_stop_signals() -> list[int]:
 
     def remember(signum, frame):
         received.append(signum)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         # Not `say`: the signal may have come in the middle of one.
-        os.write(2, b"\nFinishing this step, then saving and leaving; again: leaving at once\n")
+        os.write(2, b"\nFinishing this step, then saving; Ctrl-C again: leaving at once\n")
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)

@@ -2,12 +2,12 @@
 
 One process per device: each holds the whole model, takes its own share of every global batch, and
 averages its gradients with the others. So all of them make the same update, the one that chapter 1
-would make. What a line marked "DDP:" says is needed for that; all other lines are chapter 1's.
+would make. Every changed place has a comment that begins with "DDP:"; all else is chapter 1's.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
     torchrun --nnodes 2 --nproc-per-node gpu --rdzv-backend c10d --rdzv-endpoint node-0:29400 \
-        --max-restarts 3 train-llm.py -e alpaca         # the same on each of two machines
+        train-llm.py -e alpaca                            # the same command on two machines
 """
 
 import argparse
@@ -97,8 +97,9 @@ def main(at_exit: ExitStack) -> None:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     # DDP: copies rank 0's weights to all ranks. From here on each backward pass also averages the
     # gradients over the ranks, bucket by bucket, while it computes the next ones.
+    torch._dynamo.config.optimize_ddp = False  # DDP: no need to cut compiled layers into buckets
     ddp_model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # DDP: those of a decoder are constants
+    ddp_model.broadcast_buffers = False  # DDP: those of a decoder never change after this copy
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
     steps_left = (args.num_epochs * len(train_blocks) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
@@ -126,7 +127,8 @@ def main(at_exit: ExitStack) -> None:
     stop_signal = 0
     while state.step < total_steps and not stop_signal:
         for remaining in reversed(range(args.gradient_accumulation_steps)):
-            # DDP: gradients add up within each rank; only the last of them wait for the network.
+            # DDP: all but the last micro-batch only add to the gradients of this rank; the backward
+            # pass of the last one averages the sums.
             maybe_no_sync = ddp_model.no_sync if remaining else nullcontext
             with timer("data"):
                 input_ids = next(batches)
@@ -144,7 +146,9 @@ def main(at_exit: ExitStack) -> None:
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
-            optimizer.zero_grad()
+            # DDP: for gradients that are None, micro-batches that do not sync would allocate memory
+            # beside the buckets. Zeroed ones stay views of the buckets.
+            optimizer.zero_grad(set_to_none=args.gradient_accumulation_steps == 1)
         state.step += 1
         state.samples += global_batch
         state.epoch = state.samples / len(train_blocks)
@@ -195,8 +199,8 @@ def main(at_exit: ExitStack) -> None:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         say(f"Done: {state.step} steps; the model is in {run_folder / 'final'}")
-    # DDP: only on success, since it may wait for the other ranks. A model that outlives its process
-    # group can block in its destructor.
+    # DDP: only on success, since it may wait for the other ranks. A DDP wrapper that outlives the
+    # process group can block in its destructor.
     del ddp_model
     dist.destroy_process_group()
     if state.step < total_steps:
@@ -240,12 +244,12 @@ def join_process_group() -> torch.device:
     """Meets the other ranks; returns the device of this one."""
     gpus = torch.cuda.is_available() and torch.cuda.device_count()
     if not 1 <= int(os.environ.get("LOCAL_WORLD_SIZE", 0)) <= (gpus or math.inf):
-        command = f"torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}"
-        fail(f"start one process per device, with torchrun: {command}")
+        fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)  # DDP: first of all, or every rank takes memory of GPU 0
-    # DDP: NCCL moves GPU tensors; gloo those on the CPU, which nothing queued on a GPU delays.
+    # DDP: NCCL moves GPU tensors. Gloo moves CPU tensors: whether some rank was told to stop can
+    # be asked without waiting for what is queued on the GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
     return device
 
@@ -261,18 +265,17 @@ def gather(value) -> list:
 def one_rank_per_cache_first():
     """Lets one rank per datasets cache go on; the others when it calls what this returns.
 
-    A cache may be shared by all nodes or belong to one: a link in it holds its identity. To wait is
-    to poll, since preparing may take hours and a collective gives up after 30 minutes.
+    Nodes may share a cache or have one each: ranks that read the same link share theirs. They wait
+    until it is gone; a collective would give up after 30 minutes.
     """
-    folder = Path(datasets.config.HF_DATASETS_CACHE)
-    folder.mkdir(parents=True, exist_ok=True)
+    link = Path(datasets.config.HF_DATASETS_CACHE, os.path.expandvars("$MASTER_ADDR-$MASTER_PORT"))
+    link.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):  # DDP: the first rank to get here has made it
-        (folder / "cache-id").symlink_to(uuid.uuid4().hex)
-    caches = gather(os.readlink(folder / "cache-id"))
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    while caches.index(caches[RANK]) < RANK and not store.check([caches[RANK]]):
+        link.symlink_to(uuid.uuid4().hex)
+    caches = gather(os.readlink(link))
+    while caches.index(caches[RANK]) < RANK and link.is_symlink():
         time.sleep(0.1)
-    return lambda: store.set(caches[RANK], "prepared")
+    return lambda: link.unlink(missing_ok=True)
 
 
 def device_name(device: torch.device) -> str:
@@ -305,9 +308,8 @@ def catch_stop_signals() -> list[int]:
 
     def remember(signum, frame):
         received.append(signum)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # DDP: torchrun announces it. It also sends SIGTERM to all others when one has failed.
+        # DDP: torchrun prints a message. SIGTERM comes also when another rank has failed.
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)

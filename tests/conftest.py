@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-# Before anything imports the libraries, which read these once: caches of our own, no account.
+# Before anything imports the libraries, which read these once: caches of our own, no account, and
+# the CPU alone, where fp32 losses can be compared and one machine has any number of devices.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 _CACHE = tempfile.TemporaryDirectory(prefix="distributed-training-demo-")
 os.environ["HF_HOME"] = _CACHE.name
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nobody listens: tests need no network

@@ -10,7 +10,7 @@ from conftest import assert_one_sentence, assert_same_losses, assert_same_model,
 from runner import CHAPTER_2, Run
 
 # Put before the script: each rank then tells, at its end, a digest of its weights, how many buckets
-# its backward passes have averaged, and which blocks it has trained on.
+# its backward passes have averaged, how many pieces of memory hold its gradients, and which blocks it has trained on.
 WATCH = """
 import hashlib
 import torch
@@ -41,6 +41,8 @@ def tell():
     weights = "".join(digest(p) for p in counts["ddp"].parameters())
     print("\\nweights", hashlib.sha256(weights.encode()).hexdigest())
     print("buckets", counts["buckets"])
+    gradients = [p.grad for p in counts["ddp"].parameters() if p.grad is not None]
+    print("gradients in", len({g.untyped_storage().data_ptr() for g in gradients}))
     print("blocks", *blocks)
     destroy()
 
@@ -78,6 +80,8 @@ def test_losses_are_those_of_chapter_1(trainer, accumulation):
         assert len(set(told(ddp, "weights"))) == 1
         # One bucket holds this model: averaged once per step, whatever the accumulation
         assert told(ddp, "buckets") == ["30"] * processes
+        # When gradients accumulate, they do so in the bucket, and nowhere else
+        assert told(ddp, "gradients in") == [str(accumulation - 1)] * processes
 
 
 def test_accumulation_and_ranks_are_the_same_to_the_bit_of_dropout(trainer, dropout_model):
@@ -168,6 +172,7 @@ datasets.Dataset.map = map
     result = trainer("--max-steps", 2, processes=3, before=caches, env=environment)
     counts = [run.output.count("tokenizes") for run in result.run.ranks]
     assert counts[2] == 0 < min(counts[:2])
+    assert not [path for path in (tmp_path / "caches").rglob("*") if path.is_symlink()]
 
 
 DIFFERENCES = {
