@@ -10,7 +10,8 @@ from conftest import assert_one_sentence, assert_same_losses, assert_same_model,
 from runner import CHAPTER_2, Run
 
 # Put before the script: each rank then tells, at its end, a digest of its weights, how many buckets
-# its backward passes have averaged, how many pieces of memory hold its gradients, and which blocks it has trained on.
+# its backward passes have averaged, how many pieces of memory hold its gradients, and which blocks
+# it has trained on.
 WATCH = """
 import hashlib
 import torch
