@@ -29,7 +29,7 @@ def here(command: str) -> list[str]:
 
 
 def test_install_commands():
-    """`.ci/run` runs these two as they stand; here, what can be known without installing."""
+    """`.ci/run` installs with these two; here, what can be known without installing."""
     installs = [command for command in COMMANDS if "-m venv" in command]
     demo, tests = (command.split(" && ") for command in installs)
     assert demo[0] == tests[0] == "python3 -m venv .venv"
