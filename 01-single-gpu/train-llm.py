@@ -161,14 +161,14 @@ def main(at_exit: ExitStack) -> None:
         if run_folder and save_now:
             state.loss_sum = loss_sum.item()
             stop_unless_finite(state.loss_sum, grad_norm, state, args)
-            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+            training_state = {name: part.state_dict() for name, part in stateful.items()}
+            save_checkpoint(run_folder, model, tokenizer, training_state, asdict(state), args)
     progress.close()
 
     # Finished, or told to stop
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+            save_model(folder, model, tokenizer)
         say(f"Done: {state.step} steps; the model is in {run_folder / 'final'}")
     if state.step < total_steps:
         outcome = "saved: the same command continues" if run_folder else "not saved: it has no name"
@@ -391,12 +391,14 @@ def read_batch(blocks, indices, device: torch.device) -> torch.Tensor:
 
 
 def build_model(args, config, device: torch.device, checkpoint: Path | None):
-    """The model with fp32 weights on `device`: from the checkpoint, pretrained, or random."""
+    """The model on `device`, its weights in fp32: of the checkpoint, pretrained, or random."""
     # In bf16, the dtype of many checkpoints, most AdamW updates are too small to move a weight.
     options = {"dtype": torch.float32}
+    with explain(f"cannot build a model from {args.model_name}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **options)  # shapes without values
     if args.from_scratch and not checkpoint:
-        with explain(f"cannot build a causal language model from {args.model_name}"), device:
-            model = AutoModelForCausalLM.from_config(config, **options)
+        model.to_empty(device=device).tie_weights()
+        model.init_weights()
     else:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
         message = f"cannot load the weights of {args.model_name}: {remedy}"
@@ -473,7 +475,7 @@ def new_folder(folder: Path):
     temporary = folder.with_name(folder.name + ".tmp")
     with explain(f"cannot save {folder}, what was saved before is intact"):
         try:
-            temporary.mkdir()
+            temporary.mkdir(exist_ok=True)
             yield temporary
             for file in filter(Path.is_file, temporary.rglob("*")):
                 with open(file, "rb+") as opened:
@@ -490,20 +492,23 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder.rename(folder.with_name(folder.name + ".old.tmp")))
 
 
-def save_checkpoint(run_folder: Path, model, tokenizer, stateful, state: RunState, args) -> None:
-    """A Transformers folder and all that an exact resume needs; removes the oldest checkpoints."""
-    training_state = {name: part.state_dict() for name, part in stateful.items()}
-    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+def save_model(folder: Path, model, tokenizer) -> None:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def save_checkpoint(run_folder, model, tokenizer, training_state, state: dict, args) -> None:
+    """All that an exact resume needs, in a folder of its own; removes the oldest checkpoints."""
+    with new_folder(run_folder / f"step-{state['step']:08d}") as folder:
+        save_model(folder, model, tokenizer)
         torch.save(training_state, folder / "training_state.pt")
-        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        (folder / "state.json").write_text(json.dumps(state, indent=2))
     for checkpoint in list_checkpoints(run_folder)[: -args.keep_checkpoints]:
         remove_folder(checkpoint)
 
 
 def load_training_state(checkpoint: Path, stateful: dict) -> None:
-    """Restores optimizer, scheduler and scaler in place."""
+    """Restores each of `stateful` in place."""
     with explain(DAMAGED.format(checkpoint)):
         file = checkpoint / "training_state.pt"
         training_state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
@@ -521,9 +526,10 @@ def load_training_state(checkpoint: Path, stateful: dict) -> None:
 def evaluate(model, blocks, args, device: torch.device) -> float:
     """The mean loss over all held-out blocks, in nats per token."""
     model.eval()
+    size = args.batch_size
     loss_sum = torch.zeros((), device=device)
-    for begin in range(0, len(blocks), args.batch_size):
-        indices = range(begin, min(begin + args.batch_size, len(blocks)))
+    for begin in range(0, len(blocks), size):
+        indices = range(begin, min(begin + size, len(blocks)))
         input_ids = read_batch(blocks, indices, device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)
