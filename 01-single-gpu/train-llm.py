@@ -459,6 +459,8 @@ def find_checkpoint(run_folder: Path | None, args) -> tuple[Path | None, RunStat
     checkpoints = list_checkpoints(run_folder) if run_folder else []
     if not checkpoints:
         return None, RunState(flags=flags)
+    if not (checkpoints[-1] / "training_state.pt").exists():
+        fail(f"{checkpoints[-1]} is from another chapter: choose another --experiment-name")
     with explain(DAMAGED.format(checkpoints[-1])):
         state = RunState(**json.loads((checkpoints[-1] / "state.json").read_text()))
     for name, value in flags.items():

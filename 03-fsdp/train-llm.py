@@ -113,9 +113,7 @@ def main(at_exit: ExitStack) -> None:
         load_training_state(checkpoint, stateful, model)
     # FSDP: --async-checkpoint copies the shards to CPU memory, from where a thread writes them. Its
     # collectives must not mix with those of training.
-    stager = staging.DefaultStager(
-        staging.StagingOptions(device.type == "cuda", False, False, False)
-    )
+    stager = staging.BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")  # pinned
     thread, group = ThreadPoolExecutor(max_workers=1), dist.new_group(backend="gloo")
     save = thread.submit(lambda: None)
     run_log = RunLog(args, run_folder if RANK == 0 else None, state)  # FSDP: all save, one logs
@@ -490,14 +488,14 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
     options = {"dtype": torch.float32}
     with explain(f"cannot build a model from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)  # shapes without values
-    # FSDP: 1) so far: on the meta device, where a model of any size fits. 2) Each rank is to keep
-    # some rows of each parameter, in fp32. Each layer is gathered for its own computation, in the
-    # compute precision; the root has the rest, such as embeddings, tied or not, and is gathered
-    # for the whole forward and backward pass.
-    offload = (
-        {"offload_policy": CPUOffloadPolicy(device.type == "cuda")} if args.cpu_offload else {}
-    )
-    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], torch.float32)} | offload
+    # FSDP: 1) so far: on the meta device, where a model of any size fits.
+    model.config.architectures = [type(model).__name__]
+    # FSDP: 2) each rank is to keep some rows of each parameter, in fp32. A layer is gathered for
+    # its own computation, in the compute precision; the root has the rest, such as embeddings, tied
+    # or not, and is gathered for the whole forward and backward pass.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     fully_shard(model, **policy)
@@ -508,12 +506,11 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
     model.is_custom_code = lambda: False
     with AsOnOneDevice():
         model.init_weights()
-    if checkpoint or not args.from_scratch:
+    if not (checkpoint or args.from_scratch):
         remedy = "--from-scratch starts from random weights, --demo needs no download"
         message = f"cannot load the weights of {args.model_name}: {remedy}"
-        with explain(DAMAGED.format(checkpoint) if checkpoint else message):
-            source = checkpoint or args.model_name
-            load_weights(model, source)  # FSDP: 5) each rank reads its shards
+        with explain(message):
+            load_weights(model, args.model_name)  # FSDP: 5) each rank reads its shards
     for buffer in model.buffers():  # FSDP: but not parameters, which may be offloaded
         buffer.data = buffer.to(device)
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -564,12 +561,10 @@ def weights_of(model) -> dict:
     return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
 
 
-def load_weights(model, source) -> None:
-    """Fills the shards of this rank from a checkpoint, or from safetensors of any dtype."""
+def load_weights(model, name: str) -> None:
+    """Fills the shards of this rank from safetensors in a folder or on the Hub, in any dtype."""
     shards, prefix = weights_of(model), f"{model.base_model_prefix}."
-    if Path(source, ".metadata").exists():
-        return dcp.load({"model": shards}, checkpoint_id=source)
-    folder = source if os.path.isdir(source) else snapshot_download(source, allow_patterns="model*")
+    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
     # FSDP: some files have the names of the model without its head.
     reader = dcp.HuggingFaceStorageReader(folder)
     saved = reader.read_metadata().state_dict_metadata
@@ -604,6 +599,8 @@ def find_checkpoint(run_folder: Path | None, args) -> tuple[Path | None, RunStat
     checkpoints = list_checkpoints(run_folder) if run_folder else []
     if not checkpoints:
         return None, RunState(flags=flags)
+    if not (checkpoints[-1] / ".metadata").exists():
+        fail(f"{checkpoints[-1]} is from another chapter: choose another --experiment-name")
     with explain(DAMAGED.format(checkpoints[-1])):
         state = RunState(**json.loads((checkpoints[-1] / "state.json").read_text()))
     for name, value in flags.items():
@@ -659,9 +656,10 @@ def save_checkpoint(run_folder, model, tokenizer, training_state, state: dict, a
 def load_training_state(checkpoint: Path, stateful: dict, model) -> None:
     """Restores each of `stateful` in place."""
     with explain(DAMAGED.format(checkpoint)):
-        # FSDP: the state of AdamW, as shards; the others load themselves
+        # FSDP: fills the shards of weights and moments; scheduler and scaler load themselves
         shards = state_dict.get_optimizer_state_dict(model, stateful["optimizer"])
-        dcp.load(stateful | {"optimizer": shards}, checkpoint_id=checkpoint)
+        parts = stateful | {"optimizer": shards, "model": weights_of(model)}
+        dcp.load(parts, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, stateful["optimizer"], shards)
     # If the number of steps has changed, so has the learning rate of the next one.
     stateful["scheduler"].last_epoch -= 1

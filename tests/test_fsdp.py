@@ -1,0 +1,413 @@
+"""Chapter 3 trains what chapter 1 trains, with every rank holding its share of it and no more."""
+
+import json
+import random
+import re
+import shutil
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import (
+    LLAMA,
+    assert_one_sentence,
+    assert_same_losses,
+    exact,
+    write_model,
+)
+from runner import CHAPTER_3
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+FSDP = {"script": CHAPTER_3}
+
+# Put before the script: each rank then tells, at its end, what this rank alone knows.
+WATCH = """
+import hashlib, os
+import torch
+import torch.distributed as dist
+
+counts = dict.fromkeys(["reduce_scatter_tensor", "all_gather_into_tensor"], 0)
+blocks, models, bytes_held = [], [], {}
+
+def counted(name, original):
+    def call(*args, **options):
+        counts[name] += torch.is_grad_enabled() or name.startswith("reduce")
+        return original(*args, **options)
+    setattr(dist, name, call)
+
+for name in counts:
+    counted(name, getattr(dist, name))
+
+def to_empty(self, *, device, recurse=True):
+    # What is not given a value afterwards stays not a number
+    models.append(original_to_empty(self, device=device))
+    with torch.no_grad():
+        for tensor in [*self.parameters(), *self.buffers()]:
+            getattr(tensor, "_local_tensor", tensor).fill_(torch.nan)
+    forward = self.forward
+    def watched(input_ids, **options):
+        if self.training:
+            blocks.extend(hashlib.sha256(row.numpy()).hexdigest()[:16] for row in input_ids)
+        return forward(input_ids=input_ids, **options)
+    self.forward = watched
+    return self
+
+original_to_empty = torch.nn.Module.to_empty
+torch.nn.Module.to_empty = to_empty
+
+def size(tensors):
+    return sum(t.to_local().numel() * 4 for t in tensors if t is not None)
+
+def step(self, *args, **options):
+    result = original_step(self, *args, **options)
+    parameters = [p for group in self.param_groups for p in group["params"]]
+    bytes_held["weights"] = size(parameters)
+    bytes_held["gradients"] = size(p.grad for p in parameters)
+    for name in ("exp_avg", "exp_avg_sq"):
+        bytes_held[name] = size(self.state[p][name] for p in parameters)
+    return result
+
+original_step = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+
+def tell():
+    (model,) = models
+    for tensor in [*model.parameters(), *model.buffers()]:
+        assert not getattr(tensor, "_local_tensor", tensor).isnan().any()
+    model.eval()
+    with torch.no_grad():
+        logits = model(torch.arange(32)[None] * 7).logits
+    print("\\nreduce-scatters", counts["reduce_scatter_tensor"])
+    print("all-gathers", counts["all_gather_into_tensor"])
+    print("bytes", *bytes_held.values())
+    print("blocks", *blocks)
+    if path := os.environ.get("LOGITS"):
+        torch.save(logits, path)
+    destroy()
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = tell
+"""
+
+
+def told(result, what: str) -> list[list[str]]:
+    """What each rank has told."""
+    told = [re.findall(f"^{what}(.*)$", rank.output, re.MULTILINE) for rank in result.run.ranks]
+    assert all(len(lines) == 1 for lines in told), result.output
+    return [lines[0].split() for lines in told]
+
+
+def save_weights(folder, dtype=torch.float32, **options):
+    """Adds random weights to a model's folder."""
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, **options)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory):
+    """Weights on the disk for a model with two layers; with the root, 3 groups to gather."""
+    return save_weights(write_model(tmp_path_factory.mktemp("models") / "pretrained", **LLAMA))
+
+
+# Processes, accumulation, other flags; reduce-scatters in 30 steps of two layers and the root
+CASES = [
+    (1, 2, ["--activation-checkpointing"], 0),
+    (2, 3, ["--async-checkpoint", "--ckpt-freq", 7], 30 * 3 * 3),
+    (3, 2, ["--no-reshard-after-forward"], 30 * 3),
+    (4, 1, ["--no-reshard-after-forward", "--activation-checkpointing", "--cpu-offload"], 30 * 3),
+]
+
+
+def test_losses_are_those_of_chapter_1(trainer, pretrained):
+    """And its gradient norms, from the same saved weights, at the same global batch."""
+    flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 30, "--eval-freq", 15]
+    flags += ["--lr", 1e-4]
+    single = trainer(*flags, "-b", 12, name="single")
+    for processes, accumulation, others, reduce_scatters in CASES:
+        split = ["-b", 12 // processes // accumulation, "--gradient-accumulation-steps"]
+        options = {"name": f"fsdp-{processes}", "processes": processes, "before": WATCH}
+        fsdp = trainer(*flags, *others, *split, accumulation, **options, **FSDP)
+        assert_same_losses(single, fsdp, 30)
+        assert told(fsdp, "reduce-scatters") == [[str(reduce_scatters)]] * processes
+
+
+def test_each_rank_holds_its_share_of_everything(trainer):
+    """Weights, gradients and both moments; and each block is trained on by one rank."""
+    flags = ["--num-epochs", 1, "--eval-freq", 0, "--max-steps", 20]
+    fsdp = trainer(*flags, "-b", 2, processes=4, before=WATCH, **FSDP)
+    weights = load_file(fsdp.folder / "final" / "model-00001-of-00001.safetensors").values()
+    whole = sum(tensor.numel() * 4 for tensor in weights)
+    assert told(fsdp, "bytes") == [[str(whole // 4)] * 4] * 4
+    used = Counter(block for rank in told(fsdp, "blocks") for block in rank)
+    assert set(used.values()) == {1}
+    assert len(used) == 20 * 2 * 4
+
+
+SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZE |= {"num_attention_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0}
+SIZE |= {"eos_token_id": 0}
+FAMILIES = {
+    "llama": SIZE | {"tie_word_embeddings": True},
+    "gpt_neox": SIZE | {"tie_word_embeddings": False},
+    "qwen3": SIZE | {"num_key_value_heads": 1, "head_dim": 18, "tie_word_embeddings": False},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 0}
+    | dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
+    """As chapter 1 to the last place of a random weight, on 3 ranks, which divide nothing here."""
+    folder = write_model(tmp_path / "model", model_type=family, **FAMILIES[family])
+    flags = ["--max-steps", 3, "--lr", 1e-3]
+    single = trainer(*flags, "-m", folder, "-b", 6, name="single")
+    file = tmp_path / "logits"
+    options = {"processes": 3, "before": WATCH, "env": {"LOGITS": str(file)}} | FSDP
+    fsdp = trainer(*flags, "-m", folder, "-b", 2, name="fsdp", **options)
+    assert_same_losses(single, fsdp, 3)
+
+    # What final/ holds is the sharded model, which is chapter 1's
+    final = AutoModelForCausalLM.from_pretrained(fsdp.folder / "final").eval()
+    with torch.no_grad():
+        logits = final(torch.arange(32)[None] * 7).logits
+    torch.testing.assert_close(logits, torch.load(file))
+    expected = AutoModelForCausalLM.from_pretrained(single.folder / "final")
+    saved, expected_config = final.config.to_dict(), expected.config.to_dict()
+    assert saved | {"_name_or_path": ""} == expected_config | {"_name_or_path": ""}
+    for a, b in zip(final.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+    # It is trained further, from one file; and from many, in bf16, without the head's prefix
+    many = tmp_path / "many"
+    head = AutoModel if family == "gpt2" else AutoModelForCausalLM
+    weights = head.from_pretrained(fsdp.folder / "final", dtype=torch.bfloat16)
+    weights.save_pretrained(many, max_shard_size="20KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, many)
+    assert len([*many.glob("*.safetensors")]) > 2
+    for number, source in enumerate((fsdp.folder / "final", many)):
+        flags = ["-m", source, "--no-from-scratch", "--max-steps", 1, "--lr", 1e-3]
+        single = trainer(*flags, "-b", 6, name=f"single-{number}")
+        options = {"processes": 2, "before": WATCH} | FSDP
+        fsdp = trainer(*flags, "-b", 3, name=f"fsdp-{number}", **options)
+        assert_same_losses(single, fsdp, 1)
+
+
+PEAK = """
+import os, torch, transformers
+
+def memory(name):
+    status = open("/proc/self/status").read()
+    return int(status.partition(name + ":")[2].split()[0]) * 1024
+
+original = transformers.AutoModelForCausalLM.from_config
+def from_config(*args, **options):
+    global before
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak is now what there is
+    before = memory("VmRSS")
+    return original(*args, **options)
+transformers.AutoModelForCausalLM.from_config = from_config
+
+class AdamW(torch.optim.AdamW):
+    def __init__(self, *args, **options):
+        print("\nloading took", memory("VmHWM") - before, flush=True)
+        os._exit(0)
+torch.optim.AdamW = AdamW
+"""
+
+
+def test_loading_never_holds_the_whole_model(trainer, tmp_path):
+    """In the memory of a rank, neither for random weights nor for those of files."""
+    shape = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24}
+    folder = write_model(tmp_path / "large", **shape | {"num_attention_heads": 8})
+    save_weights(folder, torch.bfloat16, max_shard_size="60MB")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    whole = 4 * model.num_parameters()
+    assert whole > 400e6
+    flags = ["-m", folder, "-b", 1]
+    for source in ([], ["--no-from-scratch"]):
+        result = trainer(*flags, *source, processes=4, before=PEAK, **FSDP)
+        for (taken,) in told(result, "loading took"):
+            print(int(taken) / whole)
+            assert whole / 4 < int(taken) < whole / 2
+
+
+def whole_state(checkpoint) -> dict:
+    """All tensors of a sharded checkpoint, read without any process group."""
+    reader = dcp.FileSystemReader(checkpoint)
+    saved = reader.read_metadata().state_dict_metadata
+    state = {n: torch.empty(m.size) for n, m in saved.items() if hasattr(m, "size")}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def assert_same_checkpoint(a, b) -> None:
+    assert json.loads((a / "state.json").read_text())["samples"] > 0
+    a, b = whole_state(a), whole_state(b)
+    assert a.keys() == b.keys()
+    assert any(name.endswith(".exp_avg") for name in a)
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def take_over(origin, trainer, name: str, step: int) -> None:
+    """A run's folder as it was after this step."""
+    folder = trainer.folder / name
+    folder.mkdir()
+    checkpoint = f"step-{step:08d}"
+    shutil.copytree(origin.folder / checkpoint, folder / checkpoint)
+    shutil.copy(origin.folder / "metrics.jsonl", folder)
+
+
+def test_resume_on_any_number_of_ranks(trainer, dropout_model):
+    """The losses of an undisturbed run; on as many ranks everything, bit for bit."""
+    flags = ["--max-steps", 12, "--eval-freq", 6, "--ckpt-freq", 4, "--keep-checkpoints", 9]
+    flags += ["--log-freq", 3]
+    two = ["-b", 3, "--gradient-accumulation-steps", 2]
+    origin = trainer(*flags, *two, name="origin", processes=2, **FSDP)
+    for processes, size, accumulation in ((1, 6, 2), (3, 4, 1), (4, 3, 1)):
+        take_over(origin, trainer, f"on-{processes}", 4)
+        split = ["-b", size, "--gradient-accumulation-steps", accumulation]
+        resumed = trainer(*flags, *split, name=f"on-{processes}", processes=processes, **FSDP)
+        assert "Continuing from" in resumed.output
+        assert_same_losses(origin, resumed, 4)
+
+    flags += ["-m", dropout_model, *two]
+    origin = trainer(*flags, name="dropout", processes=2, **FSDP)
+    take_over(origin, trainer, "same", 4)
+    resumed = trainer(*flags, "--async-checkpoint", name="same", processes=2, **FSDP)
+    assert exact(resumed.records) == exact(origin.records)
+    for name in ("step-00000008", "step-00000012"):
+        assert_same_checkpoint(resumed.folder / name, origin.folder / name)
+
+
+def test_sigkill_at_random_moments(trainer):
+    """Every checkpoint there is then is whole: of one step, and the one of an undisturbed run."""
+    flags = ["--max-steps", 24, "--ckpt-freq", 1, "--keep-checkpoints", 99, "--eval-freq", 0]
+    flags += ["-b", 1, "--log-freq", 24]
+    undisturbed = trainer(*flags, name="undisturbed", processes=4, **FSDP)
+    assert len(undisturbed.checkpoints) == 24
+    for number, mode in enumerate((["--async-checkpoint"], [])):
+        name = f"killed-{number}"
+        job = trainer.start(*flags, *mode, name=name, processes=4, **FSDP)
+        folder = trainer.folder / name
+        end = time.monotonic() + 60
+        while len([*folder.glob("step-*[0-9]")]) < 3:
+            assert time.monotonic() < end, job.output
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 1))
+        for rank in random.sample(job.ranks, 4):
+            rank.process.kill()
+            time.sleep(random.uniform(0, 0.02))
+        job.wait()
+        complete = sorted(folder.glob("step-*[0-9]"))
+        assert len(complete) >= 3
+        for checkpoint in complete:
+            assert_same_checkpoint(checkpoint, undisturbed.folder / checkpoint.name)
+    resumed = trainer(*flags, "--async-checkpoint", name="killed-0", processes=4, **FSDP)
+    assert "Continuing from" in resumed.output
+    assert exact(resumed.records) == exact(undisturbed.records)
+    assert not [*resumed.folder.glob("*.tmp")]
+
+
+def test_stop_signal_saves_and_waits_for_the_checkpoint(trainer):
+    flags = ["--max-steps", 200, "--ckpt-freq", 50, "--async-checkpoint", "--eval-freq", 0]
+    job = trainer.start(*flags, processes=2, **FSDP)
+    job.wait_for("step 5/200")
+    job.ranks[1].signal(15)  # one rank is told, all of them stop
+    assert job.wait() == 128 + 15
+    (step,) = re.findall(r"Stopped after step (\d+), saved", job.output)
+    newest = max((trainer.folder / "run").glob("step-*"))
+    assert json.loads((newest / "state.json").read_text())["step"] == int(step)
+    assert whole_state(newest)
+
+
+@pytest.mark.parametrize("mode", [[], ["--async-checkpoint"]], ids=["synchronous", "asynchronous"])
+def test_full_disk_while_saving(trainer, mode):
+    """One rank cannot write its shards: all say so, and what was saved before stays."""
+    flags = ["--eval-freq", 0, *mode]
+    before = trainer(*flags, "--max-steps", 2, processes=2, **FSDP)
+    full = """
+import os, resource
+if os.environ["RANK"] == "1":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+"""
+    options = {"processes": 2, "status": 1, "before": full, **FSDP}
+    after = trainer(*flags, "--max-steps", 4, **options)
+    for rank in after.run.ranks:
+        assert_one_sentence(rank.output, "step-00000004, what was saved before is intact (")
+    assert after.checkpoints == before.checkpoints == ["step-00000002"]
+    assert (after.folder / "final").exists()
+    resumed = trainer(*flags, "--max-steps", 4, processes=2, **FSDP)
+    assert resumed.checkpoints == ["step-00000002", "step-00000004"]
+
+
+def test_checkpoints_that_cannot_be_read(trainer):
+    """Of another chapter, or damaged: one sentence."""
+    flags = ["--max-steps", 2, "--eval-freq", 0]
+    single = trainer(*flags, name="single")
+    fsdp = trainer(*flags, name="fsdp", processes=2, **FSDP)
+    for name, options in (("single", {"processes": 2} | FSDP), ("fsdp", {})):
+        result = trainer("--max-steps", 4, "--eval-freq", 0, name=name, status=1, **options)
+        output = result.run.ranks[0].output if options else result.output
+        assert_one_sentence(output, "step-00000002 is from another chapter: choose another")
+    assert single.checkpoints == fsdp.checkpoints == ["step-00000002"]
+    shard = next((fsdp.folder / "step-00000002").glob("__1_*"))
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    result = trainer("--max-steps", 4, name="fsdp", status=1, processes=2, **FSDP)
+    assert_one_sentence(result.run.ranks[0].output, "step-00000002 is damaged")
+
+
+def test_weights_that_cannot_be_loaded(trainer, model, pretrained, tmp_path):
+    flags = ["--max-steps", 1, "--no-from-scratch"]
+    other = tmp_path / "other"
+    shutil.copytree(pretrained, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    for source in (model, other):
+        result = trainer(*flags, "-m", source, status=1, processes=2, **FSDP)
+        for rank in result.run.ranks:
+            assert_one_sentence(rank.output, f"cannot load the weights of {source}: ")
+
+
+# A scaler as in fp16, which runs on GPUs alone; once, rank 1 finds a gradient that is not finite.
+SCALER = """
+import functools, os, torch
+
+class Scaler(torch.amp.GradScaler):
+    calls = 0
+
+    def __init__(self, device, enabled):
+        super().__init__(device, enabled=True)
+
+    def unscale_(self, optimizer):
+        Scaler.calls += 1
+        if Scaler.calls == 3 and os.environ["RANK"] == "1":
+            optimizer.param_groups[0]["params"][0].grad.to_local()[0] = torch.inf
+        super().unscale_(optimizer)
+
+    def update(self):
+        super().update()
+        print("\nscale", Scaler.calls, self.get_scale())
+
+torch.amp.GradScaler = Scaler
+"""
+
+
+def test_a_gradient_scaler_sees_all_shards(trainer):
+    """Scaling changes nothing, and a step that one rank must skip is skipped by all."""
+    flags = ["--max-steps", 5, "--eval-freq", 0, "--max-grad-norm", 0]
+    plain = trainer(*flags, "--max-steps", 2, name="plain", processes=2, **FSDP)
+    options = {"processes": 2, "before": SCALER, "status": 1, **FSDP}
+    scaled = trainer(*flags, name="scaled", **options)
+    assert scaled.column("loss")[:1] == plain.column("loss")[:1]
+    for rank in scaled.run.ranks:
+        scales = re.findall(r"^scale (\d) (.*)$", rank.output, re.MULTILINE)
+        assert scales[:3] == [("1", "65536.0"), ("2", "65536.0"), ("3", "32768.0")]
