@@ -95,11 +95,12 @@ def main(at_exit: ExitStack) -> None:
     let_others_go_on = one_rank_per_cache_first()  # DDP: it downloads and tokenizes for the others
     config, tokenizer = load_config_and_tokenizer(args)
     train_blocks, eval_blocks = load_blocks(args, tokenizer, state, global_batch)
+    # FSDP: the model takes all ranks at once, so it comes later
     let_others_go_on()  # DDP: they find all of it in the cache
     # DDP: ranks that differ in these would train different things, and nobody would notice.
     if len(set(gather(str((vars(args), state.step, state.train_blocks))))) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
-    model = build_model(args, config, device, checkpoint)  # FSDP: by all ranks together
+    model = build_model(args, config, device, checkpoint)  # FSDP: takes the place of DDP
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
     steps_left = (args.num_epochs * len(train_blocks) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
@@ -599,7 +600,8 @@ def find_checkpoint(run_folder: Path | None, args) -> tuple[Path | None, RunStat
     checkpoints = list_checkpoints(run_folder) if run_folder else []
     if not checkpoints:
         return None, RunState(flags=flags)
-    if not (checkpoints[-1] / ".metadata").exists():
+    # FSDP: chapters 1 and 2 save all of it in one file
+    if (checkpoints[-1] / "training_state.pt").exists():
         fail(f"{checkpoints[-1]} is from another chapter: choose another --experiment-name")
     with explain(DAMAGED.format(checkpoints[-1])):
         state = RunState(**json.loads((checkpoints[-1] / "state.json").read_text()))

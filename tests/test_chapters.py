@@ -49,6 +49,17 @@ STEPS = [
         ),
         added=words("RANK join_process_group gather one_rank_per_cache_first worst_of_ranks"),
     ),
+    Step(
+        before="02-ddp",
+        after="03-fsdp",
+        marker="# FSDP: ",
+        budget=90,
+        may_differ=words(
+            """docstring imports main explain find_checkpoint build_model new_folder save_model
+            save_checkpoint load_training_state evaluate parse_args"""
+        ),
+        added=words("AsOnOneDevice weights_of load_weights"),
+    ),
 ]
 names = [f"{step.before}→{step.after}" for step in STEPS]
 every_step = pytest.mark.parametrize("step", STEPS, ids=names)

@@ -23,23 +23,50 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 FSDP = {"script": CHAPTER_3}
 
+# The norm of the gradients in double precision, in each step: on a CPU, the usual one adds up the
+# squares of a large tensor in fp32, and is off by 1e-5. (That of shards is less so.)
+NORMS = """
+import torch
+import torch.distributed as dist
+
+def clip(parameters, max_norm):
+    parameters = list(parameters)
+    gradients = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters]
+    square = torch.stack([g.double().square().sum() for g in gradients]).sum()
+    if dist.is_initialized():
+        dist.all_reduce(square)
+    print("\\nnorm", square.sqrt().item())
+    return original_clip(parameters, max_norm)
+
+original_clip = torch.nn.utils.clip_grad_norm_
+torch.nn.utils.clip_grad_norm_ = clip
+"""
+OFF = {"grad_norm": 3e-5}
+
+
+def norms(output: str) -> list[float]:
+    return [float(norm) for norm in re.findall("^norm (.*)$", output, re.MULTILINE)]
+
+
 # Put before the script: each rank then tells, at its end, what this rank alone knows.
 WATCH = """
 import hashlib, os
 import torch
 import torch.distributed as dist
 
-counts = dict.fromkeys(["reduce_scatter_tensor", "all_gather_into_tensor"], 0)
+counts = {"reduce_scatter": 0, "all_gather": 0}
 blocks, models, bytes_held = [], [], {}
 
-def counted(name, original):
+def counted(kind, name):
+    original = getattr(dist, name)
     def call(*args, **options):
-        counts[name] += torch.is_grad_enabled() or name.startswith("reduce")
+        counts[kind] += models[0].training
         return original(*args, **options)
     setattr(dist, name, call)
 
-for name in counts:
-    counted(name, getattr(dist, name))
+new = hasattr(dist, "reduce_scatter_single")  # torch 2.13
+counted("reduce_scatter", "reduce_scatter_single" if new else "reduce_scatter_tensor")
+counted("all_gather", "all_gather_single" if new else "all_gather_into_tensor")
 
 def to_empty(self, *, device, recurse=True):
     # What is not given a value afterwards stays not a number
@@ -80,8 +107,8 @@ def tell():
     model.eval()
     with torch.no_grad():
         logits = model(torch.arange(32)[None] * 7).logits
-    print("\\nreduce-scatters", counts["reduce_scatter_tensor"])
-    print("all-gathers", counts["all_gather_into_tensor"])
+    print("\\nreduce-scatters", counts["reduce_scatter"])
+    print("all-gathers", counts["all_gather"])
     print("bytes", *bytes_held.values())
     print("blocks", *blocks)
     if path := os.environ.get("LOGITS"):
@@ -114,26 +141,39 @@ def pretrained(tmp_path_factory):
     return save_weights(write_model(tmp_path_factory.mktemp("models") / "pretrained", **LLAMA))
 
 
-# Processes, accumulation, other flags; reduce-scatters in 30 steps of two layers and the root
+# Processes, accumulation, other flags; all-gathers and reduce-scatters per step, of two layers and
+# the root. Each micro-batch gathers a layer twice, with --no-reshard-after-forward each step once.
 CASES = [
-    (1, 2, ["--activation-checkpointing"], 0),
-    (2, 3, ["--async-checkpoint", "--ckpt-freq", 7], 30 * 3 * 3),
-    (3, 2, ["--no-reshard-after-forward"], 30 * 3),
-    (4, 1, ["--no-reshard-after-forward", "--activation-checkpointing", "--cpu-offload"], 30 * 3),
+    (1, 2, ["--activation-checkpointing"], 0, 0),
+    (2, 3, ["--async-checkpoint", "--ckpt-freq", 7], 3 * 5, 3 * 3),
+    (3, 2, ["--no-reshard-after-forward"], 3, 3),
+    (4, 1, ["--activation-checkpointing", "--cpu-offload"], 5, 3),
 ]
+
+
+def test_compiled_layers(trainer):
+    flags = ["--max-steps", 3, "-b", 4]
+    eager = trainer(*flags, name="eager", processes=2, **FSDP)
+    flags += ["--compile", "--activation-checkpointing"]
+    fast = trainer(*flags, name="compiled", processes=2, **FSDP)
+    assert_same_losses(eager, fast, 3)
 
 
 def test_losses_are_those_of_chapter_1(trainer, pretrained):
     """And its gradient norms, from the same saved weights, at the same global batch."""
     flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 30, "--eval-freq", 15]
     flags += ["--lr", 1e-4]
-    single = trainer(*flags, "-b", 12, name="single")
-    for processes, accumulation, others, reduce_scatters in CASES:
+    single = trainer(*flags, "-b", 12, name="single", before=NORMS)
+    for processes, accumulation, others, gathers, scatters in CASES:
         split = ["-b", 12 // processes // accumulation, "--gradient-accumulation-steps"]
-        options = {"name": f"fsdp-{processes}", "processes": processes, "before": WATCH}
+        options = {"name": f"fsdp-{processes}", "processes": processes, "before": NORMS + WATCH}
         fsdp = trainer(*flags, *others, *split, accumulation, **options, **FSDP)
-        assert_same_losses(single, fsdp, 30)
-        assert told(fsdp, "reduce-scatters") == [[str(reduce_scatters)]] * processes
+        assert_same_losses(single, fsdp, 30, **OFF)
+        expected = pytest.approx(norms(single.output), rel=1e-6)
+        assert norms(fsdp.run.ranks[0].output) == expected
+        assert len(norms(single.output)) == 30
+        assert told(fsdp, "all-gathers") == [[str(30 * gathers)]] * processes
+        assert told(fsdp, "reduce-scatters") == [[str(30 * scatters)]] * processes
 
 
 def test_each_rank_holds_its_share_of_everything(trainer):
@@ -169,7 +209,7 @@ def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
     file = tmp_path / "logits"
     options = {"processes": 3, "before": WATCH, "env": {"LOGITS": str(file)}} | FSDP
     fsdp = trainer(*flags, "-m", folder, "-b", 2, name="fsdp", **options)
-    assert_same_losses(single, fsdp, 3)
+    assert_same_losses(single, fsdp, 3, **OFF)
 
     # What final/ holds is the sharded model, which is chapter 1's
     final = AutoModelForCausalLM.from_pretrained(fsdp.folder / "final").eval()
@@ -195,7 +235,7 @@ def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
         single = trainer(*flags, "-b", 6, name=f"single-{number}")
         options = {"processes": 2, "before": WATCH} | FSDP
         fsdp = trainer(*flags, "-b", 3, name=f"fsdp-{number}", **options)
-        assert_same_losses(single, fsdp, 1)
+        assert_same_losses(single, fsdp, 1, **OFF)
 
 
 PEAK = """
@@ -216,7 +256,7 @@ transformers.AutoModelForCausalLM.from_config = from_config
 
 class AdamW(torch.optim.AdamW):
     def __init__(self, *args, **options):
-        print("\nloading took", memory("VmHWM") - before, flush=True)
+        print("\\nloading took", memory("VmHWM") - before, flush=True)
         os._exit(0)
 torch.optim.AdamW = AdamW
 """
@@ -277,7 +317,7 @@ def test_resume_on_any_number_of_ranks(trainer, dropout_model):
         split = ["-b", size, "--gradient-accumulation-steps", accumulation]
         resumed = trainer(*flags, *split, name=f"on-{processes}", processes=processes, **FSDP)
         assert "Continuing from" in resumed.output
-        assert_same_losses(origin, resumed, 4)
+        assert_same_losses(origin, resumed, 4, **OFF)
 
     flags += ["-m", dropout_model, *two]
     origin = trainer(*flags, name="dropout", processes=2, **FSDP)
@@ -395,7 +435,7 @@ class Scaler(torch.amp.GradScaler):
 
     def update(self):
         super().update()
-        print("\nscale", Scaler.calls, self.get_scale())
+        print("\\nscale", Scaler.calls, self.get_scale())
 
 torch.amp.GradScaler = Scaler
 """
