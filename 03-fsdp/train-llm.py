@@ -112,11 +112,10 @@ def main(at_exit: ExitStack) -> None:
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful, model)
-    # FSDP: --async-checkpoint copies the shards to CPU memory, from where a thread writes them. Its
-    # collectives must not mix with those of training.
-    stager = staging.BlockingAsyncStager(cache_staged_state_dict=device.type == "cuda")  # pinned
-    thread, group = ThreadPoolExecutor(max_workers=1), dist.new_group(backend="gloo")
-    save = thread.submit(lambda: None)
+    # FSDP: --async-checkpoint copies the shards to CPU memory (pinned, and kept for the next time,
+    # on GPUs), from where a thread writes them. Its collectives must not mix with the others.
+    thread, stager = ThreadPoolExecutor(1), staging.BlockingAsyncStager(device.type == "cuda")
+    group, save = dist.new_group(backend="gloo"), thread.submit(lambda: None)
     run_log = RunLog(args, run_folder if RANK == 0 else None, state)  # FSDP: all save, one logs
     at_exit.callback(run_log.close)
     run_log.parameters(describe_run(args, model, train_blocks, device, global_batch), model)
@@ -201,10 +200,11 @@ def main(at_exit: ExitStack) -> None:
             training_state["optimizer"] = state_dict.get_optimizer_state_dict(model, optimizer)
             save.result()  # FSDP: the checkpoint before must be complete
             snapshot = stager.stage(training_state) if args.async_checkpoint else training_state
-            saved = (run_folder, model, tokenizer, snapshot, asdict(state), args, group)
-            save = thread.submit(save_checkpoint, *saved)
-            if not args.async_checkpoint:
-                save.result()
+            parts = (run_folder, model, tokenizer, snapshot, asdict(state), args, group)
+            if args.async_checkpoint:
+                save = thread.submit(save_checkpoint, *parts)
+            else:
+                save_checkpoint(*parts)
     progress.close()
     save.result()  # FSDP: the last one may still be on its way
 

@@ -4,16 +4,19 @@
     python tools/generate.py outputs/my-run/step-00000500 --prompt "Once" --temperature 0
     python tools/generate.py Qwen/Qwen3-0.6B --prompt "The capital of France is"
 
-The model is a run's `final/`, one of its `step-*` folders, or any causal language model of
-Transformers, by folder or Hub id.
+The model is a run's `final/`, one of its `step-*` folders, of any chapter, or any causal language
+model of Transformers, by folder or Hub id.
 """
 
 import argparse
 import sys
+import warnings
+from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,6 +37,18 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def load_model(name: str):
+    """The model on the CPU, of a Transformers folder, the Hub, or a sharded checkpoint."""
+    if not Path(name, ".metadata").exists():
+        return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name), dtype=torch.float32)
+    tied = model.all_tied_weights_keys
+    weights = {key: value for key, value in model.state_dict().items() if key not in tied}
+    with warnings.catch_warnings(action="ignore"):  # that this is no distributed program
+        dcp.load({"model": weights}, checkpoint_id=name)
+    return model
+
+
 def main() -> None:
     args = parse_args()
     transformers.logging.set_verbosity_error()
@@ -41,8 +56,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).eval()
-    except (OSError, ValueError) as error:
+        model = load_model(args.model).to(device).eval()
+    except (OSError, ValueError, dcp.CheckpointException) as error:
         sys.exit(f"error: cannot load the model {args.model}: {str(error).splitlines()[0]}")
 
     torch.manual_seed(args.seed)
