@@ -26,8 +26,15 @@ def test_data_path():
     assert len(re.findall(r"^\| (packing|a batch|both).*\|$", output, re.M)) == 3
 
 
-def test_chapter_2_against_chapter_1():
+def test_chapters_2_and_3_against_chapter_1():
     """Ends with an error where the losses differ by more than 0.1 %."""
-    output = run("ddp.py", "--rounds", 1, "--warmup", 5, "--steps", 5, "--flags", "-s 64")
+    work = ["--processes", 2, "--flags", f"-s 64 -d {REPOSITORY}/README.md --num-epochs 9"]
+    output = run("chapters.py", "--rounds", 1, "--warmup", 5, "--steps", 5, *work)
     rows = re.findall(r"^\| (chapter [^|]+) \| [\d,]+ \|", output, re.M)
-    assert rows == ["chapter 1", "chapter 2, 1 process", "chapter 2, 2 processes"]
+    assert rows == ["chapter 1", "chapter 2, 2 processes", "chapter 3, 2 processes"]
+
+
+def test_checkpoints():
+    output = run("checkpoints.py", "--shape", "tiny", "--rounds", 1, "--saves", 1, "--steps", 2)
+    rows = re.findall(r"^\| (chapter \d)[^|]+ \| -?[\d.]+ \|", output, re.M)
+    assert rows == ["chapter 1", "chapter 3", "chapter 3"]

@@ -1,5 +1,6 @@
 """The READMEs say what is true: their commands run, their table of flags is that of --help."""
 
+import itertools
 import json
 import os
 import re
@@ -8,10 +9,13 @@ import subprocess
 import sys
 
 import pytest
-from conftest import assert_one_sentence
-from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Run
+import torch
+from conftest import assert_one_sentence, assert_same_losses
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, Run
 from test_chapters import STEPS, changed_code_lines
 from torch.distributed import run as torchrun
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 README = (REPOSITORY / "README.md").read_text()
 COMMANDS = [
@@ -19,7 +23,7 @@ COMMANDS = [
 ]
 
 
-READMES = [f"{path.parent.name}/README.md" for path in (CHAPTER_1, CHAPTER_2)]
+READMES = [f"{path.parent.name}/README.md" for path in (CHAPTER_1, CHAPTER_2, CHAPTER_3)]
 
 
 def here(command: str) -> list[str]:
@@ -41,7 +45,7 @@ def test_install_commands():
 
 def test_demo_and_generate_commands(tmp_path):
     """From another folder, in an environment where the Hub cannot be reached."""
-    demo, ddp = [c.split(" && ")[-1] for c in COMMANDS if c.endswith("--demo")]
+    demo, *others = [c.split(" && ")[-1] for c in COMMANDS if c.endswith("--demo")]
     generate = next(c for c in COMMANDS if "generate.py" in c)
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     command = here(demo.replace("01-single-gpu", f"{REPOSITORY}/01-single-gpu"))
@@ -56,17 +60,19 @@ def test_demo_and_generate_commands(tmp_path):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     assert records[-1]["eval/loss"] < 4.7
 
-    # Chapter 2 has the same losses. Its first 40 steps show it, the learning rate rises that long.
-    command = here(ddp.replace("02-ddp", f"{REPOSITORY}/02-ddp"))
-    command += ["--save-dir", str(tmp_path), "--max-steps", "40"]
-    run = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900
-    )
-    assert run.returncode == 0, run.stderr
-    ddp_records = [json.loads(line) for line in (tmp_path / "demo-ddp" / "metrics.jsonl").open()]
-    for one, two in zip(records[:4], ddp_records[:4], strict=True):
-        assert one["step"] == two["step"]
-        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    # The others have the same losses. 40 steps show it, the learning rate rises that long.
+    assert len(others) == 2
+    for chapter, demo in zip(("02-ddp", "03-fsdp"), others, strict=True):
+        command = here(demo.replace(chapter, f"{REPOSITORY}/{chapter}"))
+        command += ["--save-dir", str(tmp_path), "--max-steps", "40"]
+        run = subprocess.run(
+            command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900
+        )
+        assert run.returncode == 0, run.stderr
+        file = tmp_path / f"demo-{chapter[3:]}" / "metrics.jsonl"
+        for one, two in zip(records[:4], map(json.loads, file.open()), strict=False):
+            assert one["step"] == two["step"]
+            assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
 
     command = here(generate.replace("outputs/", f"{tmp_path}/"))
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
@@ -77,9 +83,13 @@ def test_demo_and_generate_commands(tmp_path):
     assert run.stderr == ""
 
 
-@pytest.mark.parametrize("chapter", [CHAPTER_1, CHAPTER_2], ids=lambda path: path.parent.name)
+CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3]
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.parent.name)
 def test_flags_are_those_of_help(tmp_path, chapter):
-    rows = re.findall(r"^\| ((?:`-[^|]+)) \| ([^|]+) \| [^|]+ \|$", README, re.MULTILINE)
+    tables = README if chapter == CHAPTER_3 else README.partition("Chapter 3 adds")[0]
+    rows = re.findall(r"^\| ((?:`-[^|]+)) \| ([^|]+) \| [^|]+ \|$", tables, re.MULTILINE)
     table = {tuple(re.findall("`(.*?)`", flags)): default.strip("`") for flags, default in rows}
     run = Run(chapter, ["--help"], tmp_path / "help", env={"COLUMNS": "200"})
     assert run.wait() == 0
@@ -115,7 +125,7 @@ def test_links_lead_somewhere(file):
     assert not missing
 
 
-@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5), strict=True)])
+@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3), strict=True)])
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
     text = (REPOSITORY / readme).read_text()
@@ -131,14 +141,68 @@ def test_chapter_readme_commands(tmp_path, readme, count):
             torchrun.get_args_parser().parse_args([*shlex.split(launch)[1:], "train-llm.py"])
 
 
-def test_chapter_2_readme_walks_through_every_place():
-    (step,) = [step for step in STEPS if step.after == "02-ddp"]
-    text = (REPOSITORY / "02-ddp" / "README.md").read_text().partition("## The diff")[2]
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.after)
+def test_readme_walks_through_every_place(step):
+    text = (REPOSITORY / step.after / "README.md").read_text().partition("## The diff")[2]
     table = text.partition("\n## ")[0]
     places = {*step.may_differ, *step.added} - {"docstring", "imports", "gather"}
     assert {place for place in places if f"`{place}`" not in table} == set()
 
 
 def test_changed_lines_in_the_readme():
-    (said,) = re.findall(r"(\d+) changed lines of code", README)
-    assert int(said) == changed_code_lines(CHAPTER_1.read_text(), CHAPTER_2.read_text())
+    said = [int(number) for number in re.findall(r"(\d+) changed lines of code", README)]
+    texts = [chapter.read_text() for chapter in CHAPTERS]
+    assert said == [changed_code_lines(*pair) for pair in itertools.pairwise(texts)]
+
+
+LLAMAS = {
+    "Llama-3.2-1B": (2048, 8192, 16, 32, {"head_dim": 64, "tie_word_embeddings": True}),
+    "Llama-3.1-8B": (4096, 14336, 32, 32, {}),
+    "Llama-3.1-70B": (8192, 28672, 80, 64, {}),
+}
+
+
+def test_memory_table_of_chapter_3():
+    """Its arithmetic, from the shapes."""
+    text = (REPOSITORY / "03-fsdp" / "README.md").read_text()
+    for name, (hidden, intermediate, layers, heads, others) in LLAMAS.items():
+        config = AutoConfig.for_model(
+            "llama",
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            vocab_size=128256,
+            **others,
+        )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        sizes = [
+            sum(p.numel() for p in module.parameters())
+            for module in model.modules()
+            if isinstance(module, GradientCheckpointingLayer)
+        ]
+        whole = model.num_parameters()
+        states = [16 * whole / devices / 1e9 for devices in (1, 1, 2, 4, 8)]
+        gathered = 2 * (whole - sum(sizes) + 2 * sizes[0]) / 1e9
+        row = " | ".join(f"{cell:.1f}" for cell in [*states, gathered])
+        assert f"| {name} | {whole / 1e9:.3g}e9 | {row} |" in text
+
+
+def test_hsdp_as_the_readme_has_it(trainer, tmp_path):
+    """Two replicas of two shards each, with the same losses as chapter 1."""
+    text = (REPOSITORY / "03-fsdp" / "README.md").read_text()
+    (lines,) = re.findall("```python\n(.*?)```", text, re.DOTALL)
+    script = tmp_path / "03-fsdp" / "train-llm.py"
+    script.parent.mkdir()
+    place = "    for layer in [m for m in model.modules()"
+    original = CHAPTER_3.read_text()
+    assert original.count(place) == 1
+    script.write_text(original.replace(place, lines + place))
+    flags = ["--max-steps", 5]
+    single = trainer(*flags, "-b", 4, name="single")
+    node = "import os; os.environ['LOCAL_WORLD_SIZE'] = '2'"
+    options = {"name": "hsdp", "processes": 4, "script": script, "before": node}
+    hsdp = trainer(*flags, "-b", 1, **options)
+    assert_same_losses(single, hsdp, 5, grad_norm=3e-5)

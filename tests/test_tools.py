@@ -2,12 +2,13 @@
 
 import filecmp
 import platform
+import shutil
 import subprocess
 import sys
 
 import pytest
 from conftest import TINY_LLAMA, assert_one_sentence
-from runner import REPOSITORY, Run
+from runner import CHAPTER_3, REPOSITORY, Run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 GENERATE = REPOSITORY / "tools" / "generate.py"
@@ -50,6 +51,19 @@ def test_generate(trainer, tmp_path):
         assert first.startswith("def ")
         assert generate(tmp_path, model, *short, "--seed", 1) == (0, first)
         assert generate(tmp_path, model, *short, "--seed", 2) != (0, first)
+    # A sharded checkpoint, too; and not its last rank's part alone
+    sharded = trainer("--max-steps", 2, name="fsdp", processes=3, script=CHAPTER_3).folder
+    texts = [
+        generate(tmp_path, sharded / name, *short, "--temperature", 0)
+        for name in ("final", "step-00000002")
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0][0] == 0
+    shutil.copytree(sharded / "step-00000002", sharded / "damaged")
+    (sharded / "damaged" / "__2_0.distcp").unlink()
+    status, output = generate(tmp_path, sharded / "damaged", *short)
+    assert status == 1
+    assert_one_sentence(output, "cannot load the model")
     greedy = [generate(tmp_path, model, *short, "--temperature", 0, "--seed", i) for i in (1, 2)]
     assert greedy[0] == greedy[1]
     one = [generate(tmp_path, model, *short, "--top-k", 1, "--seed", i) for i in (1, 2)]

@@ -1,4 +1,4 @@
-"""Chapter 2 under torchrun itself: failures, signals, restarts, several nodes."""
+"""Chapters 2 and 3 under torchrun itself: failures, signals, restarts, several nodes."""
 
 import itertools
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import assert_same_losses, assert_same_model, exact
-from runner import CHAPTER_2, free_port
+from runner import CHAPTER_2, CHAPTER_3, free_port
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 
@@ -45,7 +45,7 @@ class Launch:
             assert time.monotonic() < end, f"no {text!r} within {timeout} s:\n{self.output}"
             time.sleep(0.02)
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 240) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -83,6 +83,22 @@ def test_a_killed_worker_comes_back(trainer, undisturbed, monkeypatch):
     random.choice(launch.workers()).kill()
     assert launch.wait() == 0, launch.output
     assert launch.output.count("Continuing from") == 1  # and at the first attempt
+    assert exact(launch.records) == exact(undisturbed.records)
+    assert_same_model(launch, undisturbed)
+
+
+def test_a_killed_worker_of_chapter_3_comes_back(trainer, monkeypatch):
+    """Here the checkpoint is that of all ranks, and maybe not yet complete."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    flags = ["--max-steps", 100, "--ckpt-freq", 10, "--eval-freq", 50, "--async-checkpoint"]
+    undisturbed = trainer(*flags, name="undisturbed", processes=2, script=CHAPTER_3)
+    torchrun = [*ONE_NODE, "--max-restarts", 3]
+    launch = Launch(trainer, "output", torchrun, *flags, script=(CHAPTER_3,))
+    launch.wait_for("step 20/100")
+    time.sleep(random.uniform(0, 1))
+    random.choice(launch.workers()).kill()
+    assert launch.wait() == 0, launch.output
+    assert launch.output.count("Continuing from") == 1
     assert exact(launch.records) == exact(undisturbed.records)
     assert_same_model(launch, undisturbed)
 

@@ -1,16 +1,17 @@
-"""Chapter 2 against chapter 1: the same global batches on one device, and on more.
+"""Chapters 2 and 3 against chapter 1: the same global batches on one device, and on more.
 
-    python benchmarks/ddp.py                                # the demo's model, 1 and 2 processes
-    python benchmarks/ddp.py --processes 1 2 4 8 --flags "-m FOLDER -s 2048 --dtype bf16"
+    python benchmarks/chapters.py                           # the demo's model, 1 and 2 processes
+    python benchmarks/chapters.py --processes 1 2 4 8 --flags "-m FOLDER -s 2048 --dtype bf16"
 
 Each round runs every contender once, in an order that alternates. `-b` is the batch of chapter 1;
-the ranks of chapter 2 share it. The speed of a run is that of its median window of 5 steps, which
+the ranks of the others share it. The speed of a run is that of its median window of 5 steps, which
 ignores what else a shared machine does for a while. Printed: the median and the spread of tokens
 per second over the rounds, and the ratio to chapter 1 within each round. The losses must agree, or
 it ends with an error.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -24,12 +25,13 @@ from pathlib import Path
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CHAPTERS = [REPOSITORY / name / "train-llm.py" for name in ("01-single-gpu", "02-ddp")]
+CHAPTERS = sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--chapters", type=int, nargs="+", default=[2, 3], choices=[2, 3])
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("-b", "--batch-size", type=int, default=8, help="blocks per global batch")
     parser.add_argument("--flags", default="", help="for all contenders, e.g. another model")
@@ -39,9 +41,10 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(args, processes: int) -> dict:
-    """One run of chapter 1 (0 processes) or of chapter 2: its losses and tokens per second."""
-    launch = [*TORCHRUN, processes, CHAPTERS[1]] if processes else [sys.executable, CHAPTERS[0]]
+def run(args, chapter: int, processes: int) -> dict:
+    """One run of a chapter (chapter 1 on 0 processes): its losses and tokens per second."""
+    launch = [*TORCHRUN, processes] if processes else [sys.executable]
+    launch.append(CHAPTERS[chapter - 1])
     flags = ["--demo", *shlex.split(args.flags), "-b", args.batch_size // max(processes, 1)]
     flags += ["--max-steps", args.warmup + args.steps, "--log-freq", 5]
     flags += ["--eval-freq", 0, "--ckpt-freq", 10**6, "--warmup-steps", 0, "--lr", 1e-4]
@@ -60,15 +63,16 @@ def run(args, processes: int) -> dict:
 
 def main() -> None:
     args = parse_args()
-    contenders = {"chapter 1": 0}
-    for processes in args.processes:
+    contenders = {"chapter 1": (1, 0)}
+    for chapter, processes in itertools.product(args.chapters, args.processes):
         if args.batch_size % processes:
             sys.exit(f"error: {processes} processes cannot share a batch of {args.batch_size}")
-        contenders[f"chapter 2, {processes} process{'es' if processes > 1 else ''}"] = processes
+        name = f"chapter {chapter}, {processes} process{'es' if processes > 1 else ''}"
+        contenders[name] = (chapter, processes)
     results = {name: [] for name in contenders}
     for number in range(args.rounds):
         for name in list(contenders) if number % 2 == 0 else list(contenders)[::-1]:
-            results[name].append(run(args, contenders[name]))
+            results[name].append(run(args, *contenders[name]))
             speed = results[name][-1]["tokens_per_second"]
             print(f"round {number + 1}: {name}: {speed:,.0f} tokens/s", file=sys.stderr)
 

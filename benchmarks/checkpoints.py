@@ -1,0 +1,119 @@
+"""What a checkpoint costs: the stall of training, for each way to save the same state.
+
+    python benchmarks/checkpoints.py                        # 63M parameters, on a CPU too
+    python benchmarks/checkpoints.py --shape llama-3.2-1b --processes 1
+
+Contenders: chapter 1 (`torch.save`), chapter 3 (torch.distributed.checkpoint, each rank its
+shards), and chapter 3 with `--async-checkpoint`. The stall is the wall time from the step that
+saves to the end of the next one, less the median time of a step. The cost is the same over all
+steps until the next save: what a thread takes from training while it writes counts there. The first
+save of a run is left out, since it also allocates what the others use again.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+SINGLE, FSDP = (REPOSITORY / name / "train-llm.py" for name in ("01-single-gpu", "03-fsdp"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+COMMON = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 2048}
+SHAPES = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2} | COMMON,
+    "small": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 15} | COMMON,
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+    },
+}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="small")
+    parser.add_argument("--processes", type=int, default=2, help="of chapter 3")
+    parser.add_argument("--saves", type=int, default=4, help="measured ones of each run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6, help="from one save to the next")
+    return parser.parse_args()
+
+
+def write_model(folder: Path, shape: dict) -> None:
+    """A config of this shape, tied, and the demo's tokenizer."""
+    source = REPOSITORY / "tiny-llama"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}
+    config = AutoConfig.for_model("llama", **shape, **ends)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+
+
+def run(args, model: Path, launch: list, *flags) -> tuple[float, float, float]:
+    """The median stall and cost of a save, and the median time of a step, in seconds."""
+    steps = args.steps * (args.saves + 2)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*launch, "--demo", "-m", model, "-s", 64, "-b", 1, *flags]
+        command += ["--max-steps", steps, "--ckpt-freq", args.steps, "--keep-checkpoints", 1]
+        command += ["--log-freq", 1, "--eval-freq", 0, "-e", "run", "--save-dir", folder]
+        env = os.environ | {"COMET_AUTO_LOG_DISABLE": "true"}
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env)
+        if done.returncode:
+            sys.exit(done.stderr)
+        lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+    # Of each step, up to where its metrics are read, which is before its checkpoint
+    times = [json.loads(line)["time/total_ms"] / 1e3 for line in lines]
+    saves = range(2 * args.steps, steps, args.steps)
+    step = statistics.median(times[args.steps :])
+    stalls = [times[save] - step for save in saves]
+    costs = [sum(times[save : save + args.steps]) - args.steps * step for save in saves]
+    return statistics.median(stalls), statistics.median(costs), step
+
+
+def main() -> None:
+    args = parse_args()
+    fsdp = [*TORCHRUN, args.processes, FSDP]
+    name = f"chapter 3, {args.processes} process{'es' if args.processes > 1 else ''}"
+    contenders = {
+        "chapter 1, torch.save": ([sys.executable, SINGLE],),
+        f"{name}, DCP": (fsdp,),
+        f"{name}, --async-checkpoint": (fsdp, "--async-checkpoint"),
+    }
+    results = {name: [] for name in contenders}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), SHAPES[args.shape])
+        for number in range(args.rounds):
+            for name in list(contenders) if number % 2 == 0 else list(contenders)[::-1]:
+                results[name].append(run(args, Path(folder), *contenders[name]))
+                stall, cost, _ = results[name][-1]
+                print(f"round {number + 1}: {name}: {stall:.3f} s, {cost:.3f} s", file=sys.stderr)
+
+    gpu = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if gpu else f"{platform.machine()} CPU"
+    print(f"{device}, {os.cpu_count()} CPU cores; torch {torch.__version__}; {args.shape}\n")
+    print("| | stall, s | min to max | cost, s | min to max | a step, s |")
+    print("|---|---|---|---|---|---|")
+    for name, runs in results.items():
+        stalls, costs, steps = zip(*runs, strict=True)
+        cells = [
+            f"{statistics.median(x):.2f} | {min(x):.2f} to {max(x):.2f}" for x in (stalls, costs)
+        ]
+        print(f"| {name} | {' | '.join(cells)} | {statistics.median(steps):.2f} |")
+
+
+if __name__ == "__main__":
+    main()
