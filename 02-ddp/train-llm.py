@@ -468,7 +468,7 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
     """The model on `device`, its weights in fp32: of the checkpoint, pretrained, or random."""
     # In bf16, the dtype of many checkpoints, most AdamW updates are too small to move a weight.
     options = {"dtype": torch.float32}
-    with explain(f"cannot build a model from {args.model_name}"), torch.device("meta"):
+    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)  # shapes without values
     if args.from_scratch and not checkpoint:
         model.to_empty(device=device).tie_weights()

@@ -487,7 +487,7 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
     """The model on `device`, its weights in fp32: of the checkpoint, pretrained, or random."""
     # In bf16, the dtype of many checkpoints, most AdamW updates are too small to move a weight.
     options = {"dtype": torch.float32}
-    with explain(f"cannot build a model from {args.model_name}"), torch.device("meta"):
+    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)  # shapes without values
     # FSDP: 1) so far: on the meta device, where a model of any size fits.
     model.config.architectures = [type(model).__name__]
@@ -551,7 +551,7 @@ class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
         fills = op.overloadpacket.__name__ in ("normal_", "uniform_", "copy_")
         # FSDP: only the tensor to fill is sharded, not what may be copied into it.
         if fills and [isinstance(arg, dist.tensor.DTensor) for arg in args].count(True) == 1:
-            whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
+            whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs or {})
             layout = (args[0].device_mesh, args[0].placements)
             return args[0].copy_(dist.tensor.distribute_tensor(whole, *layout, src_data_rank=None))
         return op(*args, **kwargs or {})

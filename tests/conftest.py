@@ -15,6 +15,7 @@ import pytest
 # Before anything imports the libraries, which read these once: caches of our own, no account, and
 # the CPU alone, where fp32 losses can be compared and one machine has any number of devices.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["OMP_NUM_THREADS"] = "1"  # two tests run at a time; more threads than cores spin
 _CACHE = tempfile.TemporaryDirectory(prefix="distributed-training-demo-")
 os.environ["HF_HOME"] = _CACHE.name
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nobody listens: tests need no network

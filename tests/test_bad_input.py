@@ -37,7 +37,7 @@ CASES = {
     # model
     "no weights": (["--no-from-scratch"], 1, "--from-scratch"),
     "beyond the positions": (["-s", 129], 1, "128 positions"),
-    "no language model": (["-m", "{tmp}/vit"], 1, "causal language model"),
+    "no language model": (["-m", "{tmp}/vit"], 1, "causal LM"),
     "unknown schedule": (["--lr-scheduler", "stairs"], 2, "cosine"),
     "schedule by a metric": (["--lr-scheduler", "reduce_lr_on_plateau"], 2, "--lr-scheduler"),
     "seed beyond NumPy's": (["--seed", 2**32], 2, "--seed"),

@@ -160,7 +160,7 @@ def noise(before: str, after: str, step: Step) -> list[str]:
     removed = {a_lines[i].strip(): n for n, (h, _) in enumerate(hunks) for i in h if i in a_code}
     added = {b_lines[i].strip(): n for n, (_, h) in enumerate(hunks) for i in h if i in b_code}
     for line in removed.keys() & added.keys():
-        if removed[line] != added[line] and re.search(r"\w", line):
+        if removed[line] != added[line] and re.search(r"\w\W+\w", line):  # more than "else:"
             found.append(f"moved: {line}")
 
     documentation = docstring_lines(before, functions_only=True)

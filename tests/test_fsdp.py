@@ -1,11 +1,13 @@
 """Chapter 3 trains what chapter 1 trains, with every rank holding its share of it and no more."""
 
 import json
+import os
 import random
 import re
 import shutil
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,7 +163,7 @@ def test_compiled_layers(trainer):
 
 def test_losses_are_those_of_chapter_1(trainer, pretrained):
     """And its gradient norms, from the same saved weights, at the same global batch."""
-    flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 30, "--eval-freq", 15]
+    flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 30, "--eval-freq", 30]
     flags += ["--lr", 1e-4]
     single = trainer(*flags, "-b", 12, name="single", before=NORMS)
     for processes, accumulation, others, gathers, scatters in CASES:
@@ -306,6 +308,21 @@ def take_over(origin, trainer, name: str, step: int) -> None:
     shutil.copy(origin.folder / "metrics.jsonl", folder)
 
 
+# As on a GPU, where the copy for --async-checkpoint stays allocated, only without pinning it
+KEPT_COPY = """
+import torch.distributed.checkpoint.staging as staging
+
+create = staging._create_cpu_state_dict
+staging._create_cpu_state_dict = lambda state, pin_memory=False: create(state)
+
+class Stager(staging.BlockingAsyncStager):
+    def __init__(self, cache_staged_state_dict):
+        super().__init__(True)
+
+staging.BlockingAsyncStager = Stager
+"""
+
+
 def test_resume_on_any_number_of_ranks(trainer, dropout_model):
     """The losses of an undisturbed run; on as many ranks everything, bit for bit."""
     flags = ["--max-steps", 12, "--eval-freq", 6, "--ckpt-freq", 4, "--keep-checkpoints", 9]
@@ -322,10 +339,14 @@ def test_resume_on_any_number_of_ranks(trainer, dropout_model):
     flags += ["-m", dropout_model, *two]
     origin = trainer(*flags, name="dropout", processes=2, **FSDP)
     take_over(origin, trainer, "same", 4)
-    resumed = trainer(*flags, "--async-checkpoint", name="same", processes=2, **FSDP)
+    options = {"name": "same", "processes": 2, "before": KEPT_COPY, **FSDP}
+    resumed = trainer(*flags, "--async-checkpoint", **options)
     assert exact(resumed.records) == exact(origin.records)
     for name in ("step-00000008", "step-00000012"):
         assert_same_checkpoint(resumed.folder / name, origin.folder / name)
+    resumed = trainer(*flags, "--max-steps", 13, name="same", processes=2, **FSDP)
+    origin = trainer(*flags, "--max-steps", 13, name="dropout", processes=2, **FSDP)
+    assert exact(resumed.records) == exact(origin.records)
 
 
 def test_sigkill_at_random_moments(trainer):
@@ -415,6 +436,20 @@ def test_weights_that_cannot_be_loaded(trainer, model, pretrained, tmp_path):
         result = trainer(*flags, "-m", source, status=1, processes=2, **FSDP)
         for rank in result.run.ranks:
             assert_one_sentence(rank.output, f"cannot load the weights of {source}: ")
+
+
+def test_weights_of_the_hub(trainer, pretrained):
+    """As they lie in its cache, once downloaded."""
+    commit = "0" * 40
+    cache = Path(os.environ["HF_HOME"], "hub", "models--somebody--llama")
+    shutil.copytree(pretrained, cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(commit)
+    flags = ["-m", "somebody/llama", "--no-from-scratch", "--max-steps", 1]
+    offline = "import huggingface_hub.constants as constants; constants.HF_HUB_OFFLINE = True"
+    single = trainer(*flags, "-b", 6, name="single", before=offline)
+    fsdp = trainer(*flags, "-b", 3, name="fsdp", processes=2, before=offline, **FSDP)
+    assert_same_losses(single, fsdp, 1, **OFF)
 
 
 # A scaler as in fp16, which runs on GPUs alone; once, rank 1 finds a gradient that is not finite.

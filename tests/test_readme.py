@@ -60,17 +60,17 @@ def test_demo_and_generate_commands(tmp_path):
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     assert records[-1]["eval/loss"] < 4.7
 
-    # The others have the same losses. 40 steps show it, the learning rate rises that long.
+    # The others have the same losses. 20 steps show it; the learning rate rises for 40.
     assert len(others) == 2
     for chapter, demo in zip(("02-ddp", "03-fsdp"), others, strict=True):
         command = here(demo.replace(chapter, f"{REPOSITORY}/{chapter}"))
-        command += ["--save-dir", str(tmp_path), "--max-steps", "40"]
+        command += ["--save-dir", str(tmp_path), "--max-steps", "20"]
         run = subprocess.run(
             command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900
         )
         assert run.returncode == 0, run.stderr
         file = tmp_path / f"demo-{chapter[3:]}" / "metrics.jsonl"
-        for one, two in zip(records[:4], map(json.loads, file.open()), strict=False):
+        for one, two in zip(records[:2], map(json.loads, file.open()), strict=False):
             assert one["step"] == two["step"]
             assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
 

@@ -69,8 +69,10 @@ def main() -> None:
 
     times = []
     torch.manual_seed(args.seed)
-    with torch.device(args.device):
+    with torch.device("meta"):  # or there would be other initial weights than chapter 1's
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to_empty(device=args.device).tie_weights()
+    model.init_weights()
     settings = {"torch_compile": True, "use_liger_kernel": True} if ours.tuned else {}
     with tempfile.TemporaryDirectory() as folder:
         trainer = SequentialTrainer(
