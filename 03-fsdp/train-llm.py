@@ -212,8 +212,10 @@ def main(at_exit: ExitStack) -> None:
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
             # FSDP: each rank writes its shards, which are then joined on the disk
-            files = dcp.HuggingFaceStorageWriter(folder, None, 1, True, enable_consolidation=True)
-            dcp.save(weights_of(model), storage_writer=files)
+            hf = dcp.HuggingFaceStorageWriter(
+                folder, save_distributed=True, enable_consolidation=True
+            )
+            dcp.save(weights_of(model), storage_writer=hf)
             if RANK == 0:
                 shutil.rmtree(folder / "sharded")
                 save_model(folder, model, tokenizer)
@@ -500,10 +502,10 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     fully_shard(model, **policy)
-    # FSDP: 3) takes memory for the shards of this rank, whatever it holds
+    # FSDP: 3) memory for the shards of this rank, holding whatever was there before
     model.to_empty(device="cpu" if args.cpu_offload else device)
-    # FSDP: 4) gives all of it a value, buffers too, which files do not have. To Transformers the
-    # classes that fully_shard makes are custom code; of that it would leave some modules out.
+    # FSDP: 4) gives all of it a value, buffers too, which files do not have. Transformers takes the
+    # classes that fully_shard makes for custom code, of which it would leave some modules out.
     model.is_custom_code = lambda: False
     with AsOnOneDevice():
         model.init_weights()
