@@ -211,11 +211,9 @@ def main(at_exit: ExitStack) -> None:
     # Finished, or told to stop
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
-            # FSDP: each rank writes its shards, which are then joined on the disk
-            hf = dcp.HuggingFaceStorageWriter(
-                folder, save_distributed=True, enable_consolidation=True
-            )
-            dcp.save(weights_of(model), storage_writer=hf)
+            # FSDP: save_distributed=True, each rank writes its shards; they are joined on the disk.
+            files = dcp.HuggingFaceStorageWriter(folder, None, 1, True, enable_consolidation=True)
+            dcp.save(weights_of(model), storage_writer=files)
             if RANK == 0:
                 shutil.rmtree(folder / "sharded")
                 save_model(folder, model, tokenizer)
