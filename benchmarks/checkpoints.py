@@ -1,6 +1,6 @@
 """What a checkpoint costs: the stall of training, for each way to save the same state.
 
-    python benchmarks/checkpoints.py                        # 63M parameters, on a CPU too
+    python benchmarks/checkpoints.py                        # 16M parameters, on a CPU too
     python benchmarks/checkpoints.py --shape llama-3.2-1b --processes 1
 
 Contenders: chapter 1 (`torch.save`), chapter 3 (torch.distributed.checkpoint, each rank its
@@ -29,7 +29,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 COMMON = {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 2048}
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2} | COMMON,
-    "small": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 15} | COMMON,
+    "small": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 15} | COMMON,
     "llama-3.2-1b": {
         "hidden_size": 2048,
         "intermediate_size": 8192,

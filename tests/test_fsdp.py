@@ -277,7 +277,7 @@ def test_loading_never_holds_the_whole_model(trainer, tmp_path):
     for source in ([], ["--no-from-scratch"]):
         result = trainer(*flags, *source, processes=4, before=PEAK, **FSDP)
         for (taken,) in told(result, "loading took"):
-            print(int(taken) / whole)
+            print(f"{int(taken) / whole:.2f} of the model")
             assert whole / 4 < int(taken) < whole / 2
 
 
