@@ -686,7 +686,7 @@ class RunLog:
             say(f"warning: Comet fails, training goes on: {first_line(reason)}")
 
     def talk_to_comet(self, args, folder: Path, comet_key: str) -> None:
-        has_key = comet_ml.get_config("comet.api_key") is not None
+        has_key = bool(comet_ml.get_config("comet.api_key"))
         complaints = logging.Handler(logging.ERROR if has_key else logging.CRITICAL)
         complaints.emit = lambda record: self.warn_once(record.getMessage())
         logging.getLogger("comet_ml").handlers = [complaints]

@@ -1,0 +1,116 @@
+"""tools/plot-runs.py: the pictures show what the records say, and can be read anywhere."""
+
+import importlib.util
+import json
+import statistics
+from pathlib import Path
+
+import matplotlib as mpl
+import pytest
+from conftest import assert_one_sentence
+from matplotlib.colors import to_rgb
+from matplotlib.text import Text
+from PIL import Image
+from runner import REPOSITORY, Run
+
+TOOL = REPOSITORY / "tools" / "plot-runs.py"
+RECORDED = sorted((REPOSITORY / "benchmarks" / "demo-runs").iterdir())
+PICTURE = REPOSITORY / "docs" / "demo-runs.svg"
+
+spec = importlib.util.spec_from_file_location("plot_runs", TOOL)
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+
+def plot(folder: Path, *arguments) -> tuple[int, str]:
+    run = Run(TOOL, arguments, folder / f"out-{len([*folder.glob('out-*')])}", cwd=folder)
+    return run.wait(), run.output
+
+
+def runs() -> dict[str, list[dict]]:
+    order = ["demo-single-gpu", "demo-ddp", "demo-fsdp"]
+    folders = {folder.name: folder for folder in RECORDED}
+    return {name: tool.read_run(folders[name]) for name in order}
+
+
+def test_the_picture_of_the_readme_is_that_of_the_recorded_runs(tmp_path):
+    tool.save(tool.draw(runs()), tmp_path / "runs.svg")
+    pinned = f"matplotlib=={mpl.__version__}\n" in (REPOSITORY / "constraints.txt").read_text()
+    if not pinned:
+        pytest.skip("the picture was drawn with the matplotlib of constraints.txt")
+    assert (tmp_path / "runs.svg").read_bytes() == PICTURE.read_bytes()
+
+
+def test_it_shows_what_the_records_say():
+    records = runs()
+    loss, speed, memory, times = tool.draw(records).axes
+    for axes, name in ((loss, "loss"), (speed, "tokens_per_second")):
+        curves = [line for line in axes.lines if len(line.get_xdata()) > 5]
+        for line, run in zip(curves, records.values(), strict=True):
+            points = [(r["step"], r[name]) for r in run if name in r]
+            assert [*zip(line.get_xdata(), line.get_ydata(), strict=True)] == points
+    held_out = [line for line in loss.lines if line.get_marker() == "o"]
+    for line, run in zip(held_out, records.values(), strict=True):
+        assert [*line.get_ydata()] == [r["eval/loss"] for r in run if "eval/loss" in r]
+    peaks = [max(r.get("memory/peak_allocated_gb", 0) for r in run) for run in records.values()]
+    assert [bar.get_width() for bar in memory.patches] == peaks
+    widths = [[bar.get_width() for bar in bars] for bars in times.containers]
+    for number, run in enumerate(records.values()):
+        logged = [r for r in run if "loss" in r][1:]
+        for phase, bars in zip(("data", "forward", "backward", "update"), widths, strict=False):
+            assert bars[number] == statistics.median(r[f"time/{phase}_ms"] for r in logged)
+        total = statistics.median(r["time/total_ms"] for r in logged)
+        assert sum(bars[number] for bars in widths) == pytest.approx(total, rel=0.05)
+
+
+def luminance(color) -> float:
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in to_rgb(color)]
+    return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def test_legible_in_print_and_on_a_dark_page(tmp_path):
+    """A background of its own, letters large and dark enough, curves that need no colours."""
+    figure = tool.draw(runs())
+    texts = [text for text in figure.findobj(Text) if text.get_text()]
+    assert len(texts) >= 30
+    for text in texts:
+        assert text.get_fontsize() >= 10
+        assert 1.05 / (luminance(text.get_color()) + 0.05) > 7
+    curves = [line for line in figure.axes[0].lines if len(line.get_xdata()) > 5]
+    assert len({line.get_linestyle() + str(line._dash_pattern) for line in curves}) == len(curves)
+    assert len({line.get_linewidth() for line in curves}) == len(curves)  # where they coincide
+    assert all(1.05 / (luminance(line.get_color()) + 0.05) > 3 for line in curves)
+    bars = [bars[0] for bars in figure.axes[3].containers]
+    assert len({(bar.get_hatch(), round(luminance(bar.get_facecolor()), 1)) for bar in bars}) == 5
+    status, output = plot(tmp_path, RECORDED[0])
+    assert (status, output) == (0, "wrote runs.svg\nwrote runs.png\n")
+    image = Image.open(tmp_path / "runs.png")
+    assert min(image.size) > 1000
+    for corner in [(0, 0), (image.width - 1, image.height - 1)]:
+        assert image.convert("RGBA").getpixel(corner) == (255, 255, 255, 255)
+
+
+def test_a_running_run(tmp_path):
+    """Half a line, a step without a finite norm, no evaluation yet, one record only."""
+    record = {"step": 10, "loss": 2.0, "grad_norm": None, "tokens_per_second": 5.0}
+    record |= {f"time/{phase}_ms": 1.0 for phase in ("data", "forward", "backward", "update")}
+    record |= {"time/total_ms": 5.0, "memory/peak_allocated_gb": 1.0}
+    for name in ("a/run", "b/run"):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(json.dumps(record) + '\n{"step": 20, "lo')
+    arguments = [tmp_path / "a" / "run", tmp_path / "b" / "run" / "metrics.jsonl", "-o", "two.runs"]
+    assert plot(tmp_path, *arguments)[0] == 0
+    svg = (tmp_path / "two.runs.svg").read_text()
+    assert "a/run" in svg
+    assert "b/run" in svg
+
+    (tmp_path / "a" / "run" / "metrics.jsonl").write_text('{"step": 20, "lo')
+    for arguments, part in [
+        ([tmp_path / "a" / "run"], "no logged step yet"),
+        ([tmp_path / "nothing"], "nothing"),
+        ([tmp_path / "b" / "run", "-o", "no/folder"], "no/folder.svg"),
+    ]:
+        status, output = plot(tmp_path, *arguments)
+        assert status == 1
+        assert_one_sentence(output, part)

@@ -1,0 +1,356 @@
+"""tools/side-by-side.py: what the page says, and what a real browser makes of it."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import assert_one_sentence
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY
+from test_chapters import changes
+
+TOOL = REPOSITORY / "tools" / "side-by-side.py"
+CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3]
+TEXTS = [chapter.read_text() for chapter in CHAPTERS]
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
+
+spec = importlib.util.spec_from_file_location("side_by_side", TOOL)
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+LINES = [text.splitlines() for text in TEXTS]
+ROWS = tool.align(LINES)
+
+
+def write(folder, *arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, TOOL, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    result = write(file.parent, "-o", "page.html")
+    assert (result.returncode, result.stdout) == (0, "wrote page.html\n"), result.stderr
+    return file
+
+
+# -- Without a browser -----------------------------------------------------------------------------
+
+
+def test_alignment():
+    """Every line of every text once and in order; equal lines of two chapters in one row."""
+    for number, text in enumerate(LINES):
+        assert [row[number] for row in ROWS if row[number] is not None] == [*range(len(text))]
+    for number, pair in enumerate([TEXTS[:2], TEXTS[1:]]):
+        changed = {line for _, after in changes(*pair) for line in after}
+        beside = {row[number + 1]: row[number] for row in ROWS}
+        for i, line in enumerate(LINES[number + 1]):
+            if i + 1 not in changed:
+                assert LINES[number][beside[i]] == line
+
+
+def test_alike_lines_stand_side_by_side():
+    one = ["a = 1", "loss = model(x)", "print(loss)", "end()"]
+    two = ["a = 1", "import torch", "loss = ddp_model(x)", "end()"]
+    rows = tool.align([one, two])
+    assert rows == [(0, 0), (None, 1), (1, 2), (2, None), (3, 3)]
+    kinds = [tool.versions(row, [one, two]) for row in rows]
+    assert kinds == ["00", "-1", "01", "0-", "00"]
+    assert tool.changed_characters(one[1], two[2]) == {*range(7, 16)}
+    # A row that is free in the text before is taken, and a line that comes back is its own again.
+    assert tool.align([["a", "b", "c"], ["a", "c"], ["a", "b", "c"]]) == [
+        (0, 0, 0),
+        (1, None, 1),
+        (2, 1, 2),
+    ]
+
+
+def test_markers_are_those_of_grep():
+    for name, text in zip(("DDP", "FSDP"), TEXTS[1:], strict=True):
+        lines = text.splitlines()
+        found = [marker for marker in tool.markers(lines) if marker[2] == name]
+        expected = [i for i, line in enumerate(lines) if f"# {name}: " in line]
+        assert [i for i, *_ in found] == expected
+        functions = {function for _, function, *_ in found}
+        assert {"main", "evaluate", "parse_args"} <= functions
+
+
+def test_other_files(tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text('print("<b>&amp;")  # DDP: </script>\n')
+    result = write(tmp_path, CHAPTER_2, mine, "-o", "page.html")
+    assert result.returncode == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "mine.py" in page
+    assert "<b>&amp;" not in page
+    assert page.count("</script>") == 2
+    mine.write_text("def broken(:\n")
+    for arguments, status, part in [
+        ([CHAPTER_1], 2, "two to nine files"),
+        ([CHAPTER_1, tmp_path / "nothing.py"], 1, "nothing.py"),
+        ([CHAPTER_1, mine], 1, "mine.py"),
+        (["-o", tmp_path / "no" / "folder.html"], 1, "cannot write"),
+    ]:
+        result = write(tmp_path, *arguments)
+        assert result.returncode == status
+        assert_one_sentence(result.stderr, part)
+
+
+# -- In a browser ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser, page_file):
+    """Opens the page; at the end there must be no error, and no request for anything else."""
+    contexts, complaints, requests = [], [], []
+
+    def open_page(width=1800, height=1000, color_scheme="light", fragment=""):
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme=color_scheme
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(page_file.as_uri() + fragment)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert {url.partition("#")[0] for url in requests} == {page_file.as_uri()}
+
+
+# The places of all lines in view: per column their number (none for a gap), top and left edge.
+PLACES = """() => [...document.querySelectorAll(".column:not([hidden])")].map((column) =>
+  [...column.querySelectorAll(".line:not([hidden])")].map((line) => {
+    const box = line.getBoundingClientRect();
+    return [line.dataset.n || null, box.top, box.left];
+  }))"""
+
+
+def wait_until(page, condition: str) -> None:
+    """Playwright's own way, `wait_for_function`, is what the page's security policy forbids."""
+    end = time.monotonic() + 10
+    while not page.evaluate(condition):
+        assert time.monotonic() < end, condition
+        page.wait_for_timeout(20)
+
+
+def assert_aligned(page) -> list:
+    columns = page.evaluate(PLACES)
+    tops = [[top for _, top, _ in lines] for lines in columns]
+    assert all(other == tops[0] for other in tops)
+    assert all(len({left for _, _, left in lines}) == 1 for lines in columns)
+    return columns
+
+
+@in_browser
+def test_columns_have_the_chapters(open_page):
+    page = open_page()
+    page.keyboard.press("f")  # unfolds
+    for column, text in zip(page.query_selector_all(".column"), TEXTS, strict=True):
+        words = "(lines) => lines.map((line) => line.textContent).join('')"
+        assert column.eval_on_selector_all(".line:not(.gap)", words) == text
+
+
+@in_browser
+def test_columns_are_aligned_and_scroll_together(open_page):
+    page = open_page()
+    folded = assert_aligned(page)
+    assert len(folded) == 3
+    page.mouse.move(900, 500)
+    page.mouse.wheel(0, 2000)
+    wait_until(page, "scrollY > 1500")
+    assert_aligned(page)
+    lefts = "[...document.querySelectorAll('.scroller')].map((x) => x.scrollLeft)"
+    for number in range(3):
+        distance = 40 + 30 * number
+        scroller = f"document.querySelectorAll('.scroller')[{number}]"
+        page.evaluate(f"{scroller}.scrollLeft = {distance}")
+        wait_until(page, f"{lefts}.every((x) => x === {distance})")
+    page.evaluate("document.querySelector('.slider').scrollLeft = 25")
+    wait_until(page, f"{lefts}.every((x) => x === 25)")
+    lines = assert_aligned(page)
+    page.keyboard.press("f")
+    assert len(assert_aligned(page)[0]) > len(lines[0])
+    assert len(assert_aligned(page)[0]) == len(ROWS)
+
+
+@in_browser
+def test_changed_lines_are_coloured_and_the_others_folded(open_page):
+    page = open_page()
+    looks = """(lines) => lines.map((line) => [Number(line.dataset.n),
+      getComputedStyle(line).backgroundColor, line.checkVisibility()])"""
+    backgrounds = {}
+    for number, pair in enumerate([TEXTS[:2], TEXTS[1:]], start=2):
+        column = f".column:nth-child({number})"
+        lines = page.eval_on_selector_all(f"{column} .line:not(.gap)", looks)
+        new = {line for _, after in changes(*pair) for line in after}
+        assert all(visible for n, _, visible in lines if n in new)
+        coloured = page.eval_on_selector_all(f"{column} .from-{number - 1}", looks)
+        backgrounds[number] = {background for _, background, _ in coloured}
+        assert len(backgrounds[number]) == 1
+        others = {background for n, background, _ in lines if n not in {x[0] for x in coloured}}
+        assert not backgrounds[number] & others
+        # Not a line of chapter 1 that chapter 2 had changed and chapter 3 has again
+        restored = {
+            row[number - 1] + 1
+            for row in ROWS
+            if tool.versions(row, LINES)[: number - 1].count("0") < number - 1
+            and tool.versions(row, LINES)[number - 1] == "0"
+        }
+        # The two ways to align may choose another of several equal lines, such as blank ones.
+        text = LINES[number - 1]
+        doubtful = {n for n in new if text.count(text[n - 1]) > 1}
+        assert {n for n, *_ in coloured} ^ (new - restored) <= doubtful
+        assert len(coloured) > 100
+    assert backgrounds[2] != backgrounds[3]
+    hidden = page.eval_on_selector_all(".line[hidden]:not(.gap)", "(lines) => lines.length")
+    assert hidden > 3 * 500
+
+
+@in_browser
+def test_keyboard(open_page):
+    page = open_page()
+    count = int(re.match(r"(\d+) changes", page.inner_text("#status"))[1])
+    assert count > 30
+    here = ".column:not([hidden]) .here"
+    seen = []
+    for number in range(1, count + 1):
+        page.keyboard.press("n")
+        assert page.inner_text("#status") == f"change {number} of {count}"
+        box = page.query_selector(here).bounding_box()
+        assert 60 <= box["y"] <= 1000
+        seen.append(page.evaluate("scrollY"))
+    assert seen == sorted(seen)
+    page.keyboard.press("p")
+    assert page.inner_text("#status") == f"change {count - 1} of {count}"
+
+    # Everything can be reached with Tab, and folds open with Enter
+    page.reload()
+    for _ in range(200):
+        page.keyboard.press("Tab")
+        if page.evaluate("document.activeElement.className") == "fold":
+            break
+    fold = "document.activeElement"
+    assert page.evaluate(f"{fold}.getAttribute('aria-expanded')") == "false"
+    before = len(page.evaluate(PLACES)[0])
+    page.keyboard.press("Enter")
+    assert page.evaluate(f"{fold}.getAttribute('aria-expanded')") == "true"
+    assert len(assert_aligned(page)[0]) > before
+    page.keyboard.press("Enter")
+    assert len(page.evaluate(PLACES)[0]) == before
+
+    # One chapter out of view: the others are compared, and what only it has leaves no gap.
+    page.keyboard.press("1")
+    columns = assert_aligned(page)
+    assert len(columns) == 2
+    assert [None, None] not in [[a[0], b[0]] for a, b in zip(*columns, strict=True)]
+    page.keyboard.press("3")
+    assert len(assert_aligned(page)) == 1
+    page.keyboard.press("2")  # the last one stays
+    assert len(page.evaluate(PLACES)) == 1
+    page.keyboard.press("3")
+    page.keyboard.press("1")
+    assert len(page.evaluate(PLACES)) == 3
+    page.keyboard.press("c")
+    assert not page.is_visible("nav ol")
+
+
+@in_browser
+def test_table_of_contents(open_page, page_file):
+    page = open_page()
+    links = page.eval_on_selector_all("nav a", "(all) => all.map((a) => a.getAttribute('href'))")
+    for number, (name, text) in enumerate(zip(("DDP", "FSDP"), TEXTS[1:], strict=True), start=2):
+        marked = {i for i, line in enumerate(text.splitlines(), 1) if f"# {name}: " in line}
+        assert {f"#{number}-{i}" for i in marked} == {x for x in links if x[1] == str(number)}
+    for link in (links[3], links[-1]):
+        page.click(f'nav a[href="{link}"]')
+        target = page.wait_for_selector(f'[id="{link[1:]}"].here')
+        assert 60 <= target.bounding_box()["y"] <= 1000
+    # A link may also be shared, and lead to a folded line
+    folded = page.eval_on_selector(".column .line[hidden]:not(.gap)", "(line) => line.id")
+    other = open_page(fragment=f"#{folded}")
+    assert other.wait_for_selector(f'[id="{folded}"].here').is_visible()
+
+
+# The luminance contrast of WCAG 2, of each kind of letters against what is behind it.
+CONTRAST = """() => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const luminance = (color) => {
+    const [r, g, b] = color.slice(0, 3).map((x) => x / 255)
+      .map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const behind = (element) => {
+    for (; element; element = element.parentElement) {
+      const color = rgb(getComputedStyle(element).backgroundColor);
+      if (color.length === 3 || color[3] === 1) return color;
+    }
+  };
+  const worst = {};
+  const letters = "pre span:not(.gap), nav a, nav b, button, footer, #status";
+  for (const element of document.querySelectorAll(letters)) {
+    if (!element.textContent.trim()) continue;
+    const pair = [rgb(getComputedStyle(element).color), behind(element)].map(luminance);
+    const contrast = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
+    const what = `${element.tagName} ${element.className} on ${behind(element)}`;
+    if (!(worst[what] <= contrast)) worst[what] = contrast;
+  }
+  return worst;
+}"""
+
+
+@in_browser
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_themes(open_page, theme):
+    page = open_page(color_scheme=theme)
+    assert page.get_attribute("html", "data-theme") == theme
+    page.keyboard.press("f")
+    low = {what: round(x, 2) for what, x in page.evaluate(CONTRAST).items() if x < 4.5}
+    assert low == {}
+    page.click("#theme")
+    assert page.get_attribute("html", "data-theme") != theme
+    page.reload()
+    assert page.get_attribute("html", "data-theme") != theme
+
+
+@in_browser
+def test_narrow_screen(open_page):
+    page = open_page(width=390, height=844)
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+    assert len(page.evaluate(PLACES)) == 1
+    for button in page.query_selector_all("header button"):
+        box = button.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+    assert not page.is_visible("nav ol")
+    page.click("nav summary")
+    page.click("nav h2:last-of-type + ol a")  # a place in the last chapter, which is not in view
+    page.wait_for_selector('.column[data-column="2"] .here')
+    columns = page.evaluate(PLACES)
+    assert len(columns) == 1
+    assert 50 < len(columns[0]) < 700  # what is as in the chapter before is folded
+    page.click("button.chapter >> nth=0")
+    assert len(page.evaluate(PLACES)[0]) == len(TEXTS[0].splitlines())
+    page.click("button.chapter >> nth=1")
+    page.click("#next")
+    assert page.query_selector(".column:not([hidden]) .here").is_visible()

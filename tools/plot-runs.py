@@ -1,0 +1,126 @@
+"""Draws runs, finished or still running, from their `metrics.jsonl`: one picture as PNG and as SVG.
+
+    python tools/plot-runs.py outputs/demo-*
+    python tools/plot-runs.py outputs/before outputs/after -o comparison
+
+Loss and held-out loss, tokens per second, memory of the devices, and where the time of a step goes.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; in print, the dashes do.
+STYLES = [("#0072b2", "-"), ("#d55e00", (0, (5, 2))), ("#009e73", (0, (1, 1.2)))]
+STYLES += [("#cc79a7", (0, (6, 2, 1, 2))), ("#000000", (0, (9, 3))), ("#e69f00", (0, (3, 1, 1, 1)))]
+PHASES = {"data": ("#e69f00", "xxx"), "forward": ("#56b4e9", ""), "backward": ("#0072b2", "///")}
+PHASES |= {"update": ("#cc79a7", "..."), "else": ("#d0d0d0", "")}
+# A background of its own: the picture looks the same on a dark page as on paper.
+LOOK = {"font.size": 12, "axes.grid": True, "grid.color": "#dddddd", "hatch.linewidth": 0.6}
+LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white"}
+LOOK |= {"figure.constrained_layout.w_pad": 0.12, "figure.constrained_layout.h_pad": 0.12}
+LOOK |= {"axes.axisbelow": True, "svg.hashsalt": "runs", "svg.fonttype": "path"}
+
+
+def read_run(folder: Path) -> list[dict]:
+    """The records of a run; a last line that is still being written is left out."""
+    file = folder / "metrics.jsonl" if folder.is_dir() else folder
+    try:
+        lines = file.read_text().splitlines(keepends=True)
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: cannot read the run {folder}: {error}")
+    if not any("loss" in record for record in records):
+        sys.exit(f"error: {file} has no logged step yet")
+    return records
+
+
+def series(records: list[dict], name: str) -> tuple[list, list]:
+    """Steps and values; a value that was not finite is a gap."""
+    points = [(record["step"], record[name]) for record in records if name in record]
+    return [step for step, _ in points], [float("nan") if y is None else y for _, y in points]
+
+
+def middle(records: list[dict], name: str) -> float:
+    """The median, of which the first record, with warm-up and compilation, is no part."""
+    values = [y for y in series(records, name)[1] if y == y]
+    return statistics.median(values[1:] or values or [0.0])
+
+
+def draw(runs: dict[str, list[dict]]) -> Figure:
+    with mpl.rc_context(LOOK):
+        figure = Figure(figsize=(12, 8.5), layout="constrained")
+        loss, speed, memory, times = figure.subplots(2, 2).flat
+        styles = {name: STYLES[i % len(STYLES)] for i, name in enumerate(runs)}
+        for i, (name, records) in enumerate(runs.items()):
+            color, dashes = styles[name]
+            # The first is the widest: of curves that coincide, each shows beneath the next.
+            width = 1.6 + 1.6 * (len(runs) - 1 - i)
+            options = {"color": color, "linestyle": dashes}
+            loss.plot(*series(records, "loss"), linewidth=width, label=name, **options)
+            held_out = {"marker": "o", "markersize": 4 + width, "fillstyle": "none"}
+            held_out |= {"linestyle": "none", "color": color}
+            label = "held out" if i == 0 else None
+            loss.plot(*series(records, "eval/loss"), label=label, **held_out)
+            speed.plot(*series(records, "tokens_per_second"), linewidth=2, **options)
+        loss.set(title="Loss, nats per token", xlabel="optimizer step")
+        loss.legend(frameon=False)
+        speed.set(title="Tokens per second, whole job", xlabel="optimizer step", ylim=(0, None))
+        speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+
+        names, places = list(runs), range(len(runs))
+        peaks = [max(series(r, "memory/peak_allocated_gb")[1], default=0) for r in runs.values()]
+        bars = memory.barh(places, peaks, color=[styles[name][0] for name in names], height=0.6)
+        memory.bar_label(bars, [f" {peak:.2f}" for peak in peaks])
+        memory.set(title="Memory of the fullest rank, GB (peak)", xlim=(0, 1.15 * max(peaks)))
+        begins = [0.0] * len(runs)
+        totals = [middle(records, "time/total_ms") for records in runs.values()]
+        for phase, (color, hatch) in PHASES.items():
+            lengths = [middle(records, f"time/{phase}_ms") for records in runs.values()]
+            if phase == "else":  # logging, evaluation, checkpoints, and a CPU that lags behind
+                lengths = [max(a - b, 0) for a, b in zip(totals, begins, strict=True)]
+            look = {"color": color, "hatch": hatch, "edgecolor": "white", "height": 0.6}
+            times.barh(places, lengths, left=begins, label=phase, **look)
+            begins = [a + b for a, b in zip(begins, lengths, strict=True)]
+        times.set(title="Time of an optimizer step, ms (median)")
+        place = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.08), "ncols": 5}
+        times.legend(frameon=False, columnspacing=1, handlelength=1.3, **place)
+        for axes in (memory, times):
+            axes.set_yticks(places, names)
+            axes.invert_yaxis()
+            axes.grid(visible=False, axis="y")
+    return figure
+
+
+def save(figure: Figure, file: Path) -> None:
+    """As its ending says; the same runs give the same bytes."""
+    with mpl.rc_context(LOOK):
+        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else {})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draws runs from their metrics.jsonl.")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or metrics.jsonl")
+    parser.add_argument("-o", "--output", type=Path, default=Path("runs"), help="[%(default)s]")
+    args = parser.parse_args()
+    folders = [path.parent if path.name == "metrics.jsonl" else path for path in args.runs]
+    names = [folder.resolve().name for folder in folders]
+    if len({*names}) < len(names):  # the same name in different places
+        names = [str(folder) for folder in folders]
+    figure = draw(dict(zip(names, map(read_run, args.runs), strict=True)))
+    for ending in ("svg", "png"):  # drawing a picture also moves its parts a little
+        file = args.output.with_name(f"{args.output.name}.{ending}")
+        try:
+            save(figure, file)
+        except OSError as error:
+            sys.exit(f"error: cannot write {file}: {error.strerror}")
+        print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()
