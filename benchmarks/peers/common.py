@@ -1,0 +1,112 @@
+"""What all peers share, so that each does the work of chapter 1: its blocks in its order, its
+initial weights, and a clock.
+
+Every peer is started by `benchmarks/run.py`, with chapter 1's own flags and `--warmup`, on one
+device as a script and on more by torchrun, and prints one JSON object.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"
+
+import datasets
+import psutil
+import torch
+import transformers
+from torch.utils.data import Dataset
+
+CHAPTER_1 = Path(__file__).resolve().parents[2] / "01-single-gpu" / "train-llm.py"
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def load_chapter_1():
+    spec = importlib.util.spec_from_file_location("chapter_1", CHAPTER_1)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["chapter_1"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class Blocks(Dataset):
+    """Chapter 1's blocks in chapter 1's order, as rows of `input_ids` and `labels`."""
+
+    def __init__(self, blocks, order: list[int]):
+        self.blocks, self.order = blocks, order
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
+        block = torch.from_numpy(self.blocks[self.order[position]].astype("int64"))
+        return {"input_ids": block, "labels": block}
+
+
+class Clock:
+    """Tokens per second of the median window of `window` steps after the warm-up, whole job."""
+
+    def __init__(self, args, warmup: int, window: int = 5):
+        self.tokens_per_step = args.batch_size * WORLD_SIZE * args.seq_length
+        self.warmup, self.window, self.steps, self.times = warmup, window, 0, []
+
+    def step(self) -> None:
+        """To be called after each optimizer step."""
+        self.steps += 1
+        if self.steps >= self.warmup and (self.steps - self.warmup) % self.window == 0:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self.times.append(time.perf_counter())
+
+    def tokens_per_second(self) -> float:
+        seconds = [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+        return self.window * self.tokens_per_step / statistics.median(seconds)
+
+
+def set_up(*own_flags: str):
+    """The peer's own switches, chapter 1's flags, the dataset and the model with initial weights.
+
+    `--batch-size` is that of a device, as in the chapters.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--warmup", type=int, required=True)
+    for flag in own_flags:
+        parser.add_argument(flag, action="store_true")
+    own, chapter_flags = parser.parse_known_args()
+    chapter_1 = load_chapter_1()
+    sys.argv = [str(CHAPTER_1), *chapter_flags]
+    args = chapter_1.parse_args()
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    config, tokenizer = chapter_1.load_config_and_tokenizer(args)
+    global_batch = args.batch_size * WORLD_SIZE
+    blocks, _ = chapter_1.load_blocks(args, tokenizer, chapter_1.RunState(), global_batch)
+    positions = range(args.max_steps * global_batch)
+    dataset = Blocks(blocks, chapter_1.sample_order(positions, len(blocks), args.seed))
+    transformers.set_seed(args.seed)
+    with torch.device("meta"):  # or there would be other initial weights than chapter 1's
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to_empty(device=device).tie_weights()
+    model.init_weights()
+    return own, args, dataset, model, Clock(args, own.warmup)
+
+
+def report(clock: Clock, losses: list[float]) -> None:
+    """Rank 0 prints the result; the losses are means over the ranks and between two logs."""
+    assert losses, "no loss was logged"
+    assert all(map(math.isfinite, losses)), losses
+    peak = psutil.Process().memory_info().rss  # without a GPU: resident now, as the chapters log
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_reserved()
+    result = {"tokens_per_second": clock.tokens_per_second(), "losses": losses}
+    if RANK == 0:
+        print(json.dumps(result | {"peak_gb": peak / 1e9}), flush=True)
