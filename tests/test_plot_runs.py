@@ -49,7 +49,7 @@ def test_it_shows_what_the_records_say():
         for line, run in zip(curves, records.values(), strict=True):
             points = [(r["step"], r[name]) for r in run if name in r]
             assert [*zip(line.get_xdata(), line.get_ydata(), strict=True)] == points
-    held_out = [line for line in loss.lines if line.get_marker() == "o"]
+    held_out = [line for line in loss.lines if line.get_marker() == "o" and len(line.get_xdata())]
     for line, run in zip(held_out, records.values(), strict=True):
         assert [*line.get_ydata()] == [r["eval/loss"] for r in run if "eval/loss" in r]
     peaks = [max(r.get("memory/peak_allocated_gb", 0) for r in run) for run in records.values()]
@@ -80,6 +80,7 @@ def test_legible_in_print_and_on_a_dark_page(tmp_path):
     assert len({line.get_linestyle() + str(line._dash_pattern) for line in curves}) == len(curves)
     assert len({line.get_linewidth() for line in curves}) == len(curves)  # where they coincide
     assert all(1.05 / (luminance(line.get_color()) + 0.05) > 3 for line in curves)
+    assert len([line for line in figure.axes[0].lines if line.get_label() == "held out"]) == 1
     bars = [bars[0] for bars in figure.axes[3].containers]
     assert len({(bar.get_hatch(), round(luminance(bar.get_facecolor()), 1)) for bar in bars}) == 5
     status, output = plot(tmp_path, RECORDED[0])
@@ -99,13 +100,35 @@ def test_a_running_run(tmp_path):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         (folder / "metrics.jsonl").write_text(json.dumps(record) + '\n{"step": 20, "lo')
-    arguments = [tmp_path / "a" / "run", tmp_path / "b" / "run" / "metrics.jsonl", "-o", "two.runs"]
+    arguments = [
+        tmp_path / "a" / "run",
+        tmp_path / "b" / "run" / "metrics.jsonl",
+        "-o",
+        "two.runs.svg",
+    ]
     assert plot(tmp_path, *arguments)[0] == 0
     svg = (tmp_path / "two.runs.svg").read_text()
     assert "a/run" in svg
     assert "b/run" in svg
 
-    (tmp_path / "a" / "run" / "metrics.jsonl").write_text('{"step": 20, "lo')
+    # A single point is to be seen, whatever the run's name; memory as GPUs have it, or none
+    one = tool.draw({"_a$b": [record], "c": [record | {"memory/peak_allocated_gb": None}]})
+    assert one.axes[0].lines[0].get_marker() == "."
+    names = [text.get_text() for text in one.axes[0].get_legend().get_texts()]
+    assert [name.strip("\u200b") for name in names] == [r"_a\$b", "c"]
+    assert [text.get_text() for text in one.axes[2].texts] == [" 1.00", " not logged"]
+    assert one.axes[2].get_title() == "Memory of the fullest GPU, GB (peak)"
+    tool.save(one, tmp_path / "one.svg")
+
+    file = tmp_path / "a" / "run" / "metrics.jsonl"
+    for text in ("5\n", "[]\n", "\n", '{"loss": 1.0}\n', '{"step": 1, "loss": "x"}\n'):
+        file.write_text(text)
+        status, output = plot(tmp_path, file)
+        assert status == 1
+        assert_one_sentence(output, "line 1 of")
+    for arguments in ([file] * 7, [file, "-o", tmp_path], [file, "-o", "."]):
+        assert plot(tmp_path, *arguments)[0] == 2
+    file.write_text('{"step": 20, "lo')
     for arguments, part in [
         ([tmp_path / "a" / "run"], "no logged step yet"),
         ([tmp_path / "nothing"], "nothing"),

@@ -155,6 +155,8 @@ def test_chapter_readme_commands(tmp_path, readme, count):
     pattern = r"^(?:\w+=\S+ )?(python|torchrun .*?) ?train-llm.py (.*?)(?:  +#.*)?$"
     commands = re.findall(pattern, text, re.MULTILINE)
     assert len(commands) == count
+    inline = re.findall(r"`(python |torchrun [^`]*)train-llm\.py\s([^`]*)`", text)
+    commands += [(launch.strip(), flags) for launch, flags in inline]
     for number, (launch, flags) in enumerate(commands):
         run = Run(script, [*shlex.split(flags), "--log-freq", "none"], tmp_path / str(number))
         assert run.wait() == 2
@@ -297,7 +299,8 @@ def memory_of_a_step() -> tuple[str, dict[str, float]]:
     ]
     total = sum(gb for _, gb, _ in rows)
     rows.append(("together", total, ""))
-    moment = f"`batch-size` × `seq-length` × {LLAMA_1B.vocab_size} tokens, in bf16 and in fp32"
+    vocabulary = f"{LLAMA_1B.vocab_size} (the vocabulary)"
+    moment = f"`batch-size` × `seq-length` × {vocabulary}, in bf16 and in fp32"
     rows.append(("for a moment, while the loss is computed", 6 * logits, moment))
     lines = [f"| {name} | {gb:.1f} | {counts} |" for name, gb, counts in rows]
     less = kept_for_backward(LLAMA_1B, batch, length, True)

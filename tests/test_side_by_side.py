@@ -1,6 +1,7 @@
 """tools/side-by-side.py: what the page says, and what a real browser makes of it."""
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -26,9 +27,11 @@ LINES = [text.splitlines() for text in TEXTS]
 ROWS = tool.align(LINES)
 
 
-def write(folder, *arguments) -> subprocess.CompletedProcess:
+def write(folder, *arguments, old_encoding=False) -> subprocess.CompletedProcess:
     command = [sys.executable, TOOL, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    old = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"} if old_encoding else {}
+    options = {"cwd": folder, "env": os.environ | old, "timeout": 60}
+    return subprocess.run(command, capture_output=True, text=True, **options)
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +65,30 @@ def test_alike_lines_stand_side_by_side():
     kinds = [tool.versions(row, [one, two]) for row in rows]
     assert kinds == ["00", "-1", "01", "0-", "00"]
     assert tool.changed_characters(one[1], two[2]) == {*range(7, 16)}
-    # A row that is free in the text before is taken, and a line that comes back is its own again.
-    assert tool.align([["a", "b", "c"], ["a", "c"], ["a", "b", "c"]]) == [
-        (0, 0, 0),
-        (1, None, 1),
-        (2, 1, 2),
+    # A line that comes back stands beside where it was; another takes the first free row.
+    back = tool.align([["a", "b", "c", "d"], ["a", "d"], ["a", "c", "d"]])
+    assert back == [(0, 0, 0), (1, None, None), (2, None, 1), (3, 1, 2)]
+    other = tool.align([["a", "b", "c", "d"], ["a", "d"], ["a", "x", "d"]])
+    assert other == [(0, 0, 0), (1, None, 1), (2, None, None), (3, 1, 2)]
+    # Long stretches with nothing in common take no minutes.
+    long = [[f"{letter}{n}" for n in range(2000)] for letter in "ab"]
+    assert tool.align(long) == [(n, n) for n in range(2000)]
+
+
+def test_markers_of_places():
+    lines = """\
+# DDP: about the function below,
+# in two lines
+def f():
+    x = "# NOTE: no comment"
+    return x  # FSDP: at its end
+    # no marker
+# DDP: of the next one
+g = 1""".splitlines()
+    assert tool.markers(lines) == [
+        (0, "f", "DDP", "about the function below, in two lines"),
+        (4, "f", "FSDP", "at its end"),
+        (6, "the top", "DDP", "of the next one"),
     ]
 
 
@@ -89,9 +111,21 @@ def test_other_files(tmp_path):
     assert "mine.py" in page
     assert "<b>&amp;" not in page
     assert page.count("</script>") == 2
+    # A byte order mark, a form feed, a separator, a coding cookie; an old encoding all around
+    mine.write_bytes("\ufeff# π\n\f\nx = '\u2028'\r\ny = 1\n".encode())
+    latin = tmp_path / "latin.py"
+    latin.write_bytes("# coding: latin-1\nname = 'Größe'\n".encode("latin-1"))
+    (tmp_path / "empty.py").touch()
+    result = write(tmp_path, mine, latin, "empty.py", "-o", "page.html", old_encoding=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert "Größe" in page
+    assert 'id="1-4" data-n="4"' in page
+    assert 'id="1-5"' not in page
+    assert "<nav" not in page  # no markers
     mine.write_text("def broken(:\n")
     for arguments, status, part in [
-        ([CHAPTER_1], 2, "two to nine files"),
+        ([CHAPTER_1], 2, "two to five files"),
         ([CHAPTER_1, tmp_path / "nothing.py"], 1, "nothing.py"),
         ([CHAPTER_1, mine], 1, "mine.py"),
         (["-o", tmp_path / "no" / "folder.html"], 1, "cannot write"),
@@ -154,6 +188,15 @@ def wait_until(page, condition: str) -> None:
         page.wait_for_timeout(20)
 
 
+def assert_in_view(page, element) -> None:
+    """Below the title of its column, and in the window."""
+    title = "[...document.querySelectorAll('.column > h2')].map((x) => x.getBoundingClientRect())"
+    bottom = max(box["bottom"] for box in page.evaluate(f"{title}.map((x) => x.toJSON())"))
+    page.wait_for_timeout(50)
+    top = element.bounding_box()["y"]
+    assert bottom <= top <= page.viewport_size["height"] - 20
+
+
 def assert_aligned(page) -> list:
     columns = page.evaluate(PLACES)
     tops = [[top for _, top, _ in lines] for lines in columns]
@@ -176,6 +219,8 @@ def test_columns_are_aligned_and_scroll_together(open_page):
     page = open_page()
     folded = assert_aligned(page)
     assert len(folded) == 3
+    number = "getComputedStyle(document.querySelector('.line'), '::before').position"
+    assert page.evaluate(number) == "sticky"
     page.mouse.move(900, 500)
     page.mouse.wheel(0, 2000)
     wait_until(page, "scrollY > 1500")
@@ -223,8 +268,26 @@ def test_changed_lines_are_coloured_and_the_others_folded(open_page):
         assert {n for n, *_ in coloured} ^ (new - restored) <= doubtful
         assert len(coloured) > 100
     assert backgrounds[2] != backgrounds[3]
+
+    # A red edge on what the next chapter drops or changes, an underline below what it says anew
+    edge = "(x) => getComputedStyle(x, '::before').boxShadow"
+    leaving = {row[0] + 1 for row in ROWS if tool.versions(row, LINES)[:2] in ("01", "0-")}
+    selector = ".column:nth-child(1) .line:not(.gap)"
+    for element in page.query_selector_all(f"{selector}:not([hidden])")[:120]:
+        is_leaving = int(element.get_attribute("data-n")) in leaving
+        assert (element.evaluate(edge) != "none") == is_leaving
+    marks = page.query_selector_all(".column:nth-child(2) mark")
+    assert len(marks) > 20
+    assert all("inset" in m.evaluate("(x) => getComputedStyle(x).boxShadow") for m in marks)
+    assert "ddp_model" in {mark.text_content() for mark in marks}
+
     hidden = page.eval_on_selector_all(".line[hidden]:not(.gap)", "(lines) => lines.length")
     assert hidden > 3 * 500
+    counts = [
+        int(re.search(r"\d+", x)[0])
+        for x in page.locator(".column >> nth=0 >> .fold").all_inner_texts()
+    ]
+    assert sum(counts) * 3 == hidden
 
 
 @in_browser
@@ -237,8 +300,7 @@ def test_keyboard(open_page):
     for number in range(1, count + 1):
         page.keyboard.press("n")
         assert page.inner_text("#status") == f"change {number} of {count}"
-        box = page.query_selector(here).bounding_box()
-        assert 60 <= box["y"] <= 1000
+        assert_in_view(page, page.query_selector(here))
         seen.append(page.evaluate("scrollY"))
     assert seen == sorted(seen)
     page.keyboard.press("p")
@@ -259,8 +321,23 @@ def test_keyboard(open_page):
     page.keyboard.press("Enter")
     assert len(page.evaluate(PLACES)[0]) == before
 
-    # One chapter out of view: the others are compared, and what only it has leaves no gap.
+    # One chapter out of view: the others are compared, and what only it has leaves no gap. The
+    # reader stays where he is, with what he has unfolded.
+    page.keyboard.press("f")
+    place = page.query_selector('[id="2-300"]')
+    place.evaluate("(line) => scrollBy(0, line.getBoundingClientRect().top - 200)")
+    before = place.bounding_box()["y"]
     page.keyboard.press("1")
+    assert abs(place.bounding_box()["y"] - before) < 200
+    closed = len(page.query_selector_all(".fold[aria-expanded=false]"))
+    assert closed / 3 < 3  # those that only now are one
+    assert len(page.query_selector_all(".fold")) / 3 > 10
+    assert page.get_attribute("button.chapter >> nth=0", "aria-pressed") == "false"
+    assert page.get_attribute("button.chapter >> nth=1", "aria-pressed") == "true"
+    page.keyboard.press("n")  # from here, not from the top
+    assert_in_view(page, page.query_selector(".column:not([hidden]) .here"))
+    assert abs(place.bounding_box()["y"] - before) < 2500
+    page.keyboard.press("f")
     columns = assert_aligned(page)
     assert len(columns) == 2
     assert [None, None] not in [[a[0], b[0]] for a, b in zip(*columns, strict=True)]
@@ -284,12 +361,17 @@ def test_table_of_contents(open_page, page_file):
         assert {f"#{number}-{i}" for i in marked} == {x for x in links if x[1] == str(number)}
     for link in (links[3], links[-1]):
         page.click(f'nav a[href="{link}"]')
-        target = page.wait_for_selector(f'[id="{link[1:]}"].here')
-        assert 60 <= target.bounding_box()["y"] <= 1000
+        assert_in_view(page, page.wait_for_selector(f'[id="{link[1:]}"].here'))
+    # Again, from elsewhere, with its chapter out of view
+    page.keyboard.press(links[-1][1])
+    page.evaluate("scrollTo(0, 0)")
+    page.click(f'nav a[href="{links[-1]}"]')
+    assert_in_view(page, page.wait_for_selector(f'[id="{links[-1][1:]}"].here'))
     # A link may also be shared, and lead to a folded line
     folded = page.eval_on_selector(".column .line[hidden]:not(.gap)", "(line) => line.id")
     other = open_page(fragment=f"#{folded}")
-    assert other.wait_for_selector(f'[id="{folded}"].here').is_visible()
+    assert_in_view(other, other.wait_for_selector(f'[id="{folded}"].here'))
+    assert "changes" in open_page(fragment="#next").inner_text("#status")  # no place
 
 
 # The luminance contrast of WCAG 2, of each kind of letters against what is behind it.
@@ -354,3 +436,34 @@ def test_narrow_screen(open_page):
     page.click("button.chapter >> nth=1")
     page.click("#next")
     assert page.query_selector(".column:not([hidden]) .here").is_visible()
+
+
+@in_browser
+def test_other_files_in_the_browser(browser, tmp_path):
+    """One of them much longer and wider, without markers, with what HTML would take for its own."""
+    (tmp_path / "short.py").write_text("x = 1\n")
+    (tmp_path / "long.py").write_text("x = 1\n" + f"y = '</span><b>{'&' * 300}'\n" * 40)
+    assert write(tmp_path, "short.py", "long.py", "-o", "page.html").returncode == 0
+    page = browser.new_page(viewport={"width": 1200, "height": 600})
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.inner_text("#status") == "1 change"
+    words = "(lines) => lines.map((line) => line.textContent).join('')"
+    column = ".column:nth-child(2) .line"
+    assert page.eval_on_selector_all(column, words) == (tmp_path / "long.py").read_text()
+    assert_aligned(page)
+    # The short lines scroll as far as the long ones, also when the window has changed.
+    for width in (1200, 900, 1500):
+        page.set_viewport_size({"width": width, "height": 600})
+        if width == 900:
+            continue
+        page.wait_for_timeout(100)
+        page.evaluate("document.querySelector('.slider').scrollLeft = 1e6")
+        lefts = "[...document.querySelectorAll('.scroller, .slider')].map((x) => x.scrollLeft)"
+        wait_until(page, f"new Set({lefts}.map(Math.round)).size === 1")
+        left, most = page.evaluate(
+            "(([x]) => [x.scrollLeft, x.scrollWidth - x.clientWidth])"
+            "([document.querySelectorAll('.scroller')[1]])"
+        )
+        assert abs(left - most) <= 1
+        assert left > 1000
+    page.close()

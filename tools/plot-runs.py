@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; in print, the dashes do.
 STYLES = [("#0072b2", "-"), ("#d55e00", (0, (5, 2))), ("#009e73", (0, (1, 1.2)))]
-STYLES += [("#cc79a7", (0, (6, 2, 1, 2))), ("#000000", (0, (9, 3))), ("#e69f00", (0, (3, 1, 1, 1)))]
+STYLES += [("#cc79a7", (0, (6, 2, 1, 2))), ("#000000", (0, (9, 3))), ("#b07800", (0, (3, 1, 1, 1)))]
 PHASES = {"data": ("#e69f00", "xxx"), "forward": ("#56b4e9", ""), "backward": ("#0072b2", "///")}
 PHASES |= {"update": ("#cc79a7", "..."), "else": ("#d0d0d0", "")}
 # A background of its own: the picture looks the same on a dark page as on paper.
@@ -31,10 +31,18 @@ def read_run(folder: Path) -> list[dict]:
     """The records of a run; a last line that is still being written is left out."""
     file = folder / "metrics.jsonl" if folder.is_dir() else folder
     try:
-        lines = file.read_text().splitlines(keepends=True)
-        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        lines = file.read_text("utf-8").splitlines(keepends=True)
     except (OSError, ValueError) as error:
         sys.exit(f"error: cannot read the run {folder}: {error}")
+    records = []
+    for number, line in enumerate(lines, 1):
+        if line.endswith("\n"):
+            try:
+                records.append(json.loads(line))
+                values = [records[-1]["step"], *records[-1].values()]
+                assert all(x is None or isinstance(x, (int, float)) for x in values)
+            except (ValueError, TypeError, KeyError, AssertionError, AttributeError):
+                sys.exit(f"error: line {number} of {file} is no record of a run")
     if not any("loss" in record for record in records):
         sys.exit(f"error: {file} has no logged step yet")
     return records
@@ -47,42 +55,62 @@ def series(records: list[dict], name: str) -> tuple[list, list]:
 
 
 def middle(records: list[dict], name: str) -> float:
-    """The median, of which the first record, with warm-up and compilation, is no part."""
+    """The median without the first record, which has warm-up and compilation in it."""
     values = [y for y in series(records, name)[1] if y == y]
     return statistics.median(values[1:] or values or [0.0])
+
+
+def highest(records: list[dict], name: str) -> float:
+    """0 where nothing of that name was logged."""
+    return max((y for y in series(records, name)[1] if y == y), default=0.0)
+
+
+def is_resident(records: list[dict]) -> bool:
+    """Whether memory is that of the process, as it is logged where there is no GPU."""
+    kinds = [f"memory/{a}_{b}_gb" for a in ("current", "peak") for b in ("allocated", "reserved")]
+    return all(len({record.get(kind) for kind in kinds}) == 1 for record in records)
 
 
 def draw(runs: dict[str, list[dict]]) -> Figure:
     with mpl.rc_context(LOOK):
         figure = Figure(figsize=(12, 8.5), layout="constrained")
         loss, speed, memory, times = figure.subplots(2, 2).flat
-        styles = {name: STYLES[i % len(STYLES)] for i, name in enumerate(runs)}
+        styles = dict(zip(runs, STYLES, strict=False))
+        # To matplotlib a dollar sign begins a formula, and an underscore a name to leave out.
+        labels = {name: f"\u200b{name}".replace("$", r"\$") for name in runs}
         for i, (name, records) in enumerate(runs.items()):
             color, dashes = styles[name]
             # The first is the widest: of curves that coincide, each shows beneath the next.
             width = 1.6 + 1.6 * (len(runs) - 1 - i)
             options = {"color": color, "linestyle": dashes}
-            loss.plot(*series(records, "loss"), linewidth=width, label=name, **options)
+            if len(series(records, "loss")[0]) == 1:  # or there would be nothing to see
+                options["marker"] = "."
+            loss.plot(*series(records, "loss"), linewidth=width, label=labels[name], **options)
+            speed.plot(*series(records, "tokens_per_second"), linewidth=2, **options)
             held_out = {"marker": "o", "markersize": 4 + width, "fillstyle": "none"}
             held_out |= {"linestyle": "none", "color": color}
-            label = "held out" if i == 0 else None
-            loss.plot(*series(records, "eval/loss"), label=label, **held_out)
-            speed.plot(*series(records, "tokens_per_second"), linewidth=2, **options)
+            if series(records, "eval/loss")[0]:
+                loss.plot(*series(records, "eval/loss"), **held_out)
+        if any("eval/loss" in record for records in runs.values() for record in records):
+            loss.plot([], [], **held_out | {"color": "#444444"}, label="held out")
         loss.set(title="Loss, nats per token", xlabel="optimizer step")
         loss.legend(frameon=False)
         speed.set(title="Tokens per second, whole job", xlabel="optimizer step", ylim=(0, None))
         speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
-        names, places = list(runs), range(len(runs))
-        peaks = [max(series(r, "memory/peak_allocated_gb")[1], default=0) for r in runs.values()]
-        bars = memory.barh(places, peaks, color=[styles[name][0] for name in names], height=0.6)
-        memory.bar_label(bars, [f" {peak:.2f}" for peak in peaks])
-        memory.set(title="Memory of the fullest rank, GB (peak)", xlim=(0, 1.15 * max(peaks)))
+        places = range(len(runs))
+        peaks = [highest(records, "memory/peak_allocated_gb") for records in runs.values()]
+        bars = memory.barh(places, peaks, color=[styles[name][0] for name in runs], height=0.6)
+        memory.bar_label(bars, [f" {peak:.2f}" if peak else " not logged" for peak in peaks])
+        title = "Memory of the fullest GPU, GB (peak)"
+        if all(map(is_resident, runs.values())):
+            title = "Memory of the fullest process, GB"
+        memory.set(title=title, xlim=(0, 1.15 * max(peaks) or 1))
         begins = [0.0] * len(runs)
         totals = [middle(records, "time/total_ms") for records in runs.values()]
         for phase, (color, hatch) in PHASES.items():
             lengths = [middle(records, f"time/{phase}_ms") for records in runs.values()]
-            if phase == "else":  # logging, evaluation, checkpoints, and a CPU that lags behind
+            if phase == "else":  # logging, evaluation, checkpoints
                 lengths = [max(a - b, 0) for a, b in zip(totals, begins, strict=True)]
             look = {"color": color, "hatch": hatch, "edgecolor": "white", "height": 0.6}
             times.barh(places, lengths, left=begins, label=phase, **look)
@@ -91,7 +119,7 @@ def draw(runs: dict[str, list[dict]]) -> Figure:
         place = {"loc": "upper center", "bbox_to_anchor": (0.4, -0.08), "ncols": 5}
         times.legend(frameon=False, columnspacing=1, handlelength=1.3, **place)
         for axes in (memory, times):
-            axes.set_yticks(places, names)
+            axes.set_yticks(places, labels.values())
             axes.invert_yaxis()
             axes.grid(visible=False, axis="y")
     return figure
@@ -108,6 +136,12 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, or metrics.jsonl")
     parser.add_argument("-o", "--output", type=Path, default=Path("runs"), help="[%(default)s]")
     args = parser.parse_args()
+    if len(args.runs) > len(STYLES):
+        parser.error(f"more than {len(STYLES)} runs in a picture cannot be told apart")
+    if args.output.suffix in (".png", ".svg"):
+        args.output = args.output.with_suffix("")
+    if not args.output.name or args.output.is_dir():
+        parser.error(f"--output {args.output} is a folder: add a name")
     folders = [path.parent if path.name == "metrics.jsonl" else path for path in args.runs]
     names = [folder.resolve().name for folder in folders]
     if len({*names}) < len(names):  # the same name in different places

@@ -11,11 +11,14 @@ any browser; it says which keys it knows.
 import argparse
 import ast
 import html
+import io
 import json
 import re
 import sys
+import tokenize
+import warnings
 from difflib import SequenceMatcher
-from itertools import groupby, pairwise, zip_longest
+from itertools import groupby, pairwise, takewhile, zip_longest
 from pathlib import Path
 
 from pygments import lex
@@ -26,6 +29,7 @@ from pygments.token import STANDARD_TYPES
 REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = Path(__file__).with_suffix(".html")
 ALIKE = 0.5  # from this ratio on (difflib's, 0 to 1) a line passes for a new version of another
+MOST_PAIRS = 20_000  # of lines to compare in a changed stretch: beyond, it would take long
 
 
 # -- Which line stands beside which ----------------------------------------------------------------
@@ -43,6 +47,8 @@ def pair(before: list[str], after: list[str]) -> list[tuple[int | None, int | No
     between two such pairs stand beside each other as they come, None where one side has fewer.
     """
     n, m = len(before), len(after)
+    if n * m > MOST_PAIRS:
+        return [*zip_longest(range(n), range(m))]
     best = [[0.0] * (m + 1) for _ in range(n + 1)]
     alike = [[likeness(a, b) for b in after] for a in before]
     for i in reversed(range(n)):
@@ -76,13 +82,21 @@ def match(before: list[str], after: list[str]) -> list[tuple[int | None, int | N
 
 def align(texts: list[list[str]]) -> list[tuple[int | None, ...]]:
     """Rows of positions, one per text; None where a text has nothing in that row."""
+
+    def earlier(row: tuple[int | None, ...]) -> list[str]:
+        return [text[i] for text, i in zip(texts, row, strict=False) if i is not None]
+
     rows = [(i,) for i in range(len(texts[0]))]
     for count, (before, after) in enumerate(pairwise(texts), 1):
         old, rows = rows, []
         for i, j in match(before, after):
             if i is None:
-                # A new line may take a row that is empty in the text before it.
-                free = old and old[0][-1] is None
+                # A new line takes a row that is empty in the text before it: one where an earlier
+                # text has the same line, or the first. If there is none, a row of its own.
+                free = [*takewhile(lambda row: row[-1] is None, old)]
+                same = (n for n, row in enumerate(free) if after[j] in earlier(row))
+                for _ in range(next(same, 0)):
+                    rows.append((*old.pop(0), None))
                 rows.append((*(old.pop(0) if free else (None,) * count), j))
                 continue
             while old[0][-1] != i:
@@ -145,21 +159,28 @@ def code_as_html(tokens: list[tuple[str, str]], changed: set[int]) -> str:
 
 def markers(text: list[str]) -> list[tuple[int, str, str, str]]:
     """The marked places: position, the function around it, the marker's name and its sentence."""
-    tops = [
-        (node.lineno, getattr(node, "name", "the top")) for node in ast.parse("\n".join(text)).body
-    ]
+    source = "\n".join(text)
+    with warnings.catch_warnings(action="ignore"):
+        body = ast.parse(source).body
+    tops = [(node.end_lineno, getattr(node, "name", "the top")) for node in body]
+    comments = {
+        token.start[0] - 1: token.string
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    alone = {i for i in comments if text[i].lstrip().startswith("#")}
     found = []
-    for i, line in enumerate(text):
-        if match := re.search(r"# ([A-Z]{2,}): (.*)", line):
-            sentence = [match[2]]
-            for following in text[i + 1 :]:
-                more = re.match(r" *# (?![A-Z]{2,}: )(.*)", following)
-                if not more or not line.lstrip().startswith("#"):
+    for i, comment in comments.items():
+        if match := re.match(r"# ([A-Z]{2,}): (.*)", comment):
+            sentence, following = [match[2]], i + 1
+            while {following - 1, following} <= alone:
+                if re.match(r"# [A-Z]{2,}: ", comments[following]):
                     break
-                sentence.append(more[1])
-            # The marker may stand above the function that it is about.
-            name = [name for start, name in tops if start <= i + 2][-1:] or ["the top"]
-            found.append((i, name[0], match[1], " ".join(sentence)))
+                sentence.append(comments[following].lstrip("# "))
+                following += 1
+            # A marker above a function is about that one: the first that has not ended before.
+            name = next((name for end, name in tops if end > i), "the top")
+            found.append((i, name, match[1], " ".join(sentence)))
     return found
 
 
@@ -181,7 +202,8 @@ def column(number: int, title: str, text: list[str], rows, kinds: list[str], tex
         lines.append(f'<span class="{" ".join(classes)}" {name}>{code}\n</span>')
     return (
         f'<section class="column" data-column="{number}" aria-label="{title}"><h2>{title}</h2>'
-        f'<pre class="scroller" tabindex="0"><code>{"".join(lines)}</code></pre></section>'
+        f'<pre class="scroller" tabindex="0" role="region" aria-label="Code of {title}">'
+        f"<code>{''.join(lines)}</code></pre></section>"
     )
 
 
@@ -199,7 +221,9 @@ def contents(titles: list[str], texts: list[list[str]], rows, kinds: list[str]) 
             what = f"<code>{name}</code> <b># {marker}:</b> {html.escape(sentence)}"
             result.append(f"<li>{link}{what}</a></li>")
         result.append("</ol>")
-    return "".join(result)
+    summary = "<summary><kbd>c</kbd> Marked places</summary>"
+    listed = f"<details open>{summary}{''.join(result)}</details>"
+    return f'<nav aria-label="Marked places">{listed}</nav>' if result else ""
 
 
 def styles() -> str:
@@ -221,10 +245,12 @@ def page(titles: list[str], texts: list[list[str]]) -> str:
         column(number, html.escape(title), text, rows, kinds, texts)
         for number, (title, text) in enumerate(zip(titles, texts, strict=True))
     ]
+    folders = [title.rpartition("/")[0] for title in titles]
+    names = folders if len({*folders}) == len(titles) and all(folders) else titles
     buttons = [
         f'<button class="chapter from-{number}" data-column="{number}" aria-pressed="true">'
-        f"<kbd>{number + 1}</kbd> {html.escape(title.split('/')[0])}</button>"
-        for number, title in enumerate(titles)
+        f"<kbd>{number + 1}</kbd> {html.escape(name)}</button>"
+        for number, name in enumerate(names)
     ]
     parts = {
         "TITLE": " · ".join(map(html.escape, titles)),
@@ -234,7 +260,7 @@ def page(titles: list[str], texts: list[list[str]]) -> str:
         "COLUMNS": "".join(columns),
         "KINDS": json.dumps(kinds),
     }
-    return re.sub(r"@([A-Z]+)@", lambda match: parts[match[1]], TEMPLATE.read_text())
+    return re.sub(r"@([A-Z]+)@", lambda match: parts[match[1]], TEMPLATE.read_text("utf-8"))
 
 
 def main() -> None:
@@ -245,19 +271,23 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=output, help=f"[{output}]")
     args = parser.parse_args()
     files = [path.resolve() for path in args.files] or chapters
-    if not 2 <= len(files) <= 9:
-        parser.error("it takes from two to nine files")
+    if not 2 <= len(files) <= 5:
+        parser.error("it takes from two to five files")
+    names = [path.name for path in files]
     titles, texts = [], []
     for path in files:
-        inside = path.is_relative_to(REPOSITORY)
-        titles.append(str(path.relative_to(REPOSITORY)) if inside else path.name)
+        if path.is_relative_to(REPOSITORY):
+            titles.append(str(path.relative_to(REPOSITORY)))
+        else:
+            titles.append(path.name if names.count(path.name) == 1 else str(path))
         try:
-            texts.append(path.read_text().splitlines())
-            ast.parse("\n".join(texts[-1]))
-        except (OSError, UnicodeDecodeError, SyntaxError) as error:
-            sys.exit(f"error: cannot read {path} as Python: {error}")
+            with tokenize.open(path) as file, warnings.catch_warnings(action="ignore"):
+                texts.append(file.read().removesuffix("\n").split("\n"))
+                ast.parse("\n".join(texts[-1]))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            sys.exit(f"error: cannot read {path} as Python: {error or type(error).__name__}")
     try:
-        args.output.write_text(page(titles, texts))
+        args.output.write_text(page(titles, texts), "utf-8")
     except OSError as error:
         sys.exit(f"error: cannot write {args.output}: {error.strerror}")
     print(f"wrote {args.output}")
