@@ -75,7 +75,7 @@ def main(at_exit: ExitStack) -> None:
     # Set up
     args = parse_args()
     device = join_process_group()  # DDP: each process has its own device
-    # DDP: each rank adds its share to the global batch.
+    # DDP: the share of every rank; steps, epochs and the position in the data count all of it.
     global_batch = args.batch_size * args.gradient_accumulation_steps * WORLD_SIZE
     torch.manual_seed(args.seed)
     say(f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}")
@@ -97,9 +97,9 @@ def main(at_exit: ExitStack) -> None:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     # DDP: copies rank 0's weights to all ranks. From here on each backward pass also averages the
     # gradients over the ranks, bucket by bucket, while it computes the next ones.
-    torch._dynamo.config.optimize_ddp = False  # DDP: no need to cut compiled layers into buckets
+    torch._dynamo.config.optimize_ddp = False  # DDP: layers are compiled one by one: no need to cut
     ddp_model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ddp_model.broadcast_buffers = False  # DDP: those of a decoder never change after this copy
+    ddp_model.broadcast_buffers = False  # DDP: sent once; those of a decoder never change
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
     steps_left = (args.num_epochs * len(train_blocks) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
@@ -161,7 +161,7 @@ def main(at_exit: ExitStack) -> None:
         stop_signal = stop.item()
         log_now = state.step % args.log_freq == 0 or at_end
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
-        if log_now or save_now:  # DDP: the mean over everyone's tokens
+        if log_now or save_now:  # DDP: the mean over all tokens; twice, it is the same
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
 
         if log_now:
@@ -309,7 +309,7 @@ def catch_stop_signals() -> list[int]:
     def remember(signum, frame):
         received.append(signum)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # DDP: torchrun prints a message. SIGTERM comes also when another rank has failed.
+        # DDP: no message, torchrun prints one. SIGTERM also comes when another rank has failed.
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)

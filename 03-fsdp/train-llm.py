@@ -80,7 +80,7 @@ def main(at_exit: ExitStack) -> None:
     # Set up
     args = parse_args()
     device = join_process_group()  # DDP: each process has its own device
-    # DDP: each rank adds its share to the global batch.
+    # DDP: the share of every rank; steps, epochs and the position in the data count all of it.
     global_batch = args.batch_size * args.gradient_accumulation_steps * WORLD_SIZE
     torch.manual_seed(args.seed)
     say(f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}")
@@ -165,7 +165,7 @@ def main(at_exit: ExitStack) -> None:
         stop_signal = stop.item()
         log_now = state.step % args.log_freq == 0 or at_end
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
-        if log_now or save_now:  # DDP: the mean over everyone's tokens
+        if log_now or save_now:  # DDP: the mean over all tokens; twice, it is the same
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
 
         if log_now:
@@ -328,7 +328,7 @@ def catch_stop_signals() -> list[int]:
     def remember(signum, frame):
         received.append(signum)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # DDP: torchrun prints a message. SIGTERM comes also when another rank has failed.
+        # DDP: no message, torchrun prints one. SIGTERM also comes when another rank has failed.
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)
@@ -489,7 +489,8 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
     options = {"dtype": torch.float32}
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)  # shapes without values
-    # FSDP: 1) so far: on the meta device, where a model of any size fits.
+    # FSDP: 1) so far: on the meta device, where a model of any size fits. Its class is noted for
+    # config.json before fully_shard gives it another one.
     model.config.architectures = [type(model).__name__]
     # FSDP: 2) each rank is to keep some rows of each parameter, in fp32. A layer is gathered for
     # its own computation, in the compute precision; the root has the rest, such as embeddings, tied
@@ -502,8 +503,8 @@ def build_model(args, config, device: torch.device, checkpoint: Path | None):
     fully_shard(model, **policy)
     # FSDP: 3) memory for the shards of this rank, holding whatever was there before
     model.to_empty(device="cpu" if args.cpu_offload else device)
-    # FSDP: 4) gives all of it a value, buffers too, which files do not have. Transformers takes the
-    # classes that fully_shard makes for custom code, of which it would leave some modules out.
+    # FSDP: 4) gives all of it a value, buffers too, which files do not have. fully_shard has given
+    # the layers other classes, which Transformers would take for somebody's own code and skip.
     model.is_custom_code = lambda: False
     with AsOnOneDevice():
         model.init_weights()

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from conftest import assert_one_sentence, assert_same_losses
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, Run
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, Job, Run
 from test_chapters import STEPS, changed_code_lines
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import run as torchrun
@@ -197,6 +197,7 @@ LLAMA_1B = llama(2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True)
 MODELS = {
     "Llama-3.2-1B": LLAMA_1B,
     "Llama-3.2-3B": llama(3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True),
+    "Llama-2-7B": llama(4096, 11008, 32, 32, num_key_value_heads=32, vocab_size=32000),
     "Llama-3.1-8B": llama(4096, 14336, 32, 32),
     "Llama-3.1-70B": llama(8192, 28672, 80, 64),
 }
@@ -217,7 +218,7 @@ def parameters(config) -> tuple[int, int]:
 def test_memory_table_of_chapter_3():
     """Its arithmetic, from the shapes."""
     text = (REPOSITORY / "03-fsdp" / "README.md").read_text()
-    for name in ("Llama-3.2-1B", "Llama-3.1-8B", "Llama-3.1-70B"):
+    for name in ("Llama-3.2-1B", "Llama-2-7B", "Llama-3.1-8B", "Llama-3.1-70B"):
         whole, gathered = parameters(MODELS[name])
         states = [16 * whole / devices / 1e9 for devices in (1, 1, 2, 4, 8)]
         row = " | ".join(f"{cell:.1f}" for cell in [*states, 2 * gathered / 1e9])
@@ -416,6 +417,34 @@ def test_scripts_and_flags_in_the_texts_exist():
                     assert f'"{flag}"' in source, (file, script, flag)
                     mentions += 1
     assert mentions > 10
+
+
+def test_the_loop_to_port_gives_the_same_losses_on_any_number_of_processes(tmp_path):
+    (code,) = re.findall("```python\n(.*?)```", README, re.DOTALL)
+    script = tmp_path / "mine.py"
+    script.write_text(
+        code
+        + """
+torch.manual_seed(0)
+inputs = torch.randn(70, 8)
+dataset = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(dim=1))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+losses = train(model, dataset, global_batch=12, epochs=4, lr=0.02)
+if os.environ["RANK"] == "0":
+    print(*losses)
+"""
+    )
+    curves = []
+    for processes in (1, 2, 3):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        job = Job(script, [], folder / "output.txt", processes, cwd=folder)
+        assert job.wait() == 0, job.output
+        curves.append([float(loss) for loss in job.ranks[0].output.split()[-20:]])
+        assert (folder / "model.pt").exists()
+    assert curves[0][-1] < 0.8 * curves[0][0]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-5)
 
 
 def test_hsdp_as_the_readme_has_it(trainer, tmp_path):

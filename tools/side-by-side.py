@@ -216,9 +216,9 @@ def contents(titles: list[str], texts: list[list[str]], rows, kinds: list[str]) 
         if not new:
             continue
         result.append(f'<h2 class="from-{number}">{title}</h2><ol>')
-        for i, name, marker, sentence in new:
-            link = f'<a href="#{number + 1}-{i + 1}" title="{html.escape(sentence)}">'
-            what = f"<code>{name}</code> <b># {marker}:</b> {html.escape(sentence)}"
+        for i, name, _, sentence in new:
+            link = f'<a href="#{number + 1}-{i + 1}">'
+            what = f"<code>{name}</code> {html.escape(sentence)}"
             result.append(f"<li>{link}{what}</a></li>")
         result.append("</ol>")
     summary = "<summary><kbd>c</kbd> Marked places</summary>"
