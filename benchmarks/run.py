@@ -127,7 +127,7 @@ def contenders(args) -> list[Contender]:
         liger = ["--liger"] if ON_GPU and find_spec("liger_kernel") else []
         if "trainer-tuned" in args.methods:
             add(f"Trainer{ddp}, tuned", PEERS / "trainer.py", "--tuned", *liger)
-        if "trainer-fsdp" in args.methods and sharded:
+        if "trainer-fsdp" in args.methods and sharded and ON_GPU:  # on CPUs it would be DDP
             add("Trainer FSDP, tuned", PEERS / "trainer.py", "--tuned", "--fsdp", *liger)
         flag, name = ("--compile", ", compiled") if args.compile else ("--no-compile", "")
         if "accelerate" in args.methods:
@@ -318,7 +318,8 @@ def main() -> None:
 
 {machine()}.
 Matrix products: {rate:.3f} TFLOP/s. The chapters wait for data for at most {max(shares):.2%} of a
-step.
+step. MFU = (6 × parameters + 12 × layers × hidden size × sequence length) × tokens/s ÷ (matrix
+products of the devices); memory in GB per device; ratio to chapter 1 within each round.
 
 ```
 python benchmarks/run.py {shlex.join(sys.argv[1:])}

@@ -1,24 +1,102 @@
-"""The benchmarks run, and chapter 1 and the Trainer reach the same losses there."""
+"""The benchmarks run, and the peers do the work of the chapters: they reach the same losses."""
 
+import importlib.util
 import re
 import subprocess
 import sys
 
+import pytest
+from conftest import assert_one_sentence
 from runner import REPOSITORY
 
+BENCHMARKS = REPOSITORY / "benchmarks"
+spec = importlib.util.spec_from_file_location("benchmarks_run", BENCHMARKS / "run.py")
+tool = importlib.util.module_from_spec(spec)
+sys.modules["benchmarks_run"] = tool  # for its dataclass
+spec.loader.exec_module(tool)
 
-def run(script, *arguments) -> str:
-    command = [sys.executable, REPOSITORY / "benchmarks" / script, *arguments]
+
+def run(script, *arguments, status=0) -> str:
+    command = [sys.executable, BENCHMARKS / script, *arguments]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stderr
+    return done.stdout if status == 0 else done.stderr
 
 
-def test_chapter_1_computes_what_the_trainer_computes():
+WORK = ["-b", 2, "-s", 64, "--flags", f"-d {REPOSITORY}/README.md --num-epochs 99"]
+
+
+def test_chapters_and_peers(tmp_path):
     """The benchmark itself ends with an error where the losses differ by more than 0.1 %."""
-    output = run("single-gpu.py", "--rounds", 1, "--warmup", 3, "--steps", 3, "-b", 2, "-s", 64)
-    rows = re.findall(r"^\| (transformers.Trainer|chapter 1, eager) \| [\d,]+ \|", output, re.M)
-    assert rows == ["transformers.Trainer", "chapter 1, eager"]
+    file = tmp_path / "new" / "table.md"
+    methods = ["--methods", "chapters", "trainer", "accelerate", "lightning"]
+    steps = ["--rounds", 1, "--warmup", 5, "--steps", 5]
+    output = run("run.py", *methods, *steps, *WORK, "-o", file)
+    number = r"[\d,.]+(?: to [\d,.]+)?"
+    row = rf"^\| (\d) \| (.*?) \| {number} \| {number} \| [\d.]+ \| [\d.]+ \| ([\d.]*) \|"
+    rows = re.findall(rf"{row} {number} \| {number} \|$", output, re.MULTILINE)
+    alone = ["chapter 1", "chapter 2", "chapter 3", "Trainer", "Accelerate", "Lightning"]
+    both = ["chapter 2", "chapter 3", "Trainer DDP", "Accelerate DDP", "Lightning DDP"]
+    assert [(n, method) for n, method, _ in rows] == [
+        *(("1", method) for method in alone),
+        *(("2", method) for method in both),
+    ]
+    assert [bool(efficiency) for *_, efficiency in rows] == [False] * 6 + [True] * 5
+    assert output.strip() in file.read_text()
+    assert "python benchmarks/run.py --methods chapters trainer" in output
+
+
+def contender(method, devices, speeds, losses, script=tool.CHAPTERS[0]):
+    results = [{"tokens_per_second": s, "losses": losses, "peak_gb": 1.0} for s in speeds]
+    return tool.Contender(method, devices, script, results=results)
+
+
+def test_whoever_does_less_is_found_out():
+    first = contender("chapter 1", 1, [1.0], [2.0, 1.0])
+    tool.check_losses([first, contender("Trainer", 1, [1.0], [2.001, 1.0])], 1e-3)
+    for losses in ([2.0, 1.01], [2.0, float("nan")]):
+        with pytest.raises(SystemExit, match="the losses differ, Trainer has"):
+            tool.check_losses([first, contender("Trainer", 1, [1.0], losses)], 1e-3)
+
+
+def test_arithmetic_of_the_table():
+    """Medians within rounds: a machine that is slow in one round is so for all."""
+    found = [
+        contender("chapter 1", 1, [1000, 500, 800], [1.0]),
+        contender("Trainer", 1, [800, 500, 600], [1.0]),
+        contender("Trainer DDP", 2, [1200, 800, 600], [1.0]),
+    ]
+    lines = tool.table(found, flops_per_token=10.0, rates=[20_000, 10_000, 20_000]).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[3:-1]] for line in lines[2:]]
+    machines = 2 if tool.ON_GPU else 1
+    assert cells[1] == ["600", "500 to 800", "0.40", "1.00", "", "0.800", "0.750 to 1.000"]
+    ddp = [f"{0.6 / machines:.2f}", "1.00", f"{1.5 / machines:.2f}", "1.200", "0.750 to 1.600"]
+    assert cells[2] == ["800", "600 to 1,200", *ddp]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--devices", 3], "3 devices cannot share a batch of 8"),
+        (["--steps", 7], "multiples of 5"),
+        (["--devices", 2], "the ratios need chapter 1"),
+        (["--methods", "trainer"], "the ratios need chapter 1"),
+    ],
+)
+def test_bad_input(arguments, part):
+    assert_one_sentence(run("run.py", *arguments, status=2), part)
+
+
+def test_shapes():
+    """Of the models that they are named after."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"gpt2-124m": 124_439_808, "gpt2-355m": 354_823_168, "llama-3.2-1b": 1_235_814_400}
+    for name, size in sizes.items():
+        config = dict(tool.SHAPES[name])
+        with tool.torch.device("meta"):
+            config = AutoConfig.for_model(config.pop("model_type"), **config)
+            assert AutoModelForCausalLM.from_config(config).num_parameters() == size
 
 
 def test_data_path():
@@ -26,15 +104,23 @@ def test_data_path():
     assert len(re.findall(r"^\| (packing|a batch|both).*\|$", output, re.M)) == 3
 
 
-def test_chapters_2_and_3_against_chapter_1():
-    """Ends with an error where the losses differ by more than 0.1 %."""
-    work = ["--processes", 2, "--flags", f"-s 64 -d {REPOSITORY}/README.md --num-epochs 9"]
-    output = run("chapters.py", "--rounds", 1, "--warmup", 5, "--steps", 5, *work)
-    rows = re.findall(r"^\| (chapter [^|]+) \| [\d,]+ \|", output, re.M)
-    assert rows == ["chapter 1", "chapter 2, 2 processes", "chapter 3, 2 processes"]
-
-
 def test_checkpoints():
     output = run("checkpoints.py", "--shape", "tiny", "--rounds", 1, "--saves", 1, "--steps", 2)
     rows = re.findall(r"^\| (chapter \d)[^|]+ \| -?[\d.]+ \|", output, re.M)
     assert rows == ["chapter 1", "chapter 3", "chapter 3"]
+
+
+def test_startup():
+    flags = f"-b 1 -s 32 -d {REPOSITORY}/README.md --num-epochs 9"
+    output = run("startup.py", "--chapters", 1, "--rounds", 1, "--flags", flags)
+    assert len(re.findall(r"^\| chapter 1, (?:cold|warm)(?: \| [\d.]+){4}", output, re.M)) == 2
+
+
+def test_profile_of_a_step():
+    flags = ["-b", 2, "-s", 64, "-d", f"{REPOSITORY}/README.md", "--num-epochs", 99]
+    output = run("profile-step.py", "--steps", 3, *flags)
+    times = {k: float(v) for k, v in re.findall(r"^\| ([\w ,]+) \| ([\d.]+) \|", output, re.M)}
+    parts = list(times.values())[:7]
+    assert min(times["matrix products"], times["attention"], times["loss"]) > 0
+    assert sum(parts) == pytest.approx(times["together"], abs=0.5)
+    assert times["together"] < 1.2 * times["a step by the clock, under the profiler"]

@@ -62,6 +62,9 @@ def main() -> None:
         )
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
+    if own.fsdp:
+        kinds = {type(parameter).__name__ for parameter in trainer.model_wrapped.parameters()}
+        assert "DTensor" in kinds, f"nothing is sharded: {kinds}"
     report(clock, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
