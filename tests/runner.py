@@ -5,6 +5,7 @@ process of its own with its own arguments, signals, output and exit status.
 """
 
 import atexit
+import itertools
 import multiprocessing
 import os
 import resource
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -86,10 +88,16 @@ class Run:
         os.kill(self.process.pid, signum)
 
 
+# Below those that systems give to outgoing connections, one of which might be faster; and others
+# in each worker of pytest-xdist.
+_ports = itertools.count(20_000 + 2_500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    for port in _ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 class Job:
