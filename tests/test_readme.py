@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -314,6 +315,38 @@ def test_memory_of_a_step():
     table, figures = memory_of_a_step()
     assert table in text
     assert "{after:.1f} GB instead of {before:.1f}".format(**figures) in text
+
+
+def arithmetic() -> list[tuple[str, str]]:
+    """What the texts work out in passing, and where."""
+    one, two, three = READMES
+    seven_billion, gathered = parameters(MODELS["Llama-2-7B"])
+    states, root = 16 * seven_billion / 1e9, 2 * gathered / 1e9
+    traffic = 2 * 4 * 1e9  # bytes per billion parameters
+    weight = torch.tensor(0.02, dtype=torch.bfloat16)
+    gap = torch.nextafter(weight, torch.tensor(1.0, dtype=torch.bfloat16)) - weight
+    info = torch.finfo(torch.float16)
+    tiny = info.tiny * info.eps  # the smallest number that is not zero
+    medium = 16 * 355e6 / 1e9
+    return [
+        (one, f"ln 2048 = {math.log(2048):.1f}"),
+        (one, f"the next one is {gap.item():.4f} away"),
+        (one, f"gradients below {tiny:.0e}".replace("e-0", "e-")),
+        (one, f"16 × 8e9 = {16 * 8e9 / 1e9:.0f} GB"),
+        (two, f"for a model of a billion parameters {16 * 1e9 / 1e9:.0f} GB"),
+        (two, f"{traffic / 1e9:.0f} GB would take {traffic / 400e9 * 1e3:.0f} ms at 400 GB/s"),
+        (two, f"between GPUs of one node, and {traffic * 8 / 100e9:.1f} s at 100 Gbit/s"),
+        (three, f"{states:.1f} GB on each under DDP"),
+        (three, f"under FSDP {states / 8:.1f} GB and the gathered {root:.1f}"),
+        (three, f"with 24 GB some {24 - states / 8 - root:.0f} GB"),
+        (three, f"16 × 355e6 / 2 = {medium / 2:.1f} GB, and {medium:.1f} GB under DDP"),
+    ]
+
+
+def test_arithmetic_in_the_texts():
+    for file, sentence in arithmetic():
+        text = " ".join((REPOSITORY / file).read_text().split())
+        assert sentence in text
 
 
 RECORDED = REPOSITORY / "benchmarks" / "demo-runs"
