@@ -18,7 +18,7 @@ spec.loader.exec_module(tool)
 
 def run(script, *arguments, status=0) -> str:
     command = [sys.executable, BENCHMARKS / script, *arguments]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500)
     assert done.returncode == status, done.stderr
     return done.stdout if status == 0 else done.stderr
 

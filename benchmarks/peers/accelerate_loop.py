@@ -40,7 +40,6 @@ def main() -> None:
             loss_sum.zero_()
         clock.step()
     report(clock, losses)
-    accelerator.end_training()
 
 
 if __name__ == "__main__":

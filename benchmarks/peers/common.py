@@ -101,7 +101,7 @@ def set_up(*own_flags: str):
 
 
 def report(clock: Clock, losses: list[float]) -> None:
-    """Rank 0 prints the result; the losses are means over the ranks and between two logs."""
+    """Rank 0 prints the result, and all leave; losses are means over the ranks and between logs."""
     assert losses, "no loss was logged"
     assert all(map(math.isfinite, losses)), losses
     peak = psutil.Process().memory_info().rss  # without a GPU: resident now, as the chapters log
@@ -110,3 +110,7 @@ def report(clock: Clock, losses: list[float]) -> None:
     result = {"tokens_per_second": clock.tokens_per_second(), "losses": losses}
     if RANK == 0:
         print(json.dumps(result | {"peak_gb": peak / 1e9}), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    # Without tearing down: a DDP wrapper that outlives its process group may block.
+    os._exit(0)

@@ -3,7 +3,6 @@ DDP, or sharded with FSDP."""
 
 import tempfile
 
-import torch
 import transformers
 from common import Clock, report, set_up
 from torch.utils.data import SequentialSampler
@@ -66,8 +65,6 @@ def main() -> None:
         kinds = {type(parameter).__name__ for parameter in trainer.model_wrapped.parameters()}
         assert "DTensor" in kinds, f"nothing is sharded: {kinds}"
     report(clock, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
