@@ -536,9 +536,9 @@ class Sharding:
             return root + kept + of_now + buffer[min(now, self.last) if self.last >= 0 else -1]
         if not self.reshard:
             return root + sum(layers if place == "head" else () if first else layers[: place + 1])
-        if place in ("head", "embeddings"):
-            return root
-        return root + layers[place] + (buffer[place - 1] if place else 0)
+        ahead = self.last if place == "head" else -1 if first else place - 1
+        of_now = layers[place] if place not in ("head", "embeddings") else 0
+        return root + of_now + (buffer[ahead] if ahead >= 0 else 0)
 
     def scattering(self, direction: str, place) -> float:
         """The buffer of the layer before, which is still on its way."""
@@ -561,8 +561,10 @@ def course(traces: Traces, method: Method, devices: int, batch: int, flags) -> l
     here = 0 if method.offload else 1
     fixed = {"weights, fp32": here * kept["weights"], "AdamW's moments": here * kept["moments"]}
     there_before = method.buckets or flags.gradient_accumulation_steps > 1
-    gradients = NEW if there_before and not method.sharded else GRADIENTS
     sharding = Sharding(model, method, devices, flags)
+    if method.sharded:  # others than fp32 ones are added up in fp32 when a layer is done
+        there_before = sharding.stays and flags.dtype == "fp32"
+    gradients = NEW if there_before else GRADIENTS
     moments, now, scattered = [], np.zeros(len(COLUMNS)), []
 
     def note(name: str, row, gradients: float, copies: float) -> None:
@@ -588,19 +590,20 @@ def course(traces: Traces, method: Method, devices: int, batch: int, flags) -> l
         unscattered = sum(sharding.unscattered)
         others = sharding.shards(scattered) + unscattered
         others += sharding.scattering(direction, place)
-        note(name, fullest, others + fullest[GRADIENTS], sharding.gathered(direction, place))
+        note(name, fullest, others + fullest[gradients], sharding.gathered(direction, place))
         last, now = rows[-1], rows[-1].copy()
         if direction == "backward" and place != "head":
             # Its gradients, whole, to the buffer; then they are freed.
             group = -1 if place == "embeddings" else place
-            now[GRADIENTS] = 0 if group == -1 else rows[0][GRADIENTS]
+            now[gradients] = 0 if group == -1 else rows[0][gradients]
             others = sharding.shards(scattered) + unscattered + sharding.scatter[group]
-            others += sharding.shard[group]
+            if not sharding.stays:  # else they are in there already
+                others += max(last[gradients] - now[gradients], sharding.shard[group])
             if place == "embeddings":
                 copies = 0
             else:
                 copies = sharding.gathered(direction, place) - sharding.whole[group]
-            note(f"{name}, scatter", last, others + last[GRADIENTS], copies)
+            note(f"{name}, scatter", last, others + now[gradients], copies)
             sharding.unscattered[group] = 0
             scattered.append(group)
     note("update", np.zeros(len(COLUMNS)), here * kept["gradients"], 0)
