@@ -20,10 +20,11 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -312,15 +313,19 @@ def compile_backend(recorder: Recorder):
 
 
 @contextmanager
-def as_in_the_chapters():
-    """Without Transformers' look for several texts in a row, which the chapters switch off, too."""
-    masking = transformers.masking_utils
-    original = masking.find_packed_sequence_indices
-    masking.find_packed_sequence_indices = lambda position_ids: None
-    try:
+def adapted_transformers():
+    """As the chapters have it, and such that all of it runs on fake tensors."""
+    masking, experts = transformers.masking_utils, getattr(transformers.integrations, "moe", None)
+    with ExitStack() as patches:
+        # The chapters, too, do not look for several texts in a row.
+        patches.enter_context(
+            mock.patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None)
+        )
+        if hasattr(experts, "_can_use_grouped_mm"):
+            # PyTorch refuses fake tensors in fp32 there; the way around it takes as much memory.
+            in_bf16 = lambda inputs, weight, offsets: weight.dtype == torch.bfloat16  # noqa: E731
+            patches.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", in_bf16))
         yield
-    finally:
-        masking.find_packed_sequence_indices = original
 
 
 def trace(config, batch, length, dtype, autocast, checkpointing, compiled, layers=None) -> dict:
@@ -339,7 +344,7 @@ def trace(config, batch, length, dtype, autocast, checkpointing, compiled, layer
         enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.18
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     precision = torch.float32 if dtype == "fp32" else torch.bfloat16  # fp16 takes as much
-    with FakeTensorMode(), as_in_the_chapters(), warnings.catch_warnings(action="ignore"):
+    with FakeTensorMode(), adapted_transformers(), warnings.catch_warnings(action="ignore"):
         materialize(model, torch.float32 if autocast else precision)
         recorder = Recorder(model)
         blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
