@@ -9,7 +9,7 @@ forward and a backward pass run on fake tensors, which have shapes and no memory
 of the chapters, and every allocation and release is noted down. Of layers of a kind one is traced,
 in between others, and stands for all. What FSDP gathers and scatters is added by its rules.
 
-All figures are for GPUs, whose kernels the trace stands for; GB are 1e9 bytes.
+GB are 1e9 bytes.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -328,19 +329,48 @@ def adapted_transformers():
         yield
 
 
-def trace(config, batch, length, dtype, autocast, checkpointing, compiled, layers=None) -> dict:
+class AsOnGPU(TorchFunctionMode):
+    """Where GPUs compute in other types than the CPU, or with other kernels, so does this."""
+
+    # Autocast's list for CUDA, as far as language models have them: https://docs.pytorch.org/docs/stable/amp.html
+    IN_FP32 = "pow exp log rsqrt reciprocal softmax log_softmax softplus layer_norm group_norm norm"
+    IN_FP32 += " normalize sum prod cumsum cumprod cross_entropy nll_loss __pow__ __rpow__"
+    IN_FP32 += " __rdiv__ __rtruediv__"
+    IN_FP32 = frozenset(IN_FP32.split())
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.nn.functional.scaled_dot_product_attention:
+            # FlashAttention drops out without a mask to keep, the CPU's kernel cannot.
+            kwargs = kwargs | {"dropout_p": 0.0}
+            # In fp32 there is no kernel for grouped queries that does without the whole matrix.
+            if args[0].dtype == torch.float32 and kwargs.get("enable_gqa"):
+                with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+                    return function(*args, **kwargs)
+        elif torch.is_autocast_enabled("cpu") and function.__name__ in self.IN_FP32:
+            args = [in_fp32(arg) for arg in args]
+        return function(*args, **kwargs)
+
+
+def in_fp32(value):
+    low = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if low else value
+
+
+def trace(config, flags, batch: int, autocast: bool, layers=None) -> dict:
     """Allocations of a forward and a backward pass, for each segment of them.
 
     Segments are ("forward", i) and ("backward", i) for layer i, with "embeddings" before and "head"
     behind the layers. `layers` are the numbers of those to keep, None keeps all.
     """
+    on_gpu, dtype = flags.device == "cuda", flags.dtype
     model = build(config)
     if layers is not None:
         kept = layer_list(model)
         others = set(range(len(kept))) - set(layers)
         for i in sorted(others, reverse=True):
             del kept[i]
-    if checkpointing:
+    if flags.activation_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.18
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     precision = torch.float32 if dtype == "fp32" else torch.bfloat16  # fp16 takes as much
@@ -348,20 +378,23 @@ def trace(config, batch, length, dtype, autocast, checkpointing, compiled, layer
         materialize(model, torch.float32 if autocast else precision)
         recorder = Recorder(model)
         blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if compiled:
+        if flags.compile:
             torch._dynamo.reset()
             backend = compile_backend(recorder)
             for block in blocks:
                 block.compile(backend=backend, dynamic=False)
-            model.loss_function = torch.compile(model.loss_function, backend=backend, dynamic=False)
+            if on_gpu:
+                model.loss_function = torch.compile(
+                    model.loss_function, backend=backend, dynamic=False
+                )
         numbers = layers or range(len(blocks))
         for number, block in zip(numbers, blocks, strict=True):
             mark(block, number, number == numbers[-1], recorder)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(recorder.accumulated)
-        ids = torch.zeros(batch, length, dtype=torch.int64)
-        with recorder:
-            for measured in (False, True) if compiled else (True,):  # the first time compiles
+        ids = torch.zeros(batch, flags.seq_length, dtype=torch.int64)
+        with recorder, AsOnGPU() if on_gpu else nullcontext():
+            for measured in (False, True) if flags.compile else (True,):  # the first time compiles
                 recorder.on, recorder.segment = measured, ("forward", "embeddings")
                 with torch.autocast("cpu", precision, enabled=autocast and dtype != "fp32"):
                     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -434,9 +467,7 @@ class Traces:
         self.traced = lru_cache(self.traced)
 
     def traced(self, batch: int, autocast: bool) -> dict:
-        flags = self.flags
-        options = (flags.activation_checkpointing, flags.compile, self.kept)
-        return trace(self.model.config, batch, flags.seq_length, flags.dtype, autocast, *options)
+        return trace(self.model.config, self.flags, batch, autocast, self.kept)
 
     def __call__(self, batch: int, autocast: bool) -> dict:
         """For each segment the bytes that are added, a row per event, in the columns above."""
@@ -849,15 +880,19 @@ def parse_args() -> argparse.Namespace:
     add("-s", "--seq-length", type=above(2), default=1024, help="tokens per packed block")
     add("-b", "--batch-size", type=positive, default=8, help="blocks per device and forward pass")
     add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
-    add("--dtype", choices=BYTES, default="bf16", help="compute precision")
+    add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
+    add("--dtype", choices=BYTES, help="compute precision [bf16 for cuda, fp32 for cpu]")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
-    add("--compile", action=switch, default=True, help="as on GPUs by default")
+    add("--compile", action=switch, help="[on for cuda, off for cpu]")
     add("--json", action="store_true", help="all figures in bytes, for programs")
     add("--explain", action="store_true", help="the arithmetic, with this model's numbers")
     add(
         "--all-layers", action="store_true", help="trace each layer, slower, to check the short way"
     )
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
+    args.compile = args.device == "cuda" if args.compile is None else args.compile
+    return args
 
 
 def load_config(name: str):
