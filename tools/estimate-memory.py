@@ -261,7 +261,7 @@ class Fused(torch.fx.Interpreter):
     def call_function(self, target, args, kwargs):
         # Attention that is to be computed again draws the same random numbers again, if any.
         if target is torch.ops.higher_order.run_and_save_rng_state:
-            return args[1].new_empty(0), args[0](*args[1:], **kwargs)
+            return torch.empty(0), args[0](*args[1:], **kwargs)
         if target is torch.ops.higher_order.run_with_rng_state:
             return args[1](*args[2:], **kwargs)
         return super().call_function(target, args, kwargs)
@@ -344,15 +344,16 @@ class AsOnGPU(TorchFunctionMode):
             # FlashAttention drops out without a mask to keep, the CPU's kernel cannot.
             kwargs = kwargs | {"dropout_p": 0.0}
             # In fp32 there is no kernel for grouped queries that does without the whole matrix.
-            if args[0].dtype == torch.float32 and kwargs.get("enable_gqa"):
+            in_fp32 = args[0].dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+            if in_fp32 and kwargs.get("enable_gqa"):
                 with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                     return function(*args, **kwargs)
         elif torch.is_autocast_enabled("cpu") and function.__name__ in self.IN_FP32:
-            args = [in_fp32(arg) for arg in args]
+            args = [upcast(arg) for arg in args]
         return function(*args, **kwargs)
 
 
-def in_fp32(value):
+def upcast(value):
     low = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if low else value
 
@@ -372,7 +373,10 @@ def trace(config, flags, batch: int, autocast: bool, layers=None) -> dict:
             del kept[i]
     if flags.activation_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.18
-        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        options = {"use_reentrant": False}
+        if on_gpu and not flags.compile:  # the backward pass would not know of it
+            options["context_fn"] = lambda: (nullcontext(), AsOnGPU())
+        (enable or model.gradient_checkpointing_enable)(options)
     precision = torch.float32 if dtype == "fp32" else torch.bfloat16  # fp16 takes as much
     with FakeTensorMode(), adapted_transformers(), warnings.catch_warnings(action="ignore"):
         materialize(model, torch.float32 if autocast else precision)
@@ -399,7 +403,7 @@ def trace(config, flags, batch: int, autocast: bool, layers=None) -> dict:
                 with torch.autocast("cpu", precision, enabled=autocast and dtype != "fp32"):
                     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
                 recorder.segment = ("backward", "head")
-                loss.backward()
+                torch.autograd.backward(loss)  # loss.backward() would switch AsOnGPU off
                 recorder.on = recorder.in_head = False
                 recorder.ended = measured
                 del loss
