@@ -550,7 +550,7 @@ class Sharding:
     the buffer is kept until the next one is needed. On one device nothing is gathered, but copied.
     """
 
-    def __init__(self, model: Model, method: Method, devices: int, flags):
+    def __init__(self, model: Model, method: Method, devices: int, flags, offload: bool):
         size, several = BYTES[flags.dtype], devices > 1
         groups = [*model.layers, model.root]
         self.whole = [size * numel(shapes) for shapes in groups]  # the root is the last one
@@ -561,7 +561,7 @@ class Sharding:
         self.accumulates = flags.gradient_accumulation_steps > 1
         # Gathered once for all micro-batches of a step, along with whole gradients in fp32
         self.stays = self.accumulates and not method.reshard
-        self.reshard, self.offload = method.reshard, method.offload
+        self.reshard, self.offload = method.reshard, offload
         self.unscattered = [4 * numel(x) if self.stays else 0 for x in groups]
 
     def gathered(self, direction: str, place) -> float:
@@ -598,10 +598,11 @@ def course(traces: Traces, method: Method, devices: int, batch: int, flags) -> l
     model = traces.model
     tables = traces(batch, autocast=not method.sharded)
     kept = states(model, method, devices)
-    here = 0 if method.offload else 1
+    offload = method.offload and flags.device == "cuda"  # else it is the same memory
+    here = 0 if offload else 1
     fixed = {"weights, fp32": here * kept["weights"], "AdamW's moments": here * kept["moments"]}
     there_before = method.buckets or flags.gradient_accumulation_steps > 1
-    sharding = Sharding(model, method, devices, flags)
+    sharding = Sharding(model, method, devices, flags, offload)
     if method.sharded:  # others than fp32 ones are added up in fp32 when a layer is done
         there_before = sharding.stays and flags.dtype == "fp32"
     gradients = NEW if there_before else GRADIENTS
@@ -698,7 +699,7 @@ def estimate(traces: Traces, method: Method, devices: int, flags) -> Estimate:
         if total(fitting + step) <= room:
             fitting += step
     kept = states(traces.model, method, devices)
-    cpu_memory = sum(kept.values()) if method.offload else 0
+    cpu_memory = sum(kept.values()) if method.offload and flags.device == "cuda" else 0
     return Estimate(method.name, devices, kept, moments, fits, fitting, cpu_memory)
 
 
