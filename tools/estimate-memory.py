@@ -320,7 +320,7 @@ def adapted_transformers():
     with ExitStack() as patches:
         # The chapters, too, do not look for several texts in a row.
         patches.enter_context(
-            mock.patch.object(masking, "find_packed_sequence_indices", lambda position_ids: None)
+            mock.patch.object(masking, "find_packed_sequence_indices", return_value=None)
         )
         if hasattr(experts, "_can_use_grouped_mm"):
             # PyTorch refuses fake tensors in fp32 there; the way around it takes as much memory.
@@ -332,7 +332,8 @@ def adapted_transformers():
 class AsOnGPU(TorchFunctionMode):
     """Where GPUs compute in other types than the CPU, or with other kernels, so does this."""
 
-    # Autocast's list for CUDA, as far as language models have them: https://docs.pytorch.org/docs/stable/amp.html
+    # Of autocast's list for CUDA, what language models use. Source:
+    # https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32
     IN_FP32 = "pow exp log rsqrt reciprocal softmax log_softmax softplus layer_norm group_norm norm"
     IN_FP32 += " normalize sum prod cumsum cumprod cross_entropy nll_loss __pow__ __rpow__"
     IN_FP32 += " __rdiv__ __rtruediv__"
@@ -513,12 +514,12 @@ METHODS = {
     "offload": Method("offload", sharded=True, offload=True),
 }
 PARTS = {
-    "weights, fp32": "4 bytes per parameter",
-    "gradients": "4 bytes per parameter once they are there, and what leads to them",
-    "AdamW's moments": "8 bytes per parameter, and 4 per tensor",
-    "copies of weights": "for computing: by autocast, or gathered by FSDP (the root and two layers)",
-    "activations": "what the layers keep for their backward pass, and what they compute at that time",
-    "logits and loss": "all behind the last layer",
+    "weights, fp32": "4 bytes per parameter, under FSDP of this rank's shard",
+    "gradients": "as far as they are there, whole or in shards, with FSDP's buffer for scattering",
+    "AdamW's moments": "8 bytes per parameter and 4 per tensor, under FSDP of this rank's shard",
+    "copies of weights": "in the compute dtype: autocast's, or what FSDP has gathered",
+    "activations": "what layers keep for their backward pass, and what they are computing",
+    "logits and loss": "all that comes behind the last layer",
 }
 
 
@@ -544,10 +545,10 @@ def states(model: Model, method: Method, devices: int) -> dict[str, int]:
 class Sharding:
     """What FSDP adds to a step on this many devices, in bytes: gathered weights, buffers, shards.
 
-    As in torch.distributed.fsdp, 2.9 to 2.13: a layer is gathered into one buffer, from there copied
-    to its parameters, and the buffer is kept until the next one is there (forward), or the next one
-    is gathered ahead (backward). Gradients are copied to an fp32 buffer and scattered from there;
-    the buffer is kept until the next one is needed. On one device nothing is gathered, but copied.
+    As PyTorch 2.13 does it: a layer is gathered into a buffer, and from there copied to its
+    parameters. In the forward pass the buffer stays until the next layer is there, in the backward
+    pass the next one is gathered ahead. Gradients are copied to a buffer in fp32 and scattered from
+    there; it stays until the next one is needed. On one device there are only copies.
     """
 
     def __init__(self, model: Model, method: Method, devices: int, flags, offload: bool):
@@ -755,10 +756,9 @@ def headline(model: Model, flags) -> str:
 def legend(flags) -> str:
     lines = [f"- {part}: {counts}" for part, counts in PARTS.items()]
     lines += [
-        "- together: the most that PyTorch has allocated at one moment of a step; the lines above are "
-        "of this moment",
-        f"- fits, largest batch: with {SPARE:.0%} to spare for CUDA, NCCL and gaps, a rule of thumb",
-        "- no reshard, offload: chapter 3 with --no-reshard-after-forward, --cpu-offload",
+        "- together: the most that PyTorch allocates at a time; the lines above are of that moment",
+        f"- fits, largest batch: with {SPARE:.0%} spared for CUDA, NCCL and gaps, a rule of thumb",
+        "- no reshard, offload: chapter 3 with --no-reshard-after-forward, with --cpu-offload",
     ]
     return "\n".join(lines)
 
@@ -777,32 +777,41 @@ def explanation(traces: Traces, estimates: list[Estimate], flags) -> str:
         f"States: 4 × {count:,} for weights, as much for gradients, 2 × 4 × {count:,} + 4 × "
         f"{len(model.parameters)} for moments: {gb(16 * count, 3)} GB.",
     ]
-    for devices in sorted({estimate.devices for estimate in estimates}):
-        part = shard_numel(model.parameters, devices)
-        lines += [
-            f"Shards on {devices}: of each tensor, rows / {devices}, rounded up: {part:,} parameters on "
-            f"the fullest rank, {gb(16 * part, 3)} GB."
-        ]
+    most = max(estimate.devices for estimate in estimates)
+    part = shard_numel(model.parameters, most)
     largest = max(layers, default=0)
     lines += [
-        f"Gathered by FSDP: {size} bytes × ({root:,} for the root + 2 × {largest:,} for two layers) "
+        f"Shards on {most}: {part:,} parameters on the fullest rank (of each tensor, a {most}th of "
+        f"the rows, rounded up), {gb(16 * part, 3)} GB.",
+        f"Gathered by FSDP: {size} bytes × ({root:,} in the root + 2 × {largest:,} in two layers) "
         f"= {gb(size * (root + 2 * largest), 3)} GB; on one device one layer.",
     ]
     for autocast, whose in ((True, "Chapters 1 and 2"), (False, "Chapter 3")):
         tables = traces(flags.batch_size, autocast)
-        middle = len(layers) // 2
-        forward, backward = (traces.of(tables, d, middle) for d in ("forward", "backward"))
-        of_layers = [ACTIVATIONS, COPIES]
-        keeps, sums = forward[:, of_layers].sum(), np.cumsum(forward[:, of_layers].sum(axis=1))
-        within = np.cumsum(backward[:, [*of_layers, NEW]].sum(axis=1))
-        head = traces.of(tables, "forward", "head")[:, LOGITS]
+        forward, backward = (
+            np.cumsum(traces.of(tables, way, len(layers) // 2)[:, columns].sum(axis=1))
+            for way, columns in (
+                ("forward", [ACTIVATIONS, COPIES]),
+                ("backward", [ACTIVATIONS, COPIES, NEW]),
+            )
+        )
+        head = np.cumsum(traces.of(tables, "forward", "head")[:, LOGITS])
+        keeps, computing, back, behind, most_behind = (
+            gb(value, 3)
+            for value in (
+                forward[-1] if len(forward) else 0,
+                forward.max(initial=0),
+                backward.max(initial=0),
+                head[-1],
+                head.max(initial=0),
+            )
+        )
         lines += [
-            f"{whose}, traced: a layer keeps {gb(keeps, 3)} GB for its backward pass, needs "
-            f"{gb(max(sums.max(initial=0) - keeps, 0), 3)} GB more while it computes and "
-            f"{gb(max(within.max(initial=0), 0), 3)} GB in its backward pass. The head takes at most "
-            f"{gb(np.cumsum(head).max(initial=0), 3)} GB in the forward pass and keeps "
-            f"{gb(head.sum(), 3)} GB."
+            f"{whose}, traced: a layer takes up to {computing} GB while it computes, keeps {keeps} "
+            f"GB, and takes up to {back} GB more in its backward pass. The head takes up to "
+            f"{most_behind} GB and keeps {behind} GB."
         ]
+    estimates = [estimate for estimate in estimates if estimate.devices == most]
     for estimate in estimates:
         digits = digits_for(estimate.fullest.total)
         lines += ["", f"{estimate.method} on {estimate.devices}, GB in the course of a step:", ""]

@@ -1,0 +1,257 @@
+"""tools/estimate-memory.py foretells what the chapters allocate, on CPUs within one percent."""
+
+import importlib.util
+import json
+import re
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import assert_one_sentence
+from runner import REPOSITORY, Run
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+TOOL = REPOSITORY / "tools" / "estimate-memory.py"
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem.replace("-", "_"), path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tool, benchmark = load(TOOL), load(REPOSITORY / "benchmarks" / "memory.py")
+
+
+def config_file(folder: Path, **config) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def flags_of(monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["estimate-memory.py", *map(str, flags)])
+    return tool.parse_args()
+
+
+def total(traces, method: str, devices: int, flags, batch=None) -> float:
+    moments = tool.course(traces, tool.METHODS[method], devices, batch or flags.batch_size, flags)
+    return max(moment.total for moment in moments)
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 161}
+LLAMA |= {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA |= {"vocab_size": 2048, "tie_word_embeddings": False}
+ACCUMULATE, CHECKPOINT = "--gradient-accumulation-steps 2", "--activation-checkpointing"
+
+CASES = [
+    ("chapter 1", 1, CHECKPOINT),
+    ("DDP", 2, ACCUMULATE),
+    ("FSDP", 3, f"--dtype bf16 {CHECKPOINT}"),
+    ("no reshard", 2, f"--dtype bf16 {ACCUMULATE}"),
+    ("FSDP", 4, ""),
+]
+
+
+@pytest.mark.parametrize(("method", "devices", "others"), CASES)
+def test_what_the_chapters_allocate(tmp_path, monkeypatch, method, devices, others):
+    """States exactly, on 1 to 4 ranks and with rows that these do not divide; and the total."""
+    folder = benchmark.model_folder(tmp_path / "model", LLAMA)
+    options = ["-m", folder, "-s", 64, "-b", 2, *others.split()]
+    flags = flags_of(monkeypatch, *options, "--device", "cpu")
+    traces = tool.Traces(tool.describe(tool.load_config(str(folder))), flags)
+    text = REPOSITORY / "0*" / "*.py"
+    peak, states = benchmark.measured(method, devices, [*options, "-d", text])
+    expected = tool.states(traces.model, tool.METHODS[method], devices)
+    assert states == [*expected.values()]
+    assert total(traces, method, devices, flags) == pytest.approx(peak, rel=0.01)
+
+
+FAMILIES = {
+    "llama": LLAMA | {"tie_word_embeddings": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
+    "gpt_neox": {"intermediate_size": 128},
+}
+FAMILIES["qwen3_moe"] |= {"head_dim": 16}
+SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}
+SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000}
+
+
+def family(name: str):
+    return transformers.AutoConfig.for_model(**({"model_type": name} | SIZE | FAMILIES[name]))
+
+
+def kept_by_autograd(config, flags, compiled: bool) -> int:
+    """Bytes that a real forward pass on the CPU leaves for the backward pass."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    if flags.activation_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    if compiled:
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.compile()
+        model.loss_function = torch.compile(model.loss_function)
+    own = [*model.parameters(), *model.buffers()]
+    own = {tensor.untyped_storage()._cdata for tensor in own}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = tensor
+        return tensor
+
+    ids = torch.zeros(flags.batch_size, flags.seq_length, dtype=torch.int64)
+    own.add(ids.untyped_storage()._cdata)
+    half = torch.autocast("cpu", torch.bfloat16) if flags.dtype == "bf16" else nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half:
+        # The result holds the graph; with checkpointing, also what is to be computed again
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def kept_in_the_trace(config, flags) -> float:
+    tables = tool.trace(config, flags, flags.batch_size, autocast=True)
+    return sum(rows.sum() for (way, _), rows in tables.items() if way == "forward")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_activations_are_those_that_autograd_keeps(monkeypatch, name, dtype, checkpointing):
+    monkeypatch.setattr(
+        transformers.masking_utils, "find_packed_sequence_indices", lambda ids: None
+    )
+    options = ["--device", "cpu", "--dtype", dtype, "-b", 2, "-s", 64]
+    flags = flags_of(monkeypatch, *options, *[CHECKPOINT] * checkpointing)
+    real = kept_by_autograd(family(name), flags, compiled=False)
+    assert kept_in_the_trace(family(name), flags) == pytest.approx(real, rel=0.05)
+
+
+def test_compiled_code_keeps_what_is_foretold(monkeypatch):
+    """With the loss compiled, as on GPUs."""
+    monkeypatch.setattr(
+        transformers.masking_utils, "find_packed_sequence_indices", lambda ids: None
+    )
+    options = ["--dtype", "bf16", "-b", 2, "-s", 64]
+    eager = flags_of(monkeypatch, *options, "--no-compile")
+    flags = flags_of(monkeypatch, *options)
+    assert flags.compile
+    real = kept_by_autograd(family("llama"), flags, compiled=True)
+    assert kept_in_the_trace(family("llama"), flags) == pytest.approx(real, rel=0.05)
+    assert kept_in_the_trace(family("llama"), eager) > 1.1 * real
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_layer_stands_for_all_of_its_kind(monkeypatch, name):
+    """And a batch is foretold from two smaller ones."""
+    config = family(name)
+    setattr(config, "n_layer" if name == "gpt2" else "num_hidden_layers", 7)
+    flags = flags_of(monkeypatch, "--no-compile", "-s", 64, "-b", 2)
+    short = tool.Traces(tool.describe(config), flags)
+    assert short.kept == [0, 1, 6]
+    others = flags_of(monkeypatch, "--no-compile", "-s", 64, "-b", 9, "--all-layers")
+    long = tool.Traces(tool.describe(config), others)
+    for method in tool.METHODS:
+        expected = pytest.approx(total(long, method, 2, others), rel=0.002)
+        assert total(short, method, 2, flags, batch=9) == expected
+
+
+def test_rules_of_gpus(monkeypatch):
+    """Where a GPU would not keep what the CPU keeps, or the other way round."""
+
+    def kept(name, *options):
+        flags = flags_of(monkeypatch, "--no-compile", "-b", 2, "-s", 64, *options)
+        return kept_in_the_trace(family(name), flags)
+
+    matrix = 4 * 64 * 64 * 2 * 4  # heads × seq-length² × batch × bytes
+    # GPT-2 drops out within attention: FlashAttention keeps no matrix for that.
+    assert kept("gpt2", "--dtype", "fp32", "--device", "cpu") - kept("gpt2", "--dtype", "fp32") > (
+        3 * matrix
+    )
+    # Grouped queries in fp32 have no kernel but the one with the whole matrix.
+    assert kept("llama", "--dtype", "fp32") - kept(
+        "llama", "--dtype", "fp32", "--device", "cpu"
+    ) > (3 * matrix)
+
+
+def estimate(monkeypatch, capsys, *flags):
+    """Exit status and output of the tool, in this process."""
+    monkeypatch.setattr(sys, "argv", ["estimate-memory.py", *map(str, flags)])
+    try:
+        tool.main()
+    except SystemExit as end:
+        if isinstance(end.code, str):  # as Python does it
+            print(end.code, file=sys.stderr)
+        return (1 if isinstance(end.code, str) else end.code), "".join(capsys.readouterr())
+    return 0, "".join(capsys.readouterr())
+
+
+def test_output(tmp_path, monkeypatch, capsys):
+    path = config_file(tmp_path, **LLAMA)
+    options = ["-m", path, "-s", 64, "-b", 4, "--no-compile", "--gpu-memory", 0.015]
+    run = Run(TOOL, [*options, "--devices", 1, 4, "--explain"], tmp_path / "output")
+    assert run.wait() == 0, run.output
+    text = run.output
+    status, output = estimate(monkeypatch, capsys, *options, "--devices", 1, 4, "--json")
+    assert status == 0, output
+    result = json.loads(output)
+    model = AutoModelForCausalLM.from_config(tool.load_config(str(path)))
+    count = model.num_parameters()
+    assert result["parameters"] == count
+    assert f"{count:,} parameters" in text
+    assert len(result["estimates"]) == 10
+    for one in result["estimates"]:
+        assert sum(one["parts"].values()) == one["total"] == max(one["moments"].values())
+        assert one["fits"] == (one["total"] <= 0.9 * 0.015e9) == (one["largest_batch"] >= 4)
+    assert {one["fits"] for one in result["estimates"]} == {True, False}
+    chapter_1 = result["estimates"][0]
+    assert chapter_1["states"]["weights"] == 4 * count
+    assert chapter_1["states"]["moments"] == 8 * count + 4 * len([*model.parameters()])
+    # The arithmetic leads to the figures in the tables.
+    pattern = r"Parameters: 3 × ([\d,]+) in layers \+ ([\d,]+) in the root.* = ([\d,]+), in"
+    layer, root, together = (
+        int(number.replace(",", "")) for number in re.search(pattern, text).groups()
+    )
+    assert 3 * layer + root == together == count
+    for row in ("weights, fp32", "gradients", "AdamW's moments", "together", "largest batch"):
+        assert len(re.findall(rf"^\| {row} .*", text, re.MULTILINE)) == 2  # one table per number
+    # The largest batch fits, and one more does not.
+    for one in result["estimates"][-5:]:
+        fits = []
+        for batch in (one["largest_batch"], one["largest_batch"] + 1):
+            flags = [*options, "-b", batch, "--devices", 4, "--json"]
+            others = json.loads(estimate(monkeypatch, capsys, *flags)[1])["estimates"]
+            fits += [other["fits"] for other in others if other["method"] == one["method"]]
+        assert fits == [True, False], one["method"]
+
+
+BAD = [
+    (["-m", "nobody/nothing"], "nobody/nothing", 1),
+    (["--devices", "0"], "--devices", 2),
+    (["--gpu-memory", "0"], "--gpu-memory", 2),
+    (["-m", "t5.json"], "t5.json", 1),
+    (["-m", "none.json"], "none.json", 1),
+    (["-m", "broken.json"], "broken.json", 1),
+    (["-m", "llama.json", "-b", "0"], "--batch-size", 2),
+]
+
+
+@pytest.mark.parametrize(("flags", "part", "status"), BAD)
+def test_bad_input(tmp_path, monkeypatch, capsys, flags, part, status):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no second attempts
+    (tmp_path / "t5.json").write_text('{"model_type": "t5"}')
+    (tmp_path / "none.json").write_text("{}")
+    (tmp_path / "broken.json").write_text("{")
+    flags = [str(tmp_path / flag) if flag.endswith(".json") else flag for flag in flags]
+    done, output = estimate(monkeypatch, capsys, *flags)
+    assert done == status, output
+    assert_one_sentence(output, part)
