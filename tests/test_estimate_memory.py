@@ -12,6 +12,7 @@ import torch
 import transformers
 from conftest import assert_one_sentence
 from runner import REPOSITORY, Run
+from test_readme import MODELS
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -255,3 +256,48 @@ def test_bad_input(tmp_path, monkeypatch, capsys, flags, part, status):
     done, output = estimate(monkeypatch, capsys, *flags)
     assert done == status, output
     assert_one_sentence(output, part)
+
+
+READMES = [REPOSITORY / name / "README.md" for name in ("01-single-gpu", "02-ddp", "03-fsdp")]
+COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m meta-llama/(\S+) (.*)$"
+
+
+def known_model(folder: Path, name: str) -> Path:
+    """The config that the Hub has under this name; of its shape."""
+    path = folder / f"{name}.json"
+    path.write_text(MODELS[name].to_json_string(use_diff=False))
+    return path
+
+
+@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
+def test_tables_in_the_readmes(tmp_path, monkeypatch, capsys, readme):
+    text = readme.read_text()
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    tables = [table for table in tables if re.match(r"\| (?:GB per device|moment) ", table)]
+    ((name, flags),) = re.findall(COMMAND, text, re.MULTILINE)
+    path = known_model(tmp_path, name)
+    status, output = estimate(monkeypatch, capsys, "-m", path, *flags.split())
+    assert status == 0
+    assert len(tables) == (2 if readme.parent.name == "03-fsdp" else 1)
+    for table in tables:
+        assert table in output
+
+
+def test_what_helps_in_chapter_1(tmp_path, monkeypatch):
+    """The rows of its table, and the figure in the text."""
+    text = READMES[0].read_text()
+    path = known_model(tmp_path, "Llama-3.2-1B")
+    rows = {
+        "--no-compile": r"at the loss, with ([\d.]+) GB",
+        "--no-compile -b 4 --gradient-accumulation-steps 2": r"^\| `-b 4`.*? \| ([\d.]+) \|",
+        "--no-compile --activation-checkpointing": r"^\| `--activation-check.*? \| ([\d.]+) \|",
+        "--compile": r"^\| `--compile`.*? \| ([\d.]+) \|",
+        "--compile --activation-checkpointing": r"^\| both \| ([\d.]+) \|",
+        "--no-compile ": r"^\| shards on 8 devices.*? \| ([\d.]+) \|",
+    }
+    for options, pattern in rows.items():
+        flags = flags_of(monkeypatch, "-m", path, *options.split())
+        traces = tool.Traces(tool.describe(tool.load_config(str(path))), flags)
+        method, devices = ("FSDP", 8) if "shards" in pattern else ("chapter 1", 1)
+        (said,) = re.findall(pattern, text, re.MULTILINE)
+        assert said == f"{total(traces, method, devices, flags) / 1e9:.1f}", options

@@ -10,14 +10,12 @@ import shlex
 import statistics
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
 from conftest import assert_one_sentence, assert_same_losses
 from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, Job, Run
 from test_chapters import STEPS, changed_code_lines
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import run as torchrun
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -54,7 +52,8 @@ def test_demo_and_the_commands_after_it(tmp_path):
     generate, plot, side_by_side = (
         next(c for c in COMMANDS if tool in c).split(" && ")[-1] for tool in tools
     )
-    accounted = [demo, *others, generate, plot, side_by_side, "-m pytest"]
+    estimate = next(c for c in COMMANDS if "estimate-memory.py" in c)
+    accounted = [demo, *others, generate, plot, side_by_side, estimate, "-m pytest"]
     assert all(c.endswith(tuple(accounted)) for c in COMMANDS)
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
 
@@ -91,6 +90,9 @@ def test_demo_and_the_commands_after_it(tmp_path):
     run(plot.replace("outputs/", f"{tmp_path}/"), folder=REPOSITORY)
     assert (tmp_path / "demo.png").exists()
     assert (tmp_path / "demo.svg").exists()
+    # The model's config is on the Hub.
+    estimate = estimate.replace("meta-llama/Llama-3.2-1B", f"{REPOSITORY}/tiny-llama")
+    assert run(estimate, folder=REPOSITORY).stdout.count("| largest batch ") == 4
     run(f"{side_by_side} -o {tmp_path}/page.html", folder=REPOSITORY)
     assert "03-fsdp/train-llm.py" in (tmp_path / "page.html").read_text()
 
@@ -215,16 +217,6 @@ def parameters(config) -> tuple[int, int]:
     return model.num_parameters(), model.num_parameters() - sum(sizes) + 2 * sizes[0]
 
 
-def test_memory_table_of_chapter_3():
-    """Its arithmetic, from the shapes."""
-    text = (REPOSITORY / "03-fsdp" / "README.md").read_text()
-    for name in ("Llama-3.2-1B", "Llama-2-7B", "Llama-3.1-8B", "Llama-3.1-70B"):
-        whole, gathered = parameters(MODELS[name])
-        states = [16 * whole / devices / 1e9 for devices in (1, 1, 2, 4, 8)]
-        row = " | ".join(f"{cell:.1f}" for cell in [*states, 2 * gathered / 1e9])
-        assert f"| {name} | {whole / 1e9:.3g}e9 | {row} |" in text
-
-
 def chapter_for(whole: int, gathered: int, devices: int, memory_gb: float) -> str:
     """The rule that the README states below its table."""
     room = memory_gb * 1e9 * 2 / 3
@@ -247,74 +239,6 @@ def test_which_chapter():
     assert which_chapter() in README
     header = "| model | parameters | 1 × 24 GB | 8 × 24 GB | 1 × 80 GB | 8 × 80 GB | 32 × 80 GB |"
     assert header in README
-
-
-def kept_for_backward(config, batch: int, length: int, checkpointing: bool) -> dict[str, float]:
-    """GB that autograd keeps after a forward pass in bf16, of tensors that are never computed."""
-    no_packing = mock.patch(  # as in the chapters
-        "transformers.masking_utils.find_packed_sequence_indices", return_value=None
-    )
-    with no_packing, FakeTensorMode():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-        if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
-        weights = {weight.untyped_storage()._cdata for weight in model.state_dict().values()}
-        sizes = {tuple(weight.shape) for weight in model.parameters() if weight.dim() == 2}
-        sizes |= {size[::-1] for size in sizes}
-        kept = {}
-
-        def keep(tensor):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in weights:
-                kept[storage._cdata] = tensor  # the tensor, too, or its number may be used again
-            return tensor
-
-        ids = torch.zeros(batch, length, dtype=torch.int64)
-        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-        with hooks, torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    result = dict.fromkeys(("copies", "activations", "logits"), 0.0)
-    for tensor in kept.values():
-        shape = tuple(tensor.shape)
-        kind = "logits" if shape[-1:] == (config.vocab_size,) else "activations"
-        # autocast's copies of weights come transposed; no activation here has such a shape
-        is_copy = shape in sizes and tensor.stride() != (shape[-1], 1)
-        kind = "copies" if is_copy else kind
-        result[kind] += tensor.untyped_storage().nbytes() / 1e9
-    assert loss.requires_grad
-    return result
-
-
-def memory_of_a_step() -> tuple[str, dict[str, float]]:
-    batch, length = 8, 1024
-    whole = parameters(LLAMA_1B)[0]
-    kept = kept_for_backward(LLAMA_1B, batch, length, False)
-    logits = batch * length * LLAMA_1B.vocab_size / 1e9  # billions of them
-    rows = [
-        ("weights", 4 * whole / 1e9, "4 bytes per parameter"),
-        ("gradients", 4 * whole / 1e9, "4 bytes per parameter"),
-        ("AdamW's two moments", 8 * whole / 1e9, "8 bytes per parameter"),
-        ("copies of the weights in bf16", kept["copies"], "2 bytes per parameter, by autocast"),
-        ("activations of the layers", kept["activations"], "what autograd keeps for backward"),
-        ("logits", kept["logits"], "their softmax in fp32, kept for backward"),
-    ]
-    total = sum(gb for _, gb, _ in rows)
-    rows.append(("together", total, ""))
-    vocabulary = f"{LLAMA_1B.vocab_size} (the vocabulary)"
-    moment = f"`batch-size` × `seq-length` × {vocabulary}, in bf16 and in fp32"
-    rows.append(("for a moment, while the loss is computed", 6 * logits, moment))
-    lines = [f"| {name} | {gb:.1f} | {counts} |" for name, gb, counts in rows]
-    less = kept_for_backward(LLAMA_1B, batch, length, True)
-    figures = {"before": kept["activations"] + kept["copies"]}
-    figures["after"] = less["activations"] + less["copies"]
-    return "\n".join(lines), figures
-
-
-def test_memory_of_a_step():
-    text = (REPOSITORY / READMES[0]).read_text()
-    table, figures = memory_of_a_step()
-    assert table in text
-    assert "{after:.1f} GB instead of {before:.1f}".format(**figures) in text
 
 
 def arithmetic() -> list[tuple[str, str]]:

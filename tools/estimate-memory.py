@@ -748,7 +748,7 @@ def headline(model: Model, flags) -> str:
     micro = f" ({accumulation} times per step)" if accumulation > 1 else ""
     return (
         f"{flags.model_name}: {numel(model.parameters):,} parameters, {len(model.layers)} layers. "
-        f"{flags.batch_size} blocks of {flags.seq_length} tokens per device{micro}, {flags.dtype}"
+        f"{flags.batch_size} × {flags.seq_length} tokens per device{micro}, {flags.dtype}"
         f"{', compiled' if flags.compile else ', not compiled'}{checkpointing}"
     )
 
@@ -781,7 +781,7 @@ def explanation(traces: Traces, estimates: list[Estimate], flags) -> str:
     part = shard_numel(model.parameters, most)
     largest = max(layers, default=0)
     lines += [
-        f"Shards on {most}: {part:,} parameters on the fullest rank (of each tensor, a {most}th of "
+        f"Shards on {most}: {part:,} parameters on the fullest rank (of each tensor, 1/{most} of "
         f"the rows, rounded up), {gb(16 * part, 3)} GB.",
         f"Gathered by FSDP: {size} bytes × ({root:,} in the root + 2 × {largest:,} in two layers) "
         f"= {gb(size * (root + 2 * largest), 3)} GB; on one device one layer.",
