@@ -345,11 +345,12 @@ class AsOnGPU(TorchFunctionMode):
             # FlashAttention drops out without a mask to keep, the CPU's kernel cannot.
             kwargs = kwargs | {"dropout_p": 0.0}
             # In fp32 there is no kernel for grouped queries that does without the whole matrix.
-            in_fp32 = args[0].dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+            query = args[0] if args else kwargs["query"]
+            in_fp32 = query.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
             if in_fp32 and kwargs.get("enable_gqa"):
                 with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                     return function(*args, **kwargs)
-        elif torch.is_autocast_enabled("cpu") and function.__name__ in self.IN_FP32:
+        elif torch.is_autocast_enabled("cpu") and getattr(function, "__name__", "") in self.IN_FP32:
             args = [upcast(arg) for arg in args]
         return function(*args, **kwargs)
 
@@ -906,6 +907,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.compile = args.device == "cuda" if args.compile is None else args.compile
+    if args.dtype == "fp16" and args.device != "cuda":
+        parser.error("--dtype fp16 needs a CUDA GPU: choose bf16 or fp32")
     return args
 
 
@@ -930,6 +933,12 @@ def main() -> None:
     args = parse_args()
     transformers.logging.set_verbosity_error()
     config = load_config(args.model_name)
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions and args.seq_length > positions:
+        fail(
+            f"--seq-length {args.seq_length} is beyond the {positions} positions of "
+            f"{args.model_name}"
+        )
     try:
         model = describe(config)
     except Exception as error:
@@ -942,7 +951,8 @@ def main() -> None:
             for method in METHODS.values()
         ]
     except Exception as error:
-        fail(f"cannot trace a step of {args.model_name}: {first_line(error)}")
+        remedy = ", try --no-compile" if args.compile else ""
+        fail(f"cannot trace a step of {args.model_name}{remedy}: {first_line(error)}")
     if args.json:
         print(as_json(model, estimates, args))
         return
