@@ -14,6 +14,7 @@ GB are 1e9 bytes.
 
 import argparse
 import json
+import logging
 import math
 import os
 import sys
@@ -192,7 +193,7 @@ class Recorder(TorchDispatchMode):
             allocation.users += 1
             if not old:
                 self.segments[self.segment].append((allocation, 1))
-        weakref.finalize(storage, self.release, storage._cdata)
+        weakref.finalize(storage, self.release, storage._cdata).atexit = False
 
     def release(self, key: int) -> None:
         allocation = self.known.pop(key)
@@ -932,6 +933,7 @@ def first_line(error) -> str:
 def main() -> None:
     args = parse_args()
     transformers.logging.set_verbosity_error()
+    logging.disable()  # of PyTorch, whose errors come with a sentence of ours
     config = load_config(args.model_name)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions and args.seq_length > positions:
