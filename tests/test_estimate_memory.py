@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import assert_one_sentence
-from runner import REPOSITORY, Run
+from runner import REPOSITORY
 from test_readme import MODELS
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -53,9 +53,9 @@ ACCUMULATE, CHECKPOINT = "--gradient-accumulation-steps 2", "--activation-checkp
 
 CASES = [
     ("chapter 1", 1, CHECKPOINT),
-    ("no reshard", 2, f"--dtype bf16 {ACCUMULATE}"),
-    ("FSDP", 3, f"--dtype bf16 {CHECKPOINT}"),
-    ("DDP", 4, ACCUMULATE),
+    ("DDP", 2, ACCUMULATE),
+    ("no reshard", 3, f"--dtype bf16 {ACCUMULATE}"),
+    ("FSDP", 4, f"--dtype bf16 {CHECKPOINT}"),
 ]
 
 
@@ -150,7 +150,7 @@ def test_compiled_code_keeps_what_is_foretold(monkeypatch):
     assert kept_in_the_trace(family("llama"), eager) > 1.1 * real
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2"])
 def test_one_layer_stands_for_all_of_its_kind(monkeypatch, name):
     """And a batch is foretold from two smaller ones."""
     config = family(name)
@@ -198,9 +198,8 @@ def estimate(monkeypatch, capsys, *flags):
 def test_output(tmp_path, monkeypatch, capsys):
     path = config_file(tmp_path, **LLAMA)
     options = ["-m", path, "-s", 64, "-b", 4, "--no-compile", "--gpu-memory", 0.015]
-    run = Run(TOOL, [*options, "--devices", 1, 4, "--explain"], tmp_path / "output")
-    assert run.wait() == 0, run.output
-    text = run.output
+    status, text = estimate(monkeypatch, capsys, *options, "--devices", 1, 4, "--explain")
+    assert status == 0, text
     status, output = estimate(monkeypatch, capsys, *options, "--devices", 1, 4, "--json")
     assert status == 0, output
     result = json.loads(output)
