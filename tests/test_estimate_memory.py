@@ -54,6 +54,7 @@ ACCUMULATE, CHECKPOINT = "--gradient-accumulation-steps 2", "--activation-checkp
 CASES = [
     ("chapter 1", 1, CHECKPOINT),
     ("DDP", 2, ACCUMULATE),
+    ("FSDP", 1, "-s 16 -b 1"),  # at its fullest, shards and a buffer on its way
     ("no reshard", 3, f"--dtype bf16 {ACCUMULATE}"),
     ("FSDP", 4, f"--dtype bf16 {CHECKPOINT}"),
 ]
@@ -70,7 +71,7 @@ def test_what_the_chapters_allocate(tmp_path, monkeypatch, method, devices, othe
     peak, states = benchmark.measured(method, devices, [*options, "-d", text])
     expected = tool.states(traces.model, tool.METHODS[method], devices)
     assert states == [*expected.values()]
-    assert total(traces, method, devices, flags) == pytest.approx(peak, rel=0.01)
+    assert total(traces, method, devices, flags) == pytest.approx(peak, rel=0.005)
 
 
 FAMILIES = {
