@@ -10,28 +10,29 @@ later chapters are this file plus the lines that spread the same training over m
 """
 
 import argparse
-import ctypes
 import glob
 import json
 import logging
 import math
 import os
-import queue
 import shutil
 import signal
 import sys
 import sysconfig
-import threading
 import time
 import uuid
 from collections import defaultdict
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # or it patches torch and tqdm
-os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")  # or the end may wait an hour for Comet
+# CPU threads that wait for each other spin. On a busy machine that slows a step several times.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Comet: patch no library; do without a silent server after 20 s; spend at most a minute at the end.
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
+os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
 os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
 import comet_ml
 import datasets
@@ -42,205 +43,193 @@ import torch
 import transformers
 from torch.utils.data import Subset
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
+CONSOLE = sys.stderr  # for log lines and the progress bar
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-@dataclass
-class RunState:
-    """Where a run stands: `state.json` of every checkpoint."""
-
-    step: int = 0  # optimizer steps done
-    samples: int = 0  # blocks consumed: with the seed, the position in the data and its randomness
-    epoch: float = 0.0
-    loss_sum: float = 0.0  # over the steps since the last logged one
-    steps_since_log: int = 0
-    train_blocks: int = 0
-    eval_blocks: int = 0
-    comet_key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    flags: dict = field(default_factory=dict)  # those that must not change on resume
-
-
-def main(at_exit: ExitStack) -> None:
-    # Set up
+def main():
     args = parse_args()
     device = torch.device(args.device)
-    global_batch = args.batch_size * args.gradient_accumulation_steps  # blocks per optimizer step
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    args.compile = device.type == "cuda" if args.compile is None else args.compile
+    accumulation = args.gradient_accumulation_steps
+    global_batch = args.batch_size * accumulation  # samples per optimizer step
     torch.manual_seed(args.seed)
-    say(f"{device_name(device)}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    transformers.logging.disable_progress_bar()
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    keep_freed_memory()
-    run_folder = find_run_folder(args)
-    checkpoint, state = find_checkpoint(run_folder, args)
+    transformers.logging.disable_progress_bar()  # for each file that it reads or writes
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
 
-    # Data, model, optimizer
+    # Where the run stands: at the newest checkpoint under its name, or at the beginning.
+    run_folder, checkpoint, state = open_run(args)
+
+    # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
-    train_blocks, eval_blocks = load_blocks(args, tokenizer, state, global_batch)
+    train_samples, eval_samples = load_samples(args, tokenizer, global_batch)
+    if checkpoint and state.train_samples != len(train_samples):
+        fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
+    state.train_samples = len(train_samples)
     model = build_model(args, config, device, checkpoint)
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
-    steps_left = (args.num_epochs * len(train_blocks) - state.samples) // global_batch
+    steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
-    schedule = (args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
-    scheduler = transformers.get_scheduler(*schedule)
+    scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
+    # sums that need more precision (norms, softmax, the loss) in fp32.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
-    # fp16 rounds gradients below 6e-8 to zero: the scaler multiplies them out of that range.
+    # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
+    # stay above, and divides the gradients before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful)
-    run_log = RunLog(args, run_folder, state)
-    at_exit.callback(run_log.close)
-    run_log.parameters(describe_run(args, model, train_blocks, device, global_batch), model)
+    run_log = None
+    if run_folder:
+        run_log = RunLog(run_folder, checkpoint, state, args)
+        facts = {"global_batch": global_batch, "device_name": device_name}
+        run_log.comet.log_parameters(facts | describe_run(args, model, train_samples))
+        run_log.comet.set_model_graph(str(model))
 
-    # The loop
-    batches = read_batches(train_blocks, args, state.samples, device)
-    loss_sum = torch.tensor(state.loss_sum, device=device)
-    stop_signals = catch_stop_signals()
-    progress = tqdm(total=total_steps, initial=state.step, unit="step", disable=None)
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
     timer = PhaseTimer(device)
-    model.train()
+    # disable=None: a progress bar in terminals only.
+    progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
+    stop_signals = catch_stop_signals()
     stop_signal = 0
+    model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
-        for _ in range(args.gradient_accumulation_steps):
+        # Several small forward passes need less memory than a large one. Their gradients add up, so
+        # that the update is the one of the whole global batch.
+        for micro_step in range(accumulation):
+            # Sample number n is the same in each run with this seed, so a run can resume anywhere.
+            first = state.samples + micro_step * args.batch_size
+            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
             with timer("data"):
-                input_ids = next(batches)
+                indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
+                input_ids = read_batch(train_samples, indices, device)
             with timer("forward"), autocast:
+                # Transformers shifts the labels by one token itself, so they equal the input.
+                # A cache of keys and values serves generation. In training it only takes memory.
                 loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-                loss = loss / args.gradient_accumulation_steps
+                # The loss is a mean over a micro-batch. Divided, the losses (and their gradients)
+                # of all micro-batches add up to the mean over the global batch.
+                loss = loss / accumulation
             with timer("backward"):
                 scaler.scale(loss).backward()
-            loss_sum += loss.detach()
+            loss_sum += loss.detach()  # without its graph, which would keep all activations
         with timer("update"):
+            # Clip the complete gradient, before the update: one odd batch cannot throw weights off.
             scaler.unscale_(optimizer)
-            max_norm = args.max_grad_norm or math.inf
+            max_norm = args.max_grad_norm or math.inf  # inf: the norm is measured, nothing clipped
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            learning_rate = scheduler.get_last_lr()[0]
-            scaler.step(optimizer)
+            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()
             scheduler.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad()  # or the next gradients would be added to these
         state.step += 1
         state.samples += global_batch
-        state.epoch = state.samples / len(train_blocks)
-        state.steps_since_log += 1
+        state.epoch = state.samples / len(train_samples)
         progress.update()
+
         at_end = state.step == total_steps
         stop_signal = max(stop_signals, default=0)
-        log_now = state.step % args.log_freq == 0 or at_end
+        eval_now = args.eval_freq and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
-
+        log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
-            # Reading a number waits for the device. Nothing here does so between two logged steps:
-            # Python runs ahead, and the device always finds its next kernel in the queue.
-            mean_loss = loss_sum.item() / state.steps_since_log
-            stop_unless_finite(mean_loss, grad_norm, state, args)
-            metrics = {"step": state.step, "epoch": state.epoch, "loss": mean_loss}
-            metrics |= {"learning_rate": learning_rate, "grad_norm": grad_norm.item()}
-            metrics |= timer.read(tokens_per_step=global_batch * args.seq_length)
-            metrics |= memory_metrics(device)
-            run_log.metrics(metrics)
-            show_progress(progress, metrics)
+            # `.item()` waits until the GPU has computed the number. Between two logged steps the
+            # script reads no number back, so Python runs ahead and queues work for the GPU. (Only
+            # Transformers' check for packed position ids waits, once per forward pass.)
+            mean_loss = loss_sum.item() / (state.step - logged_step)
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm.item(),
+                **timer.read(tokens_per_step=global_batch * args.seq_length),
+                **memory_metrics(device),
+            }
+            if run_log:
+                run_log.metrics(state, metrics)
+            numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
+            say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
+            # In fp16 an infinite gradient is nothing unusual: the scaler skips that step.
+            finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
+            if not (math.isfinite(mean_loss) and finite_gradient):
+                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
-            state.steps_since_log = 0
-
-        if args.eval_freq and (state.step % args.eval_freq == 0 or at_end):
+            logged_step = state.step
+        if eval_now:
             with autocast:
-                eval_loss = evaluate(model, eval_blocks, args, device)
-            stop_unless_finite(eval_loss, grad_norm, state, args)
-            metrics = {"step": state.step, "epoch": state.epoch, "eval/loss": eval_loss}
-            metrics |= {"eval/perplexity": math.exp(min(eval_loss, 700))}  # e^710 overflows
-            run_log.metrics(metrics)
+                eval_loss = evaluate(model, eval_samples, args, device)
             say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
-
+            metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
+            if run_log:
+                run_log.metrics(state, metrics)
         if run_folder and save_now:
-            state.loss_sum = loss_sum.item()
-            stop_unless_finite(state.loss_sum, grad_norm, state, args)
-            training_state = {name: part.state_dict() for name, part in stateful.items()}
-            save_checkpoint(run_folder, model, tokenizer, training_state, asdict(state), args)
+            # A saved step is always a logged step, so its numbers have passed the check above.
+            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
     progress.close()
 
-    # Finished, or told to stop
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
             save_model(folder, model, tokenizer)
-        say(f"Done: {state.step} steps; the model is in {run_folder / 'final'}")
+        say(f"Done: the model is in {run_folder / 'final'}")
     if state.step < total_steps:
-        outcome = "saved: the same command continues" if run_folder else "not saved: it has no name"
-        say(f"Stopped after step {state.step}, {outcome}")
+        say(f"Stopped after step {state.step}: the same command continues a run with a name")
         sys.exit(128 + stop_signal)
 
 
-# -- Set up ----------------------------------------------------------------------------------------
+# -- Model and optimizer ---------------------------------------------------------------------------
 
 
-def say(message: str) -> None:
-    """Prints a line above the progress bar."""
-    tqdm.write(message, file=sys.stderr)
+def build_model(args, config, device, checkpoint):
+    """The model on `device`, with weights from the checkpoint, pretrained or random ones."""
+    # Weights in fp32, whatever the files have: AdamW changes a weight by about the learning rate,
+    # and next to 0.02 the nearest bf16 number is 0.0001 away. Smaller changes would be lost.
+    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
+    if args.from_scratch and not checkpoint:
+        model.to_empty(device=device).tie_weights()
+        model.init_weights()  # as Transformers would have done, only straight on the GPU
+    else:
+        remedy = "--from-scratch starts from random weights, --demo needs no download"
+        with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
+            source = checkpoint or args.model_name
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.to(device)
+    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    if ampere and args.dtype != "fp32" and is_flash_attn_2_available():
+        with suppress(ValueError):  # a family without it keeps its default, SDPA for most
+            model.set_attn_implementation("flash_attention_2")
+    say(f"Attention {model.config._attn_implementation}, compute precision {args.dtype}")
+    if args.activation_checkpointing:
+        # A layer keeps its input only. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()
+    if args.compile:
+        # Layer by layer: all layers are alike, so the compiled code of the first serves all. A
+        # model that is compiled whole builds a mask and loses the fast kernel of causal attention.
+        for module in model.modules():
+            if isinstance(module, GradientCheckpointingLayer):  # a decoder layer of Transformers
+                module.compile()
+        if device.type == "cuda":
+            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
+            model.loss_function = torch.compile(model.loss_function)
+    return model
 
 
-def fail(message: str) -> None:
-    """Leaves with one sentence for what a user can mend."""
-    sys.exit(f"error: {message}")
-
-
-@contextmanager
-def explain(message: str):
-    """Fails with `message` and the cause in place of the traceback of what happens inside."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        fail(f"{message} ({first_line(error)})")
-
-
-def first_line(error) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def keep_freed_memory() -> None:
-    """Lets glibc reuse freed CPU tensors. It would give them back to the system, and a step would
-    lose 5 to 10 % of its time to page faults."""
-    with suppress(AttributeError, OSError, TypeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 32 * 2**20)  # M_MMAP_THRESHOLD, at its limit
-
-
-def find_run_folder(args) -> Path | None:
-    """The folder of a named run, which may not exist yet but can be written."""
-    if args.experiment_name is None:
-        return None
-    run_folder = args.save_dir / args.experiment_name
-    existing = next(path for path in [run_folder, *run_folder.parents] if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        fail(f"cannot write to {existing}: choose another --save-dir")
-    return run_folder
-
-
-def catch_stop_signals() -> list[int]:
-    """A list that SIGTERM and Ctrl-C fill; the loop looks at it after every step."""
-    received = []
-
-    def remember(signum, frame):
-        received.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        # Not `say`: the signal may have come in the middle of one.
-        os.write(2, b"\nFinishing this step, then saving; Ctrl-C again: leaving at once\n")
-
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    return received
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 
 # -- Data ------------------------------------------------------------------------------------------
@@ -251,81 +240,70 @@ FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 
 def load_config_and_tokenizer(args):
     name = args.model_name
-    help_gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
-    help_all = f"check name and network; if it is gated, {help_gated}; --demo needs neither"
-    with explain(f"cannot load the model {name}: {help_all}"):
+    gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
+    remedy = f"check name and network; {gated} `hf auth login`; --demo needs neither"
+    with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions and args.seq_length > positions:
-        fail(f"--seq-length {args.seq_length} is beyond the {positions} positions of {name}")
-    if tokenizer.eos_token_id is None:
-        fail(f"the tokenizer of {name} has no end-of-text (eos) token")
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
     return config, tokenizer
 
 
-def load_documents(args) -> datasets.DatasetDict:
-    """The splits of `--dataset-name`: local files (a text file is one document) or the Hub's."""
-    name = os.path.expanduser(args.dataset_name)
-    is_folder = os.path.isdir(name)
-    pattern = os.path.join(glob.escape(name), "**", "*") if is_folder else name
-    found = sorted(glob.glob(pattern, recursive=True))
-    files = [file for file in found if Path(file).suffix in FORMATS]
+def load_documents(args):
+    """The splits of a file, folder or glob (a text file is one document), or of the Hub."""
+    name = args.dataset_name
+    pattern = os.path.join(name, "**", "*") if os.path.isdir(name) else name
+    files = [f for f in sorted(glob.glob(pattern, recursive=True)) if Path(f).suffix in FORMATS]
     kinds = {FORMATS[Path(file).suffix] for file in files}
-    is_path = is_folder or name.startswith(("/", ".")) or "*" in name
-    if not files and (is_path or Path(name).suffix in FORMATS):
-        fail(f"{name} matches no file with one of the endings {' '.join(FORMATS)}")
-    if len(kinds) > 1 and not is_folder:
-        fail(f"{name} matches files of several kinds: choose one of {', '.join(sorted(kinds))}")
-    remedy = "check name, --dataset-subset and network; it takes data files, not a loading script"
+    remedy = "check the path, or name, --dataset-subset and network; loading scripts do not work"
     with explain(f"cannot load the dataset {name}: {remedy}"):
         if kinds == {"text"}:
             options = {"sample_by": "document", "encoding_errors": "replace"}
             return datasets.load_dataset("text", data_files=files, **options)
-        if files and not is_folder:
+        if len(kinds) == 1 and not os.path.isdir(name):
             return datasets.load_dataset(kinds.pop(), data_files=files)
         return datasets.load_dataset(name, args.dataset_subset)
 
 
-def tokenize(rows: dict, tokenizer, column: str) -> dict:
-    """The token ids of each document and an end-of-text token; empty documents are left out."""
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, and an end-of-text token after each."""
     texts = [text for text in rows[column] if text]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    end = tokenizer.eos_token_id
-    return {"input_ids": [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]}
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
 
 
-class PackedBlocks:
-    """All documents end to end, cut into blocks of `seq_length` tokens; less than one is dropped.
+class PackedSamples:
+    """All documents end to end, cut into samples of `seq_length` tokens; the last rest is dropped.
 
-    `blocks[i]` is an int32 array of shape (seq_length,). Nothing else copies tokens: `tokens` is a
-    view of the memory-mapped Arrow cache, which all processes of a machine share.
+    No padding, so no computation is wasted. `tokens` is a view of the memory-mapped Arrow file that
+    `datasets` has cached: packing copies nothing, and all processes of a machine share the file.
     """
 
-    def __init__(self, tokenized: datasets.Dataset, seq_length: int):
-        chunks = tokenized.data.column("input_ids").chunks
+    def __init__(self, tokenized, seq_length):
+        chunks = tokenized.data.column("input_ids").chunks  # each one a list of documents
         self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
         self.seq_length = seq_length
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.tokens) // self.seq_length
 
-    def __getitem__(self, index: int) -> np.ndarray:
+    def __getitem__(self, index):
         return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
 
 
-def load_blocks(args, tokenizer, state: RunState, global_batch: int):
-    """The blocks to train on and those held out: a split of their own, else the last 1 %."""
-    name, splits = args.dataset_name, load_documents(args)
-    if "train" not in splits:
-        fail(f"{name} has no train split, only {', '.join(splits)}")
+def load_samples(args, tokenizer, global_batch):
+    """The samples to train on and those held out: a split of their own, or the last 1 %."""
+    name = args.dataset_name
+    splits = load_documents(args)
     features = splits["train"].features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
     if not columns:
         fail(f"{name} has no text column, only {', '.join(features)}")
     column = "text" if "text" in columns else columns[0]
 
-    def pack(split: str) -> PackedBlocks:
+    def pack(split):
         tokenized = splits[split].map(
             tokenize,
             batched=True,
@@ -334,232 +312,165 @@ def load_blocks(args, tokenizer, state: RunState, global_batch: int):
             features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
             desc=f"Tokenizing {split}",
         )
-        return PackedBlocks(tokenized, args.seq_length)
+        return PackedSamples(tokenized, args.seq_length)
 
-    blocks = pack("train")
+    train_samples = pack("train")
+    count = len(train_samples)
     held_out = next((split for split in ("validation", "test") if split in splits), None)
-    eval_blocks = pack(held_out) if held_out else ()
-    count = len(blocks)
-    if not len(eval_blocks):  # a resumed run goes on with what it held out at first
-        count -= state.eval_blocks or max(count // 100, global_batch)
-        eval_blocks = Subset(blocks, range(max(count, 0), len(blocks)))
-    if count < global_batch:
-        sizes = f"{len(blocks)} blocks for global batches of {global_batch} and the held-out ones"
-        fail(f"{name} is too small, {sizes}: lower --batch-size or --seq-length")
-    if state.step and count != state.train_blocks:
-        fail(f"{name} has changed since this run began: choose another --experiment-name")
-    state.train_blocks, state.eval_blocks = count, len(eval_blocks)
-    say(f"{name}, column {column!r}: {count} blocks to train on, {len(eval_blocks)} held out")
-    say(f"Global batch of {global_batch} blocks of {args.seq_length} tokens")
-    return Subset(blocks, range(count)), eval_blocks
+    if held_out:
+        eval_samples = pack(held_out)
+    else:
+        count -= max(1, count // 100)
+        eval_samples = Subset(train_samples, range(count, len(train_samples)))
+        train_samples = Subset(train_samples, range(count))
+    say(f"{name}, column {column!r}: {count} samples to train on, {len(eval_samples)} held out")
+    if count < global_batch or not len(eval_samples):
+        fail(f"{name} is too small: lower --batch-size or --seq-length")
+    return train_samples, eval_samples
 
 
 @lru_cache(maxsize=2)
-def permutation(seed: int, epoch: int, count: int) -> np.ndarray:
+def permutation(seed, epoch, count):
     # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
     return np.random.RandomState((seed, epoch)).permutation(count)
 
 
-def sample_order(positions: range, count: int, seed: int) -> list[int]:
-    """Which of `count` blocks stand at these positions of the endless order of samples.
+def sample_order(first, count, dataset_size, seed):
+    """Which samples of the dataset a run reads as its samples number `first` and following.
 
-    One permutation of all blocks follows another, each a pure function of seed and epoch: a run
-    resumes at its next position, and nothing is read, skipped or repeated on the way there.
+    A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
+    depends on seed and epoch alone: to resume, a run only needs to know how many it has read.
     """
-    return [int(permutation(seed, p // count, count)[p % count]) for p in positions]
+    numbers = (divmod(n, dataset_size) for n in range(first, first + count))
+    return [int(permutation(seed, epoch, dataset_size)[i]) for epoch, i in numbers]
 
 
-def read_batches(blocks: Subset, args, samples: int, device: torch.device):
-    """Micro-batches without end, from position `samples` of the order on."""
-    while True:
-        positions = range(samples, samples + args.batch_size)
-        # Dropout, too, depends on the position alone: a run resumes with the same masks.
-        torch.manual_seed(args.seed + samples)
-        yield read_batch(blocks, sample_order(positions, len(blocks), args.seed), device)
-        samples += args.batch_size
-
-
-def read_batch(blocks, indices, device: torch.device) -> torch.Tensor:
-    """The token ids of these blocks: int64 of shape (len(indices), seq_length) on `device`."""
-    batch = torch.from_numpy(np.stack([blocks[i] for i in indices]))
+def read_batch(samples, indices, device):
+    """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
+    batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
     if device.type == "cuda":
-        batch = batch.pin_memory()  # only from here can a copy be queued without waiting for it
+        batch = batch.pin_memory()  # Python need not wait for a copy from pinned memory
     return batch.to(device, non_blocking=batch.is_pinned()).long()
 
 
-# -- Model and optimizer ---------------------------------------------------------------------------
+# -- Evaluation ------------------------------------------------------------------------------------
 
 
-def build_model(args, config, device: torch.device, checkpoint: Path | None):
-    """The model on `device`, its weights in fp32: of the checkpoint, pretrained, or random."""
-    # In bf16, the dtype of many checkpoints, most AdamW updates are too small to move a weight.
-    options = {"dtype": torch.float32}
-    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **options)  # shapes without values
-    if args.from_scratch and not checkpoint:
-        model.to_empty(device=device).tie_weights()
-        model.init_weights()
-    else:
-        remedy = "--from-scratch starts from random weights, --demo needs no download"
-        message = f"cannot load the weights of {args.model_name}: {remedy}"
-        with explain(DAMAGED.format(checkpoint) if checkpoint else message):
-            source = checkpoint or args.model_name
-            model = AutoModelForCausalLM.from_pretrained(source, **options)
-    model.to(device)
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if ampere and args.dtype != "fp32" and is_flash_attn_2_available():
-        with suppress(ValueError):  # a family without it keeps its default, SDPA for most
-            model.set_attn_implementation("flash_attention_2")
-    say(f"Attention {model.config._attn_implementation}, compute precision {args.dtype}")
-
-    if args.activation_checkpointing:
-        with explain(f"{args.model_name} has no --activation-checkpointing"):
-            enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.18
-            (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    if args.compile:
-        # Layer by layer and in place: layers of a kind share one compilation, the state dict keeps
-        # its names, and attention stays causal without a mask.
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):  # Transformers' decoder layers
-                module.compile()
-    if args.compile and device.type == "cuda":
-        # Spares the fp32 copy of the logits, the largest tensor of a step. No gain on a CPU.
-        model.loss_function = torch.compile(model.loss_function)
-    # Transformers looks in every forward pass whether position ids restart within a row. Ours never
-    # do, and a look at a tensor waits for the GPU.
-    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *_, **__: False
-    return model
-
-
-def parameter_groups(model, args) -> list[dict]:
-    """Weight decay for matrices; none for biases and norms, which have one dimension."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() <= 1]
-    decay = {"params": matrices, "weight_decay": args.weight_decay}
-    return [decay, {"params": vectors, "weight_decay": 0.0}]
+@torch.no_grad()
+def evaluate(model, samples, args, device):
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    size = args.batch_size
+    for begin in range(0, len(samples), size):
+        indices = range(len(samples))[begin : begin + size]
+        input_ids = read_batch(samples, indices, device)
+        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+        loss_sum += loss * len(indices)  # the last batch may be smaller
+    model.train()  # dropout on again
+    return loss_sum.item() / len(samples)
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run keeps these: with another value it would train something else.
-LASTING_FLAGS = "model_name from_scratch dataset_name dataset_subset seq_length dtype seed lr"
-LASTING_FLAGS += " lr_scheduler warmup_steps weight_decay max_grad_norm"
-DAMAGED = "{} is damaged: remove it, and the run continues from the one before"
+# A run that resumes keeps these flags: with another value it would be another training.
+LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
 
 
-def list_checkpoints(run_folder: Path) -> list[Path]:
-    """The complete ones, oldest first."""
-    return sorted(path for path in run_folder.glob("step-*") if path.name[5:].isdecimal())
+@dataclass
+class RunState:
+    """Where a run stands: `state.json` of every checkpoint."""
 
-
-def find_checkpoint(run_folder: Path | None, args) -> tuple[Path | None, RunState]:
-    """The newest complete checkpoint and its state; None and a new state where there is none."""
-    flags = {name: getattr(args, name) for name in LASTING_FLAGS.split()}
-    checkpoints = list_checkpoints(run_folder) if run_folder else []
-    if not checkpoints:
-        return None, RunState(flags=flags)
-    if not (checkpoints[-1] / "training_state.pt").exists():
-        fail(f"{checkpoints[-1]} is from another chapter: choose another --experiment-name")
-    with explain(DAMAGED.format(checkpoints[-1])):
-        state = RunState(**json.loads((checkpoints[-1] / "state.json").read_text()))
-    for name, value in flags.items():
-        if (before := state.flags.get(name, value)) != value:
-            flag = f"--{name.replace('_', '-')}"
-            fail(f"{flag} was {before} in this run, not {value}: choose another --experiment-name")
-    say(f"Continuing from {checkpoints[-1]}")
-    return checkpoints[-1], state
+    flags: dict  # the ones that must not change
+    comet_key: str
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # samples read, over all epochs
+    epoch: float = 0.0
+    train_samples: int = 0  # in the dataset
 
 
 @contextmanager
-def new_folder(folder: Path):
-    """Yields a temporary folder, which takes its real name once all of it is on the disk."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    with explain(f"cannot save {folder}, what was saved before is intact"):
-        try:
-            temporary.mkdir(exist_ok=True)
-            yield temporary
-            for file in filter(Path.is_file, temporary.rglob("*")):
-                with open(file, "rb+") as opened:
-                    os.fsync(opened.fileno())
-            if folder.exists():
-                remove_folder(folder)
-            temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+def new_folder(folder):
+    """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(exist_ok=True)
+    yield temporary
+    os.sync()  # the files are on the disk before the folder gets its name
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
 
 
-def remove_folder(folder: Path) -> None:
-    """Takes its name away first: no half-removed folder passes for a complete one."""
-    shutil.rmtree(folder.rename(folder.with_name(folder.name + ".old.tmp")))
-
-
-def save_model(folder: Path, model, tokenizer) -> None:
+def save_model(folder, model, tokenizer):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
-def save_checkpoint(run_folder, model, tokenizer, training_state, state: dict, args) -> None:
-    """All that an exact resume needs, in a folder of its own; removes the oldest checkpoints."""
-    with new_folder(run_folder / f"step-{state['step']:08d}") as folder:
+def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
+    """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
         save_model(folder, model, tokenizer)
+        training_state = {name: part.state_dict() for name, part in stateful.items()}
         torch.save(training_state, folder / "training_state.pt")
-        (folder / "state.json").write_text(json.dumps(state, indent=2))
-    for checkpoint in list_checkpoints(run_folder)[: -args.keep_checkpoints]:
-        remove_folder(checkpoint)
+        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        shutil.copy(run_folder / "metrics.jsonl", folder)
+    for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
+        # Its name goes first: a folder that is only half removed is not taken for a checkpoint.
+        shutil.rmtree(old.rename(run_folder / "incomplete"))
 
 
-def load_training_state(checkpoint: Path, stateful: dict) -> None:
-    """Restores each of `stateful` in place."""
-    with explain(DAMAGED.format(checkpoint)):
-        file = checkpoint / "training_state.pt"
-        training_state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        for name, part in stateful.items():
-            part.load_state_dict(training_state[name])
-    # If the number of steps has changed, so has the learning rate of the next one.
+def open_run(args):
+    """Makes the folder of a run with a name; returns it, its newest checkpoint and the state."""
+    flags = {name: getattr(args, name) for name in LASTING}
+    new_state = RunState(flags, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        return None, None, new_state
+    run_folder = args.save_dir / args.experiment_name
+    with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
+        run_folder.mkdir(parents=True, exist_ok=True)
+    checkpoints = sorted(run_folder.glob("step-*"))
+    if not checkpoints:
+        return run_folder, None, new_state
+    newest = checkpoints[-1]
+    if not (newest / "training_state.pt").exists():
+        fail(f"{newest} is from another chapter: choose another --experiment-name")
+    state = RunState(**json.loads((newest / "state.json").read_text()))
+    for name, value in state.flags.items():
+        if flags[name] != value:
+            flag = f"--{name.replace('_', '-')}"
+            fail(f"{flag} was {value} in this run: keep it, or choose another --experiment-name")
+    say(f"Continuing from {newest}")
+    return run_folder, newest, state
+
+
+def load_training_state(checkpoint, stateful):
+    """Restores optimizer, scheduler and scaler in place."""
+    training_state = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
+    for name, part in stateful.items():
+        part.load_state_dict(training_state[name])
+    # If --max-steps has changed, so has the schedule: compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
 
 
-# -- Evaluation, metrics, timing -------------------------------------------------------------------
-
-
-@torch.no_grad()
-def evaluate(model, blocks, args, device: torch.device) -> float:
-    """The mean loss over all held-out blocks, in nats per token."""
-    model.eval()
-    size = args.batch_size
-    loss_sum = torch.zeros((), device=device)
-    for begin in range(0, len(blocks), size):
-        indices = range(begin, min(begin + size, len(blocks)))
-        input_ids = read_batch(blocks, indices, device)
-        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-        loss_sum += loss * len(indices)
-    model.train()
-    return loss_sum.item() / len(blocks)
-
-
-def stop_unless_finite(loss: float, grad_norm: torch.Tensor, state: RunState, args) -> None:
-    # In fp16 an infinite gradient is nothing unusual: the scaler skips that step.
-    if not math.isfinite(loss) or (args.dtype != "fp16" and not grad_norm.isfinite()):
-        where = f"at step {state.step}, which is not saved"
-        fail(f"the loss or its gradient is not finite {where}: lower --lr or raise --warmup-steps")
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
 
 
 class PhaseTimer:
     """Times the phases of a step: `with timer("forward"): ...`.
 
     Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
-    with the work, and are read when the GPU has passed them.
+    with the work. Their times are read at logged steps, when the GPU has passed them.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device):
         self.on_gpu = device.type == "cuda"
-        self.spans = {phase: [] for phase in ("data", "forward", "backward", "update")}
+        self.spans = defaultdict(list)
         self.last_read = time.perf_counter()
 
     @contextmanager
-    def __call__(self, phase: str):
+    def __call__(self, phase):
         begin = self.now()
         yield
         self.spans[phase].append((begin, self.now()))
@@ -571,151 +482,121 @@ class PhaseTimer:
         event.record()
         return event
 
-    def read(self, tokens_per_step: int) -> dict[str, float]:
+    def read(self, tokens_per_step):
         """Milliseconds per optimizer step and tokens per second, since the last read."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-        now, steps, metrics = time.perf_counter(), len(self.spans["update"]), {}
+        steps = len(self.spans["update"])
+        metrics = {}
         for phase, spans in self.spans.items():
             times = (a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in spans)
             metrics[f"time/{phase}_ms"] = sum(times) / steps
-            spans.clear()
+        self.spans.clear()
+        now = time.perf_counter()
         seconds = (now - self.last_read) / steps
         self.last_read = now
         metrics["time/total_ms"] = 1e3 * seconds
-        return metrics | {"tokens_per_second": tokens_per_step / seconds}
+        metrics["tokens_per_second"] = tokens_per_step / seconds
+        return metrics
 
 
-def memory_metrics(device: torch.device) -> dict[str, float]:
-    """GB (1e9 bytes) that PyTorch has handed out and has reserved on the GPU.
-
-    Elsewhere: the resident memory of this process, now; no peak is kept.
-    """
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        stats = torch.cuda.memory_stats(device)
-    else:
-        total, resident = psutil.virtual_memory().total, psutil.Process().memory_info().rss
-        stats = defaultdict(lambda: resident)
-    metrics = {"memory/total_gb": total / 1e9}
-    for kind in ("allocated", "reserved"):
-        for when in ("current", "peak"):
-            metrics[f"memory/{when}_{kind}_gb"] = stats[f"{kind}_bytes.all.{when}"] / 1e9
-    return metrics
+def memory_metrics(device):
+    """GB (1e9 bytes) that PyTorch uses and has reserved on the GPU; without one, of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
 
 
-# -- Logging ---------------------------------------------------------------------------------------
-
-
-def describe_run(args, model, train_blocks, device: torch.device, global_batch: int) -> dict:
+def describe_run(args, model, train_samples):
     """What is logged once: every flag, and what follows from them."""
+    on_gpu = torch.cuda.is_available()
     return vars(args) | {
-        "global_batch": global_batch,
         "world_size": 1,
-        "parameters_total": sum(p.numel() for p in model.parameters()),
-        "parameters_trainable": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "dataset_blocks": len(train_blocks),
-        "dataset_tokens": len(train_blocks) * args.seq_length,
-        "device_name": device_name(device),
-        "device_memory_gb": memory_metrics(device)["memory/total_gb"],
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "dataset_samples": len(train_samples),
+        "dataset_tokens": len(train_samples) * args.seq_length,
+        "device_memory_gb": torch.cuda.mem_get_info()[1] / 1e9 if on_gpu else None,
         "torch_version": torch.__version__,
         "cuda_version": str(torch.version.cuda),
         "transformers_version": transformers.__version__,
     }
 
 
-def show_progress(progress: tqdm, metrics: dict) -> None:
-    """On the bar in a terminal, else as a line."""
-    text = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
-    if progress.disable:
-        say(f"step {metrics['step']}/{progress.total}  {text.format(**metrics)}")
-    else:
-        progress.set_postfix_str(text.format(**metrics))
-
-
 class RunLog:
-    """The records of a named run, the same ones in `metrics.jsonl` and in Comet; else does nothing.
+    """Writes the same records to `metrics.jsonl` and to Comet."""
 
-    A thread of its own talks to Comet: however slow or unwilling that is, training goes on.
+    def __init__(self, run_folder, checkpoint, state, args):
+        if checkpoint:  # only the records before it: a killed run may have left later ones
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        self.comet = start_comet(run_folder / "comet", state, args)
+
+    def metrics(self, state, metrics):
+        # JSON has no infinity, which the gradient norm of a step that fp16 skips may be.
+        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | finite
+        print(json.dumps(record), file=self.file, flush=True)
+        self.comet.log_metrics(finite, step=state.step, epoch=state.epoch)
+
+
+def start_comet(folder, state, args):
+    """A Comet experiment, which sends in the background and ends by itself when the script ends.
+
+    Without an API key, or without an answer from Comet, it writes an archive to `folder` instead.
     """
-
-    def __init__(self, args, run_folder: Path | None, state: RunState):
-        self.file, self.calls, self.warned = None, queue.SimpleQueue(), False
-        if run_folder is None:
-            return
-        path = run_folder / "metrics.jsonl"
-        with explain(f"cannot write {path}"):
-            run_folder.mkdir(parents=True, exist_ok=True)
-            for leftover in run_folder.glob("*.tmp"):  # of a save that was cut off
-                shutil.rmtree(leftover)
-            # Drops what came after the checkpoint, and a last line that was only half written.
-            lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-            whole = [line for line in lines if line.endswith("\n")]
-            kept = [line for line in whole if json.loads(line)["step"] <= state.step]
-            path.with_suffix(".new").write_text("".join(kept))
-            path.with_suffix(".new").replace(path)
-            self.file = path.open("a")
-        comet = (args, run_folder / "comet", state.comet_key)
-        self.comet = threading.Thread(target=self.talk_to_comet, args=comet, daemon=True)
-        self.comet.start()
-
-    def parameters(self, parameters: dict, model) -> None:
-        if self.file:
-            self.calls.put(("log_parameters", (parameters,), {}))
-            self.calls.put(("set_model_graph", (str(model),), {}))
-
-    def metrics(self, record: dict) -> None:
-        if self.file:
-            # JSON has no infinity, which the gradient norm of a step that fp16 skips may be.
-            record = {name: x if math.isfinite(x) else None for name, x in record.items()}
-            with explain(f"cannot write {self.file.name}; the last checkpoint is intact"):
-                print(json.dumps(record), file=self.file, flush=True)
-            position = {"step": record["step"], "epoch": record["epoch"]}
-            self.calls.put(("log_metrics", (record,), position))
-
-    def close(self) -> None:
-        if self.file:
-            self.calls.put(None)
-            self.comet.join(timeout=60)
-            if self.comet.is_alive():
-                self.warn_once("no answer")
-
-    def warn_once(self, reason) -> None:
-        if not self.warned:
-            self.warned = True
-            say(f"warning: Comet fails, training goes on: {first_line(reason)}")
-
-    def talk_to_comet(self, args, folder: Path, comet_key: str) -> None:
-        has_key = bool(comet_ml.get_config("comet.api_key"))
-        complaints = logging.Handler(logging.ERROR if has_key else logging.CRITICAL)
-        complaints.emit = lambda record: self.warn_once(record.getMessage())
-        logging.getLogger("comet_ml").handlers = [complaints]
-        off = dict.fromkeys(["auto_output_logging", "log_graph", "parse_args"], False)
-        names = {"name": args.experiment_name, "offline_directory": str(folder)}
+    config = comet_ml.ExperimentConfig(
+        name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
+    )
+    options = {
+        "workspace": args.comet_workspace,
+        "project_name": args.comet_project_name,
+        "experiment_key": state.comet_key,  # a resumed run continues its experiment
+        "experiment_config": config,
+    }
+    if comet_ml.get_config("comet.api_key"):
         try:
-            for online in (True, False) if has_key else (False,):
-                with suppress(Exception):
-                    experiment = comet_ml.start(
-                        online=online,
-                        workspace=args.comet_workspace,
-                        project_name=args.comet_project_name,
-                        experiment_key=comet_key,
-                        mode="get_or_create",  # a resumed run goes on with the one it began
-                        experiment_config=comet_ml.ExperimentConfig(
-                            display_summary_level=0, **names, **off
-                        ),
-                    )
-                    if experiment.alive:
-                        break
-            for method, values, options in iter(self.calls.get, None):
-                getattr(experiment, method)(*values, **options)
-            experiment.end()
+            return comet_ml.start(online=True, **options)
         except Exception as error:
-            return self.warn_once(error)
-        if any(folder.glob("*.zip")):  # what could not be sent ends there, too
-            say(f"Comet: to upload this run: comet upload {folder}/*.zip")
-        elif has_key:
-            say(f"Comet: {experiment.url}")
+            say(f"warning: Comet cannot be reached ({error!r:.300})")
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # or it reports on its archive at length
+    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
+    return comet_ml.start(online=False, **options)
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    tqdm.write(message, file=CONSOLE)
+
+
+def fail(message):
+    """Exits with a one-line message about a mistake that the user can fix."""
+    sys.exit(f"error: {message}")
+
+
+@contextmanager
+def explain(message):
+    """Replaces the traceback of an error inside by this message and a short form of the error."""
+    try:
+        yield
+    except Exception as error:
+        fail(f"{message} ({error!r:.300})")
+
+
+def catch_stop_signals():
+    """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
+    received = []
+
+    def remember(signum, frame):
+        received.append(signum)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C stops at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return received
 
 
 # -- Flags -----------------------------------------------------------------------------------------
@@ -736,93 +617,67 @@ DEMO = {
 }
 
 
-# Those of transformers.get_scheduler that need nothing but a number of steps.
-SCHEDULERS = ["cosine", "cosine_with_restarts", "linear", "polynomial", "inverse_sqrt"]
-SCHEDULERS += ["constant", "constant_with_warmup"]
+def at_least(minimum, kind=int):
+    """An argparse type: a finite number of this kind that is not below `minimum`."""
 
-
-def at_least(minimum, kind=int, below=math.inf):
-    """An argparse type: a number of this kind in this range."""
-
-    def number(text: str):
+    def number(text):
         value = kind(text)
-        if not minimum <= value < below:
-            raise argparse.ArgumentTypeError(f"{text} is not at least {minimum} and below {below}")
+        if not minimum <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
         return value
 
     return number
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        usage="%(prog)s [flags], see --help",
-        description="The default is in brackets.",
-        allow_abbrev=False,
-    )
-
-    def add(*names, help: str, default=None, **options):
-        suffix = "" if default is None or default is False else f" [{default}]"
-        help = (help + suffix).replace("%", "%%")
-        parser.add_argument(*names, help=help, default=default, **options)
-
-    count, positive, real = at_least(0), at_least(1), at_least(0, float)
+def parse_args():
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
+    add = parser.add_argument
+    switch = argparse.BooleanOptionalAction
+    count = at_least(0)
+    positive = at_least(1)
+    real = at_least(0, float)
     add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
-    add("--comet-workspace", help="workspace at Comet [the account's own default]")
+    add("--comet-workspace", help="workspace at Comet, or else the account's default")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
-    switch = argparse.BooleanOptionalAction
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
     add("--dataset-subset", help="configuration name on the Hub")
-    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per packed block")
-    add("-b", "--batch-size", type=positive, default=8, help="blocks per device and forward pass")
+    add("-s", "--seq-length", type=positive, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
     add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    add("--lr-scheduler", choices=SCHEDULERS, default="cosine", help="course of the learning rate")
+    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
-    add("--dtype", choices=DTYPES, help="compute precision [bf16 on GPUs, fp32 on CPU]")
+    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, or else fp32")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
-    add("--compile", action=switch, help="[on for CUDA, off elsewhere]")
+    add("--compile", action=switch, help="on for CUDA, or else off")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
     add("--save-dir", type=Path, default=REPOSITORY / "outputs", help="the folder of all runs")
-    add(
-        "--seed",
-        type=at_least(0, below=2**32),
-        default=0,
-        help="of random weights and the order of samples",
-    )
+    add("--seed", type=count, default=0, help="of random weights and the order of samples")
     devices = [name for name in ("cuda", "mps", "cpu") if getattr(torch, name).is_available()]
-    add("--device", choices=devices, default=devices[0], help="cuda, mps or cpu")
+    add("--device", choices=devices, default=devices[0], help="where to train")
     add("--demo", action="store_true", help="a small preset; other flags override it")
     if "--demo" in sys.argv:
         parser.set_defaults(**DEMO)
     args = parser.parse_args()
-
-    args.dtype = args.dtype or ("fp32" if args.device == "cpu" else "bf16")
-    args.compile = args.device == "cuda" if args.compile is None else args.compile
-    if args.dtype == "fp16" and args.device != "cuda":
-        parser.error("--dtype fp16 needs a CUDA GPU: choose bf16 or fp32")
-    name = args.experiment_name
-    if name is not None and (name in ("", "..") or Path(name).name != name):
+    if args.experiment_name and Path(args.experiment_name).name != args.experiment_name:
         parser.error("--experiment-name must be a plain folder name, without slashes")
     return args
 
 
 if __name__ == "__main__":
     try:
-        with ExitStack() as at_exit:  # so that Comet gets the records of a run that fails, too
-            main(at_exit)
+        main()
     except torch.OutOfMemoryError:
         remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
         fail(f"out of GPU memory: {remedy} --activation-checkpointing, then a lower --seq-length")
-    except KeyboardInterrupt:
-        fail("interrupted before the first step")
-    except torch._dynamo.exc.BackendCompilerFailed as error:
-        fail(f"torch.compile failed, try --no-compile ({first_line(error)})")
