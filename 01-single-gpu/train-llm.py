@@ -41,6 +41,7 @@ import psutil
 import pyarrow as pa
 import torch
 import transformers
+import yaml
 from torch.utils.data import Subset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
@@ -59,7 +60,7 @@ def main():
     args.compile = device.type == "cuda" if args.compile is None else args.compile
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation  # samples per optimizer step
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # for each file that it reads or writes
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
@@ -175,7 +176,6 @@ def main():
         if run_folder and save_now:
             # A saved step is always a logged step, so its numbers have passed the check above.
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
-    progress.close()
 
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
@@ -203,7 +203,7 @@ def build_model(args, config, device, checkpoint):
         with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
             source = checkpoint or args.model_name
             model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    model.to(device)
+    model.to(device)  # files are read into CPU memory first
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if ampere and args.dtype != "fp32" and is_flash_attn_2_available():
         with suppress(ValueError):  # a family without it keeps its default, SDPA for most
@@ -245,6 +245,7 @@ def load_config_and_tokenizer(args):
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
+    # A model has not learned positions beyond these.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
@@ -306,9 +307,9 @@ def load_samples(args, tokenizer, global_batch):
     def pack(split):
         tokenized = splits[split].map(
             tokenize,
-            batched=True,
+            batched=True,  # 1,000 documents per call
             fn_kwargs={"tokenizer": tokenizer, "column": column},
-            remove_columns=splits[split].column_names,
+            remove_columns=splits[split].column_names,  # the token ids are all that stays
             features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
             desc=f"Tokenizing {split}",
         )
@@ -320,7 +321,7 @@ def load_samples(args, tokenizer, global_batch):
     if held_out:
         eval_samples = pack(held_out)
     else:
-        count -= max(1, count // 100)
+        count -= max(1, count // 100)  # the last ones, before anything is shuffled
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
         train_samples = Subset(train_samples, range(count))
     say(f"{name}, column {column!r}: {count} samples to train on, {len(eval_samples)} held out")
@@ -466,7 +467,7 @@ class PhaseTimer:
 
     def __init__(self, device):
         self.on_gpu = device.type == "cuda"
-        self.spans = defaultdict(list)
+        self.spans = defaultdict(list)  # (begin, end) of each time, by phase
         self.last_read = time.perf_counter()
 
     @contextmanager
@@ -650,8 +651,8 @@ def parse_args():
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = [schedule.value for schedule in transformers.SchedulerType]
-    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
+    schedule = transformers.SchedulerType
+    add("--lr-scheduler", type=schedule, default="cosine", help="linear, constant, ... (transformers.SchedulerType)")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
@@ -667,9 +668,14 @@ def parse_args():
     devices = [name for name in ("cuda", "mps", "cpu") if getattr(torch, name).is_available()]
     add("--device", choices=devices, default=devices[0], help="where to train")
     add("--demo", action="store_true", help="a small preset; other flags override it")
-    if "--demo" in sys.argv:
+    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
+    config = parser.parse_known_args()[0].config
+    with explain(f"cannot read {config}"):
+        file = yaml.safe_load(config.read_text()) if config else {}
+    given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in file.items()]
+    if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
-    args = parser.parse_args()
+    args = parser.parse_args(given + sys.argv[1:])
     if args.experiment_name and Path(args.experiment_name).name != args.experiment_name:
         parser.error("--experiment-name must be a plain folder name, without slashes")
     return args

@@ -44,6 +44,7 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 import transformers
+import yaml
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import Subset
 from tqdm import tqdm
@@ -70,7 +71,7 @@ def main():
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     global_batch = args.batch_size * accumulation * WORLD_SIZE
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # for each file that it reads or writes
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
@@ -213,7 +214,6 @@ def main():
         if run_folder and save_now:
             # A saved step is always a logged step, so its numbers have passed the check above.
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
-    progress.close()
 
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
@@ -243,7 +243,7 @@ def build_model(args, config, device, checkpoint):
         with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
             source = checkpoint or args.model_name
             model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    model.to(device)
+    model.to(device)  # files are read into CPU memory first
     ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     if ampere and args.dtype != "fp32" and is_flash_attn_2_available():
         with suppress(ValueError):  # a family without it keeps its default, SDPA for most
@@ -285,6 +285,7 @@ def load_config_and_tokenizer(args):
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
+    # A model has not learned positions beyond these.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
@@ -346,9 +347,9 @@ def load_samples(args, tokenizer, global_batch):
     def pack(split):
         tokenized = splits[split].map(
             tokenize,
-            batched=True,
+            batched=True,  # 1,000 documents per call
             fn_kwargs={"tokenizer": tokenizer, "column": column},
-            remove_columns=splits[split].column_names,
+            remove_columns=splits[split].column_names,  # the token ids are all that stays
             features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
             desc=f"Tokenizing {split}",
         )
@@ -360,7 +361,7 @@ def load_samples(args, tokenizer, global_batch):
     if held_out:
         eval_samples = pack(held_out)
     else:
-        count -= max(1, count // 100)
+        count -= max(1, count // 100)  # the last ones, before anything is shuffled
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
         train_samples = Subset(train_samples, range(count))
     say(f"{name}, column {column!r}: {count} samples to train on, {len(eval_samples)} held out")
@@ -545,7 +546,7 @@ class PhaseTimer:
 
     def __init__(self, device):
         self.on_gpu = device.type == "cuda"
-        self.spans = defaultdict(list)
+        self.spans = defaultdict(list)  # (begin, end) of each time, by phase
         self.last_read = time.perf_counter()
 
     @contextmanager
@@ -729,8 +730,8 @@ def parse_args():
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = [schedule.value for schedule in transformers.SchedulerType]
-    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
+    schedule = transformers.SchedulerType
+    add("--lr-scheduler", type=schedule, default="cosine", help="linear, constant, ... (transformers.SchedulerType)")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
@@ -745,9 +746,14 @@ def parse_args():
     add("--seed", type=count, default=0, help="of random weights and the order of samples")
     # DDP: No --device, because torchrun hands out the devices.
     add("--demo", action="store_true", help="a small preset; other flags override it")
-    if "--demo" in sys.argv:
+    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
+    config = parser.parse_known_args()[0].config
+    with explain(f"cannot read {config}"):
+        file = yaml.safe_load(config.read_text()) if config else {}
+    given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in file.items()]
+    if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
-    args = parser.parse_args()
+    args = parser.parse_args(given + sys.argv[1:])
     if args.experiment_name and Path(args.experiment_name).name != args.experiment_name:
         parser.error("--experiment-name must be a plain folder name, without slashes")
     return args

@@ -45,6 +45,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+import yaml
 from huggingface_hub import snapshot_download
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -74,7 +75,7 @@ def main():
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     global_batch = args.batch_size * accumulation * WORLD_SIZE
-    torch.manual_seed(args.seed)
+    torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # for each file that it reads or writes
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
@@ -134,7 +135,7 @@ def main():
             # DDP 6: Each rank reads other samples, because equal ones would give equal gradients.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
-            # FSDP 2: Every micro-batch scatters gradients, for whole ones take 4 bytes per parameter.
+            # FSDP 2: Every micro-batch scatters gradients: whole ones take 4 bytes per parameter.
             # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
@@ -212,7 +213,6 @@ def main():
         if run_folder and save_now:
             # A saved step is always a logged step, so its numbers have passed the check above.
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
-    progress.close()
 
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
@@ -334,6 +334,7 @@ def load_config_and_tokenizer(args):
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
+    # A model has not learned positions beyond these.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
@@ -395,9 +396,9 @@ def load_samples(args, tokenizer, global_batch):
     def pack(split):
         tokenized = splits[split].map(
             tokenize,
-            batched=True,
+            batched=True,  # 1,000 documents per call
             fn_kwargs={"tokenizer": tokenizer, "column": column},
-            remove_columns=splits[split].column_names,
+            remove_columns=splits[split].column_names,  # the token ids are all that stays
             features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
             desc=f"Tokenizing {split}",
         )
@@ -409,7 +410,7 @@ def load_samples(args, tokenizer, global_batch):
     if held_out:
         eval_samples = pack(held_out)
     else:
-        count -= max(1, count // 100)
+        count -= max(1, count // 100)  # the last ones, before anything is shuffled
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
         train_samples = Subset(train_samples, range(count))
     say(f"{name}, column {column!r}: {count} samples to train on, {len(eval_samples)} held out")
@@ -608,7 +609,7 @@ class PhaseTimer:
 
     def __init__(self, device):
         self.on_gpu = device.type == "cuda"
-        self.spans = defaultdict(list)
+        self.spans = defaultdict(list)  # (begin, end) of each time, by phase
         self.last_read = time.perf_counter()
 
     @contextmanager
@@ -792,8 +793,8 @@ def parse_args():
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = [schedule.value for schedule in transformers.SchedulerType]
-    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
+    schedule = transformers.SchedulerType
+    add("--lr-scheduler", type=schedule, default="cosine", help="linear, constant, ... (transformers.SchedulerType)")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
@@ -811,9 +812,14 @@ def parse_args():
     add("--cpu-offload", action="store_true", help="shards and AdamW in CPU memory: less on GPUs")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action="store_true", help="a small preset; other flags override it")
-    if "--demo" in sys.argv:
+    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
+    config = parser.parse_known_args()[0].config
+    with explain(f"cannot read {config}"):
+        file = yaml.safe_load(config.read_text()) if config else {}
+    given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in file.items()]
+    if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
-    args = parser.parse_args()
+    args = parser.parse_args(given + sys.argv[1:])
     if args.experiment_name and Path(args.experiment_name).name != args.experiment_name:
         parser.error("--experiment-name must be a plain folder name, without slashes")
     return args
