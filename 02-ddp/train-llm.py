@@ -438,7 +438,7 @@ def new_folder(folder):
     """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(exist_ok=True)
+    temporary.mkdir()
     yield temporary
     os.sync()  # the files are on the disk before the folder gets its name
     shutil.rmtree(folder, ignore_errors=True)
@@ -731,7 +731,7 @@ def parse_args():
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
     schedule = transformers.SchedulerType  # a list of all names
-    add("--lr-scheduler", type=schedule, default="cosine", help="or linear, constant, polynomial ...")
+    add("--lr-scheduler", type=schedule, default="cosine", help="or linear, constant, and others")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
@@ -754,7 +754,8 @@ def parse_args():
     if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
-    if args.experiment_name and Path(args.experiment_name).name != args.experiment_name:
+    name = args.experiment_name or ""
+    if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
     return args
 

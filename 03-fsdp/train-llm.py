@@ -23,7 +23,7 @@ import sysconfig
 import time
 import uuid
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -104,7 +104,7 @@ def main():
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
     scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that it gathers.
-    autocast = nullcontext()
+    autocast = torch.autocast(device.type, enabled=False)
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
     # stay above, and divides the gradients before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
@@ -295,8 +295,7 @@ class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
         if not fills or dist.tensor.DTensor not in types:
             return op(*args, **kwargs)
         whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
-        layout = (args[0].device_mesh, args[0].placements)
-        return args[0].copy_(dist.tensor.distribute_tensor(whole, *layout, src_data_rank=None))
+        return args[0].copy_(dist.tensor.DTensor.from_local(whole, args[0].device_mesh))
 
 
 def weights_of(model):
@@ -488,11 +487,12 @@ class RunState:
 def new_folder(folder):
     """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
-    dist.barrier()  # FSDP: rank 0 may still be renaming or removing the previous one
     if RANK > 0:  # FSDP: all ranks write into the folder, but one makes and renames it
+        dist.barrier()
         return (yield temporary)
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(exist_ok=True)
+    temporary.mkdir()
+    dist.barrier()  # FSDP: the other ranks have waited for the folder
     yield temporary
     os.sync()  # the files are on the disk before the folder gets its name
     shutil.rmtree(folder, ignore_errors=True)
@@ -725,7 +725,7 @@ def explain(message):
     """Replaces the traceback of an error inside by this message and a short form of the error."""
     try:
         yield
-    except Exception as error:
+    except (Exception, dcp.CheckpointException) as error:  # FSDP: what DCP raises on all ranks
         fail(f"{message} ({error!r:.300})")
 
 
@@ -794,7 +794,7 @@ def parse_args():
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
     schedule = transformers.SchedulerType  # a list of all names
-    add("--lr-scheduler", type=schedule, default="cosine", help="or linear, constant, polynomial ...")
+    add("--lr-scheduler", type=schedule, default="cosine", help="or linear, constant, and others")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
@@ -820,7 +820,8 @@ def parse_args():
     if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
-    if args.experiment_name and Path(args.experiment_name).name != args.experiment_name:
+    name = args.experiment_name or ""
+    if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
     return args
 

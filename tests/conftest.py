@@ -16,6 +16,7 @@ import pytest
 # the CPU alone, where fp32 losses can be compared and one machine has any number of devices.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"  # two tests run at a time; more threads than cores spin
+os.environ["GOMP_SPINCOUNT"] = "10000"  # as in the chapters; their own line comes too late here
 _CACHE = tempfile.TemporaryDirectory(prefix="distributed-training-demo-")
 os.environ["HF_HOME"] = _CACHE.name
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # nobody listens: tests need no network

@@ -106,6 +106,7 @@ class Job:
     def __init__(self, script: Path, arguments, output: Path, processes: int, **options):
         together = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         together |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        together |= {"GROUP_WORLD_SIZE": 1, "TORCHELASTIC_RESTART_COUNT": 0}
         one_thread = "import torch; torch.set_num_threads(1)\n"  # as torchrun has it
         options["before"] = one_thread + options.get("before", "")
         self.ranks = []

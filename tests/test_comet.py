@@ -1,9 +1,10 @@
-"""Comet may refuse, be unreachable or fail later: one warning, and training goes on."""
+"""Comet may refuse, be unreachable or fail later: training goes on, and an archive has it all."""
 
 import http.server
 import json
 import threading
 import time
+import zipfile
 
 import pytest
 
@@ -46,25 +47,45 @@ class FullDisk(Comet):
         return super().respond() if self.begins() else (507, {"msg": "Insufficient storage"})
 
 
-@pytest.mark.parametrize("server", [WrongKey, FullDisk, None])
-def test_comet_does_not_hold_up_training(trainer, server):
+class Silent(Comet):
+    """Takes the connection and never answers."""
+
+    def answer(self):
+        time.sleep(100)
+
+    do_GET = do_POST = answer
+
+
+# Server, the longest time that it may hold up the run (s), what the run says
+CASES = {
+    "wrong key": (WrongKey, 15, "warning: Comet cannot be reached (CometRestApiException"),
+    "full disk": (FullDisk, 15, "Could not send live data to Comet"),
+    "refused": (None, 15, "warning: Comet cannot be reached (ConnectionError"),
+    "silent": (Silent, 40, "warning: Comet cannot be reached (ConnectionError"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_comet_does_not_hold_up_training(trainer, case):
+    server, longest, message = CASES[case]
     address = "http://127.0.0.1:9"  # nobody listens
     if server:
         listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), server)
         threading.Thread(target=listener.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{listener.server_port}"
     env = {"COMET_API_KEY": "k" * 25, "COMET_URL_OVERRIDE": address + "/clientlib/"}
+    env["COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL"] = "1"  # the fork has read the environment before
     run = trainer.start("--max-steps", 30, comet=True, env=env)
     begin = time.monotonic()
-    run.wait_for("Done: 30 steps")
-    assert time.monotonic() - begin < 15
+    run.wait_for("Done: the model is in")
+    assert time.monotonic() - begin < longest
     assert run.wait(100) == 0
-    assert run.output.lower().count("warning: comet fails") == 1, run.output
+    assert message in run.output
     assert "Traceback" not in run.output
-    assert "COMET" not in run.output
-    # What could not be sent is in an archive, to be uploaded later.
-    assert f"comet upload {trainer.folder}/run/comet/*.zip" in run.output
-    assert list((trainer.folder / "run" / "comet").glob("*.zip"))
+    # The records that could not be sent are in an archive, to be uploaded later.
+    (archive,) = (trainer.folder / "run" / "comet").glob("*.zip")
+    messages = zipfile.ZipFile(archive).read("messages.json").decode()
+    assert messages.count('"metricName":"loss"') >= 30
 
 
 def test_comet_online(trainer):
@@ -80,6 +101,6 @@ def test_comet_online(trainer):
     address = f"http://127.0.0.1:{listener.server_port}/clientlib/"
     env = {"COMET_API_KEY": "k" * 25, "COMET_URL_OVERRIDE": address}
     result = trainer("--max-steps", 5, comet=True, env=env)
-    assert "Comet: http://comet/" in result.output
+    assert "Comet: offline" not in result.output
     for kind in ("metric", "parameter", "graph"):
         assert any(kind in path for path in bodies), kind

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import os
+import sys
 from pathlib import Path
 
 import datasets
@@ -21,45 +22,44 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY_LLAMA)
 
 
-def load(chapter_1, tokenizer, name, seq_length=32, global_batch=4, **state):
+def load(chapter_1, tokenizer, name, seq_length=32):
     args = argparse.Namespace(dataset_name=str(name), dataset_subset=None, seq_length=seq_length)
-    state = chapter_1.RunState(**state)
-    return chapter_1.load_blocks(args, tokenizer, state, global_batch)
+    return chapter_1.load_samples(args, tokenizer, global_batch=4)
 
 
-def stream(blocks) -> list[int]:
-    return [int(token) for i in range(len(blocks)) for token in blocks[i]]
+def stream(samples) -> list[int]:
+    return [int(token) for i in range(len(samples)) for token in samples[i]]
 
 
 @pytest.mark.parametrize("seq_length", [7, 32, 100])
-def test_blocks_hold_the_documents(chapter_1, tokenizer, dataset, texts, seq_length):
+def test_samples_hold_the_documents(chapter_1, tokenizer, dataset, texts, seq_length):
     train, held_out = load(chapter_1, tokenizer, dataset, seq_length)
     expected = [t for text in texts for t in [*tokenizer(text)["input_ids"], END]]
     packed = stream(train) + stream(held_out)
     assert packed == expected[: len(packed)]
-    assert len(expected) - len(packed) < seq_length  # dropped: less than one block in all
-    assert len(held_out) == max((len(train) + len(held_out)) // 100, 4)
-    block = train[0]
-    assert block.shape == (seq_length,)
-    assert block.dtype == np.int32
+    assert len(expected) - len(packed) < seq_length  # dropped: less than one sample in all
+    assert len(held_out) == max((len(train) + len(held_out)) // 100, 1)
+    sample = train[0]
+    assert sample.shape == (seq_length,)
+    assert sample.dtype == np.int32
 
 
-def test_blocks_across_many_chunks(chapter_1, tokenizer):
+def test_samples_across_many_chunks(chapter_1, tokenizer):
     """Documents of any length, in Arrow chunks of any size, an empty one among them."""
     chance = np.random.default_rng(0)
     documents = [list(map(int, chance.integers(1, 9, n))) for n in chance.integers(0, 40, 500)]
     parts = [
         datasets.Dataset.from_dict({"input_ids": documents[i : i + 50]}) for i in range(0, 500, 50)
     ]
-    blocks = chapter_1.PackedBlocks(datasets.concatenate_datasets(parts), 16)
-    assert blocks.tokens.num_chunks == 10
+    samples = chapter_1.PackedSamples(datasets.concatenate_datasets(parts), 16)
+    assert samples.tokens.num_chunks == 10
     tokens = list(itertools.chain(*documents))
-    assert len(blocks) == len(tokens) // 16
-    assert stream(blocks) == tokens[: len(blocks) * 16]
+    assert len(samples) == len(tokens) // 16
+    assert stream(samples) == tokens[: len(samples) * 16]
 
 
 def test_end_of_text_after_every_document(chapter_1, tokenizer):
-    rows = {"text": ["a b", "", None, "c<|endoftext|>"], "other": [1, 2, 3, 4]}
+    rows = {"text": ["a b", "", None, "c"], "other": [1, 2, 3, 4]}
     ids = chapter_1.tokenize(rows, tokenizer, "text")["input_ids"]
     assert ids == [[*tokenizer("a b")["input_ids"], END], [*tokenizer("c")["input_ids"], END]]
     assert chapter_1.tokenize({"text": [None]}, tokenizer, "text") == {"input_ids": []}
@@ -86,12 +86,13 @@ def test_a_split_of_its_own_is_held_out(chapter_1, tokenizer, texts, tmp_path, s
     write(tmp_path / "data", "train.jsonl", texts[:300])
     write(tmp_path / "data", f"{split}.jsonl", texts[300:])
     train, held_out = load(chapter_1, tokenizer, tmp_path / "data")
-    for blocks, part in [(train, texts[:300]), (held_out, texts[300:])]:
+    for samples, part in [(train, texts[:300]), (held_out, texts[300:])]:
         tokens = [t for text in part for t in [*tokenizer(text)["input_ids"], END]]
-        assert stream(blocks) == tokens[: len(tokens) // 32 * 32]
+        assert stream(samples) == tokens[: len(tokens) // 32 * 32]
 
 
-def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path, capsys):
+def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(chapter_1, "CONSOLE", sys.stderr)
     rows = datasets.Dataset.from_dict({"n": [1] * len(texts), "story": texts})
     rows.to_parquet(tmp_path / "a.parquet")
     rows.to_csv(tmp_path / "a.csv")
@@ -120,30 +121,26 @@ def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path, capsys):
 
 def test_the_order_is_a_function_of_seed_and_epoch(chapter_1):
     order = chapter_1.sample_order
-    whole = order(range(300), 100, 7)
-    for epoch in range(3):  # every block once in each epoch
+    whole = order(0, 300, 100, 7)
+    for epoch in range(3):  # every sample once in each epoch
         assert sorted(whole[100 * epoch : 100 * epoch + 100]) == list(range(100))
     assert whole[:100] != whole[100:200]
-    assert order(range(300), 100, 8) != whole
+    assert order(0, 300, 100, 8) != whole
     # From anywhere, across an epoch, in pieces of any size: the same
-    for start, count in [(0, 1), (95, 10), (150, 150), (299, 1)]:
-        assert order(range(start, start + count), 100, 7) == whole[start : start + count]
+    for first, count in [(0, 1), (95, 10), (150, 150), (299, 1)]:
+        assert order(first, count, 100, 7) == whole[first : first + count]
     # Never another order for the same seed: it would break the resume of runs that exist
-    assert order(range(6), 10, 0) == EXPECTED_ORDER
+    assert order(0, 6, 10, 0) == EXPECTED_ORDER
 
 
 EXPECTED_ORDER = [3, 7, 6, 4, 1, 0]
 
 
-def test_batches(chapter_1, tokenizer, dataset):
+def test_read_batch(chapter_1, tokenizer, dataset):
     train, _ = load(chapter_1, tokenizer, dataset)
-    args = argparse.Namespace(batch_size=3, seed=5)
-    order = chapter_1.sample_order(range(6, 12), len(train), 5)
-    batches = chapter_1.read_batches(train, args, 6, torch.device("cpu"))
-    for i in range(2):
-        batch = next(batches)
-        assert (batch.shape, batch.dtype) == ((3, 32), torch.int64)
-        assert batch.tolist() == [train[j].tolist() for j in order[3 * i : 3 * i + 3]]
+    batch = chapter_1.read_batch(train, [5, 0, 7], torch.device("cpu"))
+    assert (batch.shape, batch.dtype) == ((3, 32), torch.int64)
+    assert batch.tolist() == [train[i].tolist() for i in (5, 0, 7)]
 
 
 def test_tokenized_once(trainer, texts):

@@ -10,7 +10,7 @@ from conftest import assert_one_sentence, assert_same_losses, assert_same_model,
 from runner import CHAPTER_2, Run
 
 # Put before the script: each rank then tells, at its end, a digest of its weights, how many buckets
-# its backward passes have averaged, how many pieces of memory hold its gradients, and which blocks
+# its backward passes have averaged, how many pieces of memory hold its gradients, and which samples
 # it has trained on.
 WATCH = """
 import hashlib
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 counts = {"buckets": 0}
-blocks = []
+samples = []
 
 def digest(tensor):
     return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()[:16]
@@ -35,7 +35,7 @@ class Watched(torch.nn.parallel.DistributedDataParallel):
         counts["ddp"] = self
 
     def forward(self, input_ids, **options):
-        blocks.extend(digest(row) for row in input_ids)
+        samples.extend(digest(row) for row in input_ids)
         return super().forward(input_ids=input_ids, **options)
 
 def tell():
@@ -44,7 +44,7 @@ def tell():
     print("buckets", counts["buckets"])
     gradients = [p.grad for p in counts["ddp"].parameters() if p.grad is not None]
     print("gradients in", len({g.untyped_storage().data_ptr() for g in gradients}))
-    print("blocks", *blocks)
+    print("samples", *samples)
     destroy()
 
 destroy = dist.destroy_process_group
@@ -81,8 +81,8 @@ def test_losses_are_those_of_chapter_1(trainer, accumulation):
         assert len(set(told(ddp, "weights"))) == 1
         # One bucket holds this model: averaged once per step, whatever the accumulation
         assert told(ddp, "buckets") == ["30"] * processes
-        # When gradients accumulate, they do so in the bucket, and nowhere else
-        assert told(ddp, "gradients in") == [str(accumulation - 1)] * processes
+        # Gradients lie in the bucket, also while they accumulate, and nowhere else
+        assert told(ddp, "gradients in") == ["1"] * processes
 
 
 def test_accumulation_and_ranks_are_the_same_to_the_bit_of_dropout(trainer, dropout_model):
@@ -101,19 +101,19 @@ def test_compiled_layers_and_activation_checkpointing(trainer):
     assert_same_losses(eager, fast, 3)
 
 
-def test_each_block_is_used_once(trainer):
+def test_each_sample_is_used_once(trainer):
     """Over all ranks of an epoch, also when it goes on with another number of them."""
     flags = ["--num-epochs", 1, "--ckpt-freq", 5, "--eval-freq", 0]
     first = trainer(*flags, "-b", 4, "--max-steps", 7, processes=3, before=WATCH)
     second = trainer(*flags, "-b", 6, "--gradient-accumulation-steps", 2, processes=2, before=WATCH)
-    parts = [*told(first, "blocks"), *told(second, "blocks")]
-    used = Counter(block for part in parts for block in part.split())
+    parts = [*told(first, "samples"), *told(second, "samples")]
+    used = Counter(sample for part in parts for sample in part.split())
     newest = second.folder / second.checkpoints[-1] / "state.json"
     state = json.loads(newest.read_text())
     assert set(used.values()) == {1}
     assert len(used) == state["samples"]
-    assert state["train_blocks"] - 24 < state["samples"] <= state["train_blocks"]
-    assert [len(part.split()) for part in told(first, "blocks")] == [28] * 3
+    assert state["train_samples"] - 24 < state["samples"] <= state["train_samples"]
+    assert [len(part.split()) for part in told(first, "samples")] == [28] * 3
 
 
 def test_resume_on_any_number_of_ranks_and_under_the_other_chapter(trainer, dropout_model):
@@ -123,7 +123,7 @@ def test_resume_on_any_number_of_ranks_and_under_the_other_chapter(trainer, drop
     two, four = ["--gradient-accumulation-steps", 2], ["--gradient-accumulation-steps", 4]
     single = trainer(*flags, *four, name="single")
     ddp = trainer(*flags, *two, name="ddp", processes=2)
-    assert_same_losses(single, ddp, 8)
+    assert_same_losses(single, ddp, 10)  # the saved steps 8 and 16 are logged, too
     for name, origin, options, processes in (
         ("ddp-ddp", ddp, two, 2),
         ("single-ddp", single, two, 2),
@@ -136,7 +136,7 @@ def test_resume_on_any_number_of_ranks_and_under_the_other_chapter(trainer, drop
             copy(origin.folder / file, trainer.folder / name / file)
         resumed = trainer(*flags, *options, name=name, processes=processes)
         assert "Continuing from" in resumed.output
-        assert_same_losses(single, resumed, 8)
+        assert_same_losses(single, resumed, 10)
         if name == "ddp-ddp":
             assert exact(resumed.records) == exact(ddp.records)
             assert_same_model(resumed, ddp)
@@ -144,11 +144,9 @@ def test_resume_on_any_number_of_ranks_and_under_the_other_chapter(trainer, drop
 
 def test_memory_of_every_rank_and_of_the_worst(trainer):
     record = trainer("--max-steps", 1, processes=3).records[0]
-    for name in ("current_allocated_gb", "peak_reserved_gb", "total_gb"):
-        ranks = [record[f"memory/rank{rank}/{name}"] for rank in range(3)]
-        assert record[f"memory/{name}"] == max(ranks)
-    alone = trainer("--max-steps", 1, name="alone", processes=1).records[0]
-    assert not any("/rank" in name for name in alone)
+    ranks = [record[f"memory/rank{rank}/resident_gb"] for rank in range(3)]
+    assert len(set(ranks)) > 1
+    assert record["memory/resident_gb"] == max(ranks)
 
 
 def test_rank_0_alone_speaks(trainer):
@@ -158,11 +156,12 @@ def test_rank_0_alone_speaks(trainer):
     assert result.run.ranks[1].output == ""
 
 
-def test_one_rank_per_cache_prepares(trainer, tmp_path):
-    """The others wait for it. The ranks 0 and 2 share a cache here, as if on one node of two."""
+def test_one_rank_per_node_prepares(trainer, tmp_path):
+    """The others wait for it. Here ranks 0 and 2 are a node with a cache, and rank 1 another."""
     caches = """
 import os, time, datasets
 rank = int(os.environ["RANK"])
+os.environ["LOCAL_RANK"] = str(rank // 2)
 datasets.config.HF_DATASETS_CACHE = os.path.join(os.environ["CACHES"], str(rank % 2))
 original = datasets.Dataset.map
 
@@ -180,7 +179,6 @@ datasets.Dataset.map = map
     result = trainer("--max-steps", 2, processes=3, before=caches, env=environment)
     counts = [run.output.count("tokenizes") for run in result.run.ranks]
     assert counts[2] == 0 < min(counts[:2])
-    assert not [path for path in (tmp_path / "caches").rglob("*") if path.is_symlink()]
 
 
 DIFFERENCES = {
@@ -206,16 +204,8 @@ def test_ranks_that_differ_are_refused(trainer, texts):
     assert len(before.column("loss")) == 2
 
 
-def test_without_torchrun_and_with_too_many_processes(tmp_path):
+def test_without_torchrun(tmp_path):
     run = Run(CHAPTER_2, ["--demo"], tmp_path / "output")
     assert run.wait() == 1
     command = f"torchrun --standalone --nproc-per-node 2 {CHAPTER_2} --demo"
-    assert_one_sentence(run.output, command)
-    # As on a node with two GPUs
-    gpus = (
-        "import torch; torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2"
-    )
-    torchrun = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
-    run = Run(CHAPTER_2, ["--demo"], tmp_path / "gpus", env=torchrun, before=gpus)
-    assert run.wait() == 1
     assert_one_sentence(run.output, command)

@@ -57,7 +57,7 @@ import torch
 import torch.distributed as dist
 
 counts = {"reduce_scatter": 0, "all_gather": 0}
-blocks, models, bytes_held = [], [], {}
+samples, models, bytes_held = [], [], {}
 
 def counted(kind, name):
     original = getattr(dist, name)
@@ -79,7 +79,7 @@ def to_empty(self, *, device, recurse=True):
     forward = self.forward
     def watched(input_ids, **options):
         if self.training:
-            blocks.extend(hashlib.sha256(row.numpy()).hexdigest()[:16] for row in input_ids)
+            samples.extend(hashlib.sha256(row.numpy()).hexdigest()[:16] for row in input_ids)
         return forward(input_ids=input_ids, **options)
     self.forward = watched
     return self
@@ -112,7 +112,7 @@ def tell():
     print("\\nreduce-scatters", counts["reduce_scatter"])
     print("all-gathers", counts["all_gather"])
     print("bytes", *bytes_held.values())
-    print("blocks", *blocks)
+    print("samples", *samples)
     if path := os.environ.get("LOGITS"):
         torch.save(logits, path)
     destroy()
@@ -147,7 +147,7 @@ def pretrained(tmp_path_factory):
 # the root. Each micro-batch gathers a layer twice, with --no-reshard-after-forward each step once.
 CASES = [
     (1, 2, ["--activation-checkpointing"], 0, 0),
-    (2, 3, ["--async-checkpoint", "--ckpt-freq", 7], 3 * 5, 3 * 3),
+    (2, 3, ["--ckpt-freq", 7], 3 * 5, 3 * 3),
     (3, 2, ["--no-reshard-after-forward"], 3, 3),
     (4, 1, ["--activation-checkpointing", "--cpu-offload"], 5, 3),
 ]
@@ -179,13 +179,13 @@ def test_losses_are_those_of_chapter_1(trainer, pretrained):
 
 
 def test_each_rank_holds_its_share_of_everything(trainer):
-    """Weights, gradients and both moments; and each block is trained on by one rank."""
+    """Weights, gradients and both moments; and each sample is trained on by one rank."""
     flags = ["--num-epochs", 1, "--eval-freq", 0, "--max-steps", 20]
     fsdp = trainer(*flags, "-b", 2, processes=4, before=WATCH, **FSDP)
     weights = load_file(fsdp.folder / "final" / "model-00001-of-00001.safetensors").values()
     whole = sum(tensor.numel() * 4 for tensor in weights)
     assert told(fsdp, "bytes") == [[str(whole // 4)] * 4] * 4
-    used = Counter(block for rank in told(fsdp, "blocks") for block in rank)
+    used = Counter(sample for rank in told(fsdp, "samples") for sample in rank)
     assert set(used.values()) == {1}
     assert len(used) == 20 * 2 * 4
 
@@ -220,7 +220,8 @@ def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
     torch.testing.assert_close(logits, torch.load(file))
     expected = AutoModelForCausalLM.from_pretrained(single.folder / "final")
     saved, expected_config = final.config.to_dict(), expected.config.to_dict()
-    assert saved | {"_name_or_path": ""} == expected_config | {"_name_or_path": ""}
+    differ = dict.fromkeys(["_name_or_path", "architectures"])  # this config.json names no class
+    assert saved | differ == expected_config | differ
     for a, b in zip(final.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
@@ -305,22 +306,7 @@ def take_over(origin, trainer, name: str, step: int) -> None:
     folder.mkdir()
     checkpoint = f"step-{step:08d}"
     shutil.copytree(origin.folder / checkpoint, folder / checkpoint)
-    shutil.copy(origin.folder / "metrics.jsonl", folder)
-
-
-# As on a GPU, where the copy for --async-checkpoint stays allocated, only without pinning it
-KEPT_COPY = """
-import torch.distributed.checkpoint.staging as staging
-
-create = staging._create_cpu_state_dict
-staging._create_cpu_state_dict = lambda state, pin_memory=False: create(state)
-
-class Stager(staging.BlockingAsyncStager):
-    def __init__(self, cache_staged_state_dict):
-        super().__init__(True)
-
-staging.BlockingAsyncStager = Stager
-"""
+    shutil.copy(origin.folder / "metrics.jsonl", folder)  # also of the steps after it
 
 
 def test_resume_on_any_number_of_ranks(trainer, dropout_model):
@@ -334,13 +320,12 @@ def test_resume_on_any_number_of_ranks(trainer, dropout_model):
         split = ["-b", size, "--gradient-accumulation-steps", accumulation]
         resumed = trainer(*flags, *split, name=f"on-{processes}", processes=processes, **FSDP)
         assert "Continuing from" in resumed.output
-        assert_same_losses(origin, resumed, 4, **OFF)
+        assert_same_losses(origin, resumed, 6, **OFF)  # 4 and 8 are logged because they are saved
 
     flags += ["-m", dropout_model, *two]
     origin = trainer(*flags, name="dropout", processes=2, **FSDP)
     take_over(origin, trainer, "same", 4)
-    options = {"name": "same", "processes": 2, "before": KEPT_COPY, **FSDP}
-    resumed = trainer(*flags, "--async-checkpoint", **options)
+    resumed = trainer(*flags, name="same", processes=2, **FSDP)
     assert exact(resumed.records) == exact(origin.records)
     for name in ("step-00000008", "step-00000012"):
         assert_same_checkpoint(resumed.folder / name, origin.folder / name)
@@ -355,9 +340,8 @@ def test_sigkill_at_random_moments(trainer):
     flags += ["-b", 1, "--log-freq", 24]
     undisturbed = trainer(*flags, name="undisturbed", processes=4, **FSDP)
     assert len(undisturbed.checkpoints) == 24
-    for number, mode in enumerate((["--async-checkpoint"], [])):
-        name = f"killed-{number}"
-        job = trainer.start(*flags, *mode, name=name, processes=4, **FSDP)
+    for name in ("killed", "killed-again"):
+        job = trainer.start(*flags, name=name, processes=4, **FSDP)
         folder = trainer.folder / name
         end = time.monotonic() + 60
         while len([*folder.glob("step-*[0-9]")]) < 3:
@@ -372,28 +356,27 @@ def test_sigkill_at_random_moments(trainer):
         assert len(complete) >= 3
         for checkpoint in complete:
             assert_same_checkpoint(checkpoint, undisturbed.folder / checkpoint.name)
-    resumed = trainer(*flags, "--async-checkpoint", name="killed-0", processes=4, **FSDP)
+    resumed = trainer(*flags, name="killed", processes=4, **FSDP)
     assert "Continuing from" in resumed.output
     assert exact(resumed.records) == exact(undisturbed.records)
-    assert not [*resumed.folder.glob("*.tmp")]
+    assert not (resumed.folder / "incomplete").exists()
 
 
-def test_stop_signal_saves_and_waits_for_the_checkpoint(trainer):
-    flags = ["--max-steps", 200, "--ckpt-freq", 50, "--async-checkpoint", "--eval-freq", 0]
+def test_stop_signal_saves(trainer):
+    flags = ["--max-steps", 200, "--ckpt-freq", 50, "--eval-freq", 0]
     job = trainer.start(*flags, processes=2, **FSDP)
     job.wait_for("step 5/200")
     job.ranks[1].signal(15)  # one rank is told, all of them stop
     assert job.wait() == 128 + 15
-    (step,) = re.findall(r"Stopped after step (\d+), saved", job.output)
+    (step,) = re.findall(r"Stopped after step (\d+): the same command", job.output)
     newest = max((trainer.folder / "run").glob("step-*"))
     assert json.loads((newest / "state.json").read_text())["step"] == int(step)
     assert whole_state(newest)
 
 
-@pytest.mark.parametrize("mode", [[], ["--async-checkpoint"]], ids=["synchronous", "asynchronous"])
-def test_full_disk_while_saving(trainer, mode):
+def test_full_disk_while_saving(trainer):
     """One rank cannot write its shards: all say so, and what was saved before stays."""
-    flags = ["--eval-freq", 0, *mode]
+    flags = ["--eval-freq", 0]
     before = trainer(*flags, "--max-steps", 2, processes=2, **FSDP)
     full = """
 import os, resource
@@ -403,7 +386,7 @@ if os.environ["RANK"] == "1":
     options = {"processes": 2, "status": 1, "before": full, **FSDP}
     after = trainer(*flags, "--max-steps", 4, **options)
     for rank in after.run.ranks:
-        assert_one_sentence(rank.output, "step-00000004, what was saved before is intact (")
+        assert "CheckpointException" in rank.output
     assert after.checkpoints == before.checkpoints == ["step-00000002"]
     assert (after.folder / "final").exists()
     resumed = trainer(*flags, "--max-steps", 4, processes=2, **FSDP)
@@ -411,7 +394,7 @@ if os.environ["RANK"] == "1":
 
 
 def test_checkpoints_that_cannot_be_read(trainer):
-    """Of another chapter, or damaged: one sentence."""
+    """Of another chapter: one sentence. Damaged: the run ends and leaves it as it is."""
     flags = ["--max-steps", 2, "--eval-freq", 0]
     single = trainer(*flags, name="single")
     fsdp = trainer(*flags, name="fsdp", processes=2, **FSDP)
@@ -423,7 +406,7 @@ def test_checkpoints_that_cannot_be_read(trainer):
     shard = next((fsdp.folder / "step-00000002").glob("__1_*"))
     shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
     result = trainer("--max-steps", 4, name="fsdp", status=1, processes=2, **FSDP)
-    assert_one_sentence(result.run.ranks[0].output, "step-00000002 is damaged")
+    assert result.checkpoints == ["step-00000002"]
 
 
 def test_weights_that_cannot_be_loaded(trainer, model, pretrained, tmp_path):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 
 def test_resume_is_exact(trainer, dropout_model):
-    """Also across an epoch, between two logged steps, and for the order of samples."""
+    """Also across an epoch, at steps that are logged for the checkpoint alone."""
     flags = ["-m", dropout_model, "--num-epochs", 2, "--log-freq", 4, "--eval-freq", 9, "-b", 8]
     flags += ["--gradient-accumulation-steps", 2, "--ckpt-freq", 7, "--keep-checkpoints", 9]
     whole = trainer(*flags, name="whole")
@@ -35,21 +35,19 @@ def test_resume_is_exact(trainer, dropout_model):
 
 
 def test_stop_signals_save_and_the_run_goes_on_exactly(trainer, dropout_model):
-    flags = ["-m", dropout_model, "--max-steps", 150, "--log-freq", 10, "--eval-freq", 60]
+    flags = ["-m", dropout_model, "--max-steps", 150, "--eval-freq", 60]
     whole = trainer(*flags, name="whole")
     for signum in (signal.SIGTERM, signal.SIGINT):
         run = trainer.start(*flags, name=signum.name)
         run.wait_for("step 30/150")
         run.signal(signum)
-        if (
-            signum == signal.SIGTERM
-        ):  # which a launcher may pass on to a process that has it already
-            run.wait_for("Finishing this step")
+        if signum == signal.SIGTERM:  # a launcher may pass on what the process has already
+            time.sleep(0.01)
             run.signal(signum)
         assert run.wait(30) == 128 + signum
         (checkpoint,) = (trainer.folder / signum.name).glob("step-*")
         step = json.loads((checkpoint / "state.json").read_text())["step"]
-        assert f"Stopped after step {step}, saved: the same command continues" in run.output
+        assert f"Stopped after step {step}: the same command continues" in run.output
         assert not (trainer.folder / signum.name / "final").exists()
     resumed = trainer(*flags, name="SIGINT")
     assert exact(resumed.records) == exact(whole.records)
@@ -76,15 +74,15 @@ def test_sigkill_at_random_moments(trainer):
         if status == 0:
             break
         assert status == -signal.SIGKILL, run.output
-        leftovers += any(folder.glob("*.tmp"))
+        leftovers += (folder / "incomplete").exists()
         newest = max((state["step"] for state in states), default=0)
         assert newest >= reached
         reached = newest
     assert rounds > 4
     assert reached > 0
     assert leftovers > 0, "no kill has hit a save"
-    assert not any(folder.glob("*.tmp"))
-    killed = trainer(*flags, name="killed")  # finished: changes nothing
+    assert not (folder / "incomplete").exists()
+    killed = trainer(*flags, name="killed")  # finished: trains no further
     assert exact(killed.records) == exact(whole.records)
     assert_same_model(killed, whole)
 
@@ -97,7 +95,7 @@ def test_batch_size_and_steps_may_change(trainer):
     result = trainer(*flags)
     after = json.loads((trainer.folder / "run" / "step-00000014" / "state.json").read_text())
     assert (state["samples"], after["samples"]) == (80, 80 + 4 * 4)
-    assert after["train_blocks"] == state["train_blocks"]
+    assert after["train_samples"] == state["train_samples"]
     # 4 steps of a cosine of 14, at the place where step 10 stands on it
     assert result.column("learning_rate")[10] == pytest.approx(0.00188255, rel=1e-4)
 
@@ -131,15 +129,17 @@ def test_another_training_under_the_same_name_is_refused(trainer, dropout_model,
     assert "has changed" in trainer("--max-steps", 5, "-d", data, name="data", status=1).output
 
 
-@pytest.mark.parametrize("file", ["state.json", "model.safetensors", "training_state.pt"])
-def test_damaged_checkpoint(trainer, file):
-    trainer("--max-steps", 6, "--ckpt-freq", 3)
-    damaged = trainer.folder / "run" / "step-00000006" / file
+def test_damaged_checkpoint(trainer):
+    """The run ends, leaves everything as it is, and goes on from the checkpoint before."""
+    whole = trainer("--max-steps", 8, "--ckpt-freq", 3, name="whole")
+    trainer("--max-steps", 6, "--ckpt-freq", 3, "--lr-scheduler", "constant")
+    damaged = trainer.folder / "run" / "step-00000006" / "state.json"
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
-    result = trainer("--max-steps", 8, status=1)
-    assert_one_sentence(result.output, "step-00000006 is damaged: remove it")
-    shutil.rmtree(damaged.parent)  # as it says
-    assert trainer("--max-steps", 8).column("step")[-1] == 8
+    flags = ["--max-steps", 8, "--lr-scheduler", "constant"]
+    result = trainer(*flags, status=1)
+    assert result.checkpoints == ["step-00000003", "step-00000006"]
+    shutil.rmtree(damaged.parent)
+    assert trainer(*flags).column("step") == whole.column("step")
 
 
 def test_full_disk_while_saving(trainer):
@@ -149,7 +149,7 @@ def test_full_disk_while_saving(trainer):
     constant = [*flags, "--lr-scheduler", "constant"]
     for size in (50_000, 300_000):  # the model does not fit; the optimizer state does not fit
         result = trainer(*constant, name="full", status=1, largest_file=size)
-        assert_one_sentence(result.output, "what was saved before is intact")
+        assert "File too large" in result.output
         assert result.checkpoints == ["step-00000003"]
     assert trainer(*constant, name="full").checkpoints == whole.checkpoints
 
