@@ -2,7 +2,7 @@
 
 One process per device: each holds the whole model, takes its own share of every global batch, and
 averages its gradients with the others. So all of them make the same update, the one that chapter 1
-would make. `# DDP 1:` to `# DDP 10:` mark the ideas, `# DDP:` marks every other changed place.
+would make. Comments with DDP 1 to DDP 10 mark the ideas, those with DDP: other changed places.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
@@ -730,8 +730,8 @@ def parse_args():
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedule = transformers.SchedulerType  # a list of all names
-    add("--lr-scheduler", type=schedule, default="cosine", help="or linear, constant, and others")
+    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")

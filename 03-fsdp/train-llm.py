@@ -2,7 +2,7 @@
 
 Each process keeps its shard of every weight, gradient and AdamW moment, and no more. The weights of
 a layer are gathered from all ranks right before the layer computes, and freed right after. So a
-model may be as large as the devices are together. `# FSDP 1:` to `# FSDP 11:` mark the ideas.
+model may be as large as the devices are together. Comments with FSDP 1 to 11 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
@@ -243,8 +243,8 @@ def build_model(args, config, device, checkpoint):
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time. The root
-    # has the rest, such as the embeddings, and stays whole through forward and backward pass.
+    # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
+    # The root has the rest, such as the embeddings, and stays whole from forward to backward pass.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     fully_shard(model, **policy)
@@ -291,6 +291,7 @@ class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, op, types, args, kwargs):
+        # FSDP: A DTensor is the whole tensor for the model, and one shard of it in memory.
         fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
         if not fills or dist.tensor.DTensor not in types:
             return op(*args, **kwargs)
@@ -793,8 +794,8 @@ def parse_args():
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedule = transformers.SchedulerType  # a list of all names
-    add("--lr-scheduler", type=schedule, default="cosine", help="or linear, constant, and others")
+    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")

@@ -3,11 +3,11 @@
     python benchmarks/checkpoints.py                        # 16M parameters, on a CPU too
     python benchmarks/checkpoints.py --shape llama-3.2-1b --processes 1
 
-Contenders: chapter 1 (`torch.save`), chapter 3 (torch.distributed.checkpoint, each rank its
-shards), and chapter 3 with `--async-checkpoint`. The stall is the wall time from the step that
-saves to the end of the next one, less the median time of a step. The cost is the same over all
-steps until the next save: what a thread takes from training while it writes counts there. The first
-save of a run is left out, since it also allocates what the others use again.
+Contenders: chapter 1 (`torch.save`) and chapter 3 (torch.distributed.checkpoint, each rank its
+shards). The stall is the wall time from the step that saves to the end of the next one, less the
+median time of a step. The cost is the same over all steps until the next save: a save may slow
+these down, too. The first save of a run is left out, since it also allocates memory that the later
+ones use again.
 """
 
 import argparse
@@ -63,11 +63,11 @@ def write_model(folder: Path, shape: dict) -> None:
     config.save_pretrained(folder)
 
 
-def run(args, model: Path, launch: list, *flags) -> tuple[float, float, float]:
+def run(args, model: Path, launch: list) -> tuple[float, float, float]:
     """The median stall and cost of a save, and the median time of a step, in seconds."""
     steps = args.steps * (args.saves + 2)
     with tempfile.TemporaryDirectory() as folder:
-        command = [*launch, "--demo", "-m", model, "-s", 64, "-b", 1, *flags]
+        command = [*launch, "--demo", "-m", model, "-s", 64, "-b", 1]
         command += ["--max-steps", steps, "--ckpt-freq", args.steps, "--keep-checkpoints", 1]
         command += ["--log-freq", 1, "--eval-freq", 0, "-e", "run", "--save-dir", folder]
         env = os.environ | {"COMET_AUTO_LOG_DISABLE": "true"}
@@ -89,16 +89,15 @@ def main() -> None:
     fsdp = [*TORCHRUN, args.processes, FSDP]
     name = f"chapter 3, {args.processes} process{'es' if args.processes > 1 else ''}"
     contenders = {
-        "chapter 1, torch.save": ([sys.executable, SINGLE],),
-        f"{name}, DCP": (fsdp,),
-        f"{name}, --async-checkpoint": (fsdp, "--async-checkpoint"),
+        "chapter 1, torch.save": [sys.executable, SINGLE],
+        f"{name}, DCP": fsdp,
     }
     results = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), SHAPES[args.shape])
         for number in range(args.rounds):
             for name in list(contenders) if number % 2 == 0 else list(contenders)[::-1]:
-                results[name].append(run(args, Path(folder), *contenders[name]))
+                results[name].append(run(args, Path(folder), contenders[name]))
                 stall, cost, _ = results[name][-1]
                 print(f"round {number + 1}: {name}: {stall:.3f} s, {cost:.3f} s", file=sys.stderr)
 

@@ -2,9 +2,9 @@
 
     python benchmarks/data-path.py [--tokens 20000000] [--rounds 5]
 
-Packing: from a tokenised dataset on disk to one that gives blocks of 2048 tokens. The usual way is
-a batched `map` of a function over Python lists, as in the examples of Transformers. A batch: 8
-blocks of 2048 tokens as an int64 tensor; the usual way is `default_data_collator` on rows of that
+Packing: from a tokenised dataset on disk to one that gives samples of 2048 tokens. The usual way
+is a batched `map` of a function over Python lists, as in the examples of Transformers. A batch: 8
+samples of 2048 tokens as an int64 tensor; the usual way is `default_data_collator` on rows of that
 packed dataset. Prints medians, alternating within each round, and checks that both give the same.
 """
 
@@ -33,11 +33,11 @@ def load_chapter():
 
 
 def group_texts(rows: dict) -> dict:
-    """Joins the rows of a map batch and cuts them into blocks; what is left over is dropped."""
+    """Joins the rows of a map batch and cuts them into samples; the last rest is dropped."""
     tokens = list(itertools.chain.from_iterable(rows["input_ids"]))
     end = len(tokens) // SEQ_LENGTH * SEQ_LENGTH
-    blocks = [tokens[i : i + SEQ_LENGTH] for i in range(0, end, SEQ_LENGTH)]
-    return {"input_ids": blocks, "labels": [list(block) for block in blocks]}
+    samples = [tokens[i : i + SEQ_LENGTH] for i in range(0, end, SEQ_LENGTH)]
+    return {"input_ids": samples, "labels": [list(sample) for sample in samples]}
 
 
 def main() -> None:
@@ -65,20 +65,20 @@ def main() -> None:
             for name in ["pack", "group_texts"][:: 1 if number % 2 == 0 else -1]:
                 begin = time.perf_counter()
                 if name == "pack":
-                    blocks = chapter.PackedBlocks(tokenized, SEQ_LENGTH)
+                    samples = chapter.PackedSamples(tokenized, SEQ_LENGTH)
                 else:
                     cache = f"{folder}/cache-{number}.arrow"
                     grouped = tokenized.map(group_texts, batched=True, cache_file_name=cache)
                 times[name].append(time.perf_counter() - begin)
-        assert grouped[0]["input_ids"] == blocks[0].tolist()
+        assert grouped[0]["input_ids"] == samples[0].tolist()
 
-        # All blocks once through each path, so that neither profits from a warmer page cache.
+        # All samples once through each path, so that neither profits from a warmer page cache.
         device = torch.device("cpu")
-        order = chance.permutation(min(len(blocks), len(grouped)))
+        order = chance.permutation(min(len(samples), len(grouped)))
         batches = [order[i : i + BATCH_SIZE].tolist() for i in range(0, len(order) - 7, BATCH_SIZE)]
         for indices in batches:
             begin = time.perf_counter()
-            ours = chapter.read_batch(blocks, indices, device)
+            ours = chapter.read_batch(samples, indices, device)
             middle = time.perf_counter()
             usual = default_data_collator([grouped[i] for i in indices])["input_ids"]
             times["batch"].append(middle - begin)

@@ -9,10 +9,14 @@ those that it calls: kernels on a GPU, else operators on the CPU.
 
 import argparse
 import importlib.util
+import os
 import re
+import statistics
 import sys
-from contextlib import ExitStack
+import time
 from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in the chapter, whose line comes too late
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -45,34 +49,36 @@ def main() -> None:
     profiler = profile(activities=activities, schedule=plan, acc_events=True)
     records = []
 
-    class Log(chapter_1.RunLog):
-        """Hears of every step, since it is told to log each; writes nothing."""
+    class Timer(chapter_1.PhaseTimer):
+        """Is read after every step, because the chapter logs each."""
 
-        def metrics(self, record: dict) -> None:
-            records.append(record)
+        def read(self, tokens_per_step: int) -> dict[str, float]:
+            records.append(super().read(tokens_per_step))
             profiler.step()
+            self.last_read = time.perf_counter()  # the profiler's own time is not the step's
+            return records[-1]
 
-    chapter_1.RunLog = Log
+    chapter_1.PhaseTimer = Timer
+    chapter_1.DEMO["experiment_name"] = None  # a run without a name writes nothing
     sys.argv = [str(CHAPTER_1), "--demo", *flags, "--max-steps", str(warmup + 1 + own.steps)]
     sys.argv += ["--log-freq", "1", "--eval-freq", "0", "--warmup-steps", "0"]
-    chapter_1.find_run_folder = lambda args: None
-    with profiler, ExitStack() as at_exit:
-        chapter_1.main(at_exit)
+    with profiler:
+        chapter_1.main()
 
     times = dict.fromkeys([*KINDS, "the rest"], 0.0)
     for event in profiler.key_averages():
-        time = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        spent_us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
             continue
         if event.key.startswith("ProfilerStep"):
             continue
         found = (kind for kind, pattern in KINDS.items() if re.search(pattern, event.key, re.I))
-        times[next(found, "the rest")] += time / 1e3 / own.steps
+        times[next(found, "the rest")] += spent_us / 1e3 / own.steps
     total = sum(times.values())
     print("| | ms per step | share |\n|---|---|---|")
     for kind, ms in times.items():
         print(f"| {kind} | {ms:.1f} | {ms / total:.0%} |")
-    wall = sorted(record["time/total_ms"] for record in records[-own.steps :])[own.steps // 2]
+    wall = statistics.mean(record["time/total_ms"] for record in records[-own.steps :])
     print(
         f"| together | {total:.1f} | |\n| a step by the clock, under the profiler | {wall:.1f} | |"
     )

@@ -5,9 +5,10 @@
     python benchmarks/run.py --shape llama-3.2-1b -b 8 -s 2048 --devices 1 2 4 8     # on GPUs
 
 Each round runs every contender once, each in processes of its own, in an order that alternates.
-All train on the same global batches of `-b` blocks, which the devices share, in the same precision,
-from the same weights; where the losses do not agree it ends with an error, so that nobody wins by
-doing less. A model is given by its shape alone: nothing is downloaded.
+All train on the same global batches of `-b` samples, which the devices share, in the same
+precision, from the same weights, and with the same setting of OpenMP (GOMP_SPINCOUNT). Where the
+losses do not agree, the script ends with an error, so that nobody wins by doing less. A model is
+given by its shape alone: nothing is downloaded.
 
 tokens/s     of the whole job: the median window of 5 steps after the warm-up. Then median, and
              least to most, over the rounds
@@ -43,6 +44,7 @@ CHAPTERS = sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 PEERS = REPOSITORY / "benchmarks" / "peers"
 ON_GPU = torch.cuda.is_available()
 WINDOW = 5  # steps
+SPIN_COUNT = "10000"  # GOMP_SPINCOUNT of every contender, the value that the chapters set
 
 LLAMA = {
     "model_type": "llama",
@@ -150,7 +152,8 @@ def run(contender: Contender, flags: list[str], args) -> dict:
             command += ["-e", "run", "--save-dir", folder, "--ckpt-freq", 10**6]
         else:
             command += ["--warmup", args.warmup]
-        env = os.environ | {"COMET_AUTO_LOG_DISABLE": str(not contender.comet).lower()}
+        env = os.environ | {"GOMP_SPINCOUNT": SPIN_COUNT}
+        env |= {"COMET_AUTO_LOG_DISABLE": str(not contender.comet).lower()}
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env)
         if done.returncode:
             sys.exit(f"{done.stderr}\nerror: {contender.method} failed")
@@ -159,7 +162,7 @@ def run(contender: Contender, flags: list[str], args) -> dict:
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     measured = [record for record in records if record["step"] > args.warmup]
-    memory = "memory/peak_reserved_gb"
+    memory = "memory/peak_reserved_gb" if ON_GPU else "memory/resident_gb"
     return {
         "tokens_per_second": statistics.median(r["tokens_per_second"] for r in measured),
         "losses": [record["loss"] for record in records],
@@ -255,7 +258,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="[all]"
     )
-    parser.add_argument("-b", "--batch-size", type=int, default=8, help="blocks, global [8]")
+    parser.add_argument("-b", "--batch-size", type=int, default=8, help="samples, global [8]")
     parser.add_argument("-s", "--seq-length", type=int, default=256, help="[256]")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16" if ON_GPU else "fp32")
     switch = argparse.BooleanOptionalAction

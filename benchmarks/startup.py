@@ -23,7 +23,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 # What a chapter prints, and what is over when it does
 SIGNS = {
     "imports": ", torch ",
-    "data": "Global batch of ",
+    "data": " samples to train on, ",
     "model": "Attention ",
     "step": "step 1/",
 }

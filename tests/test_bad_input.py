@@ -36,7 +36,7 @@ CASES = {
     "no weights": (["--no-from-scratch"], 1, "--from-scratch"),
     "beyond the positions": (["-s", 129], 1, "128 positions"),
     "no language model": (["-m", "{tmp}/vit"], 1, "causal LM"),
-    "unknown schedule": (["--lr-scheduler", "stairs"], 2, "--lr-scheduler"),
+    "unknown schedule": (["--lr-scheduler", "stairs"], 2, "cosine"),
     "negative seed": (["--seed", -1], 2, "--seed"),
     # --config
     "no config file": (["--config", "{tmp}/none.yaml"], 1, "cannot read"),

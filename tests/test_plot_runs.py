@@ -52,7 +52,8 @@ def test_it_shows_what_the_records_say():
     held_out = [line for line in loss.lines if line.get_marker() == "o" and len(line.get_xdata())]
     for line, run in zip(held_out, records.values(), strict=True):
         assert [*line.get_ydata()] == [r["eval/loss"] for r in run if "eval/loss" in r]
-    peaks = [max(r.get("memory/peak_allocated_gb", 0) for r in run) for run in records.values()]
+    names = ("memory/resident_gb", "memory/peak_allocated_gb")  # the latter in older records
+    peaks = [max(r.get(name, 0) for r in run for name in names) for run in records.values()]
     assert [bar.get_width() for bar in memory.patches] == peaks
     widths = [[bar.get_width() for bar in bars] for bars in times.containers]
     for number, run in enumerate(records.values()):
@@ -119,6 +120,11 @@ def test_a_running_run(tmp_path):
     assert [text.get_text() for text in one.axes[2].texts] == [" 1.00", " not logged"]
     assert one.axes[2].get_title() == "Memory of the fullest GPU, GB (peak)"
     tool.save(one, tmp_path / "one.svg")
+    # Without a GPU it is the memory of the processes
+    resident = {name: x for name, x in record.items() if not name.startswith("memory/")}
+    cpu = tool.draw({"a": [resident | {"memory/resident_gb": 0.5}]})
+    assert [text.get_text() for text in cpu.axes[2].texts] == [" 0.50"]
+    assert cpu.axes[2].get_title() == "Memory of the fullest process, GB"
 
     file = tmp_path / "a" / "run" / "metrics.jsonl"
     for text in ("5\n", "[]\n", "\n", '{"loss": 1.0}\n', '{"step": 1, "loss": "x"}\n'):

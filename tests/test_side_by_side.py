@@ -24,11 +24,12 @@ tool = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tool)
 
 LINES = [text.splitlines() for text in TEXTS]
-ROWS = tool.align(LINES)
+PARENTS = [None, 0, 1]
+ROWS = tool.align(LINES, PARENTS)
 
 
-def write(folder, *arguments, old_encoding=False) -> subprocess.CompletedProcess:
-    command = [sys.executable, TOOL, *arguments]
+def write(folder, *arguments, tool=TOOL, old_encoding=False) -> subprocess.CompletedProcess:
+    command = [sys.executable, tool, *arguments]
     old = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"} if old_encoding else {}
     options = {"cwd": folder, "env": os.environ | old, "timeout": 60}
     return subprocess.run(command, capture_output=True, text=True, **options)
@@ -40,6 +41,46 @@ def page_file(tmp_path_factory):
     result = write(file.parent, "-o", "page.html")
     assert (result.returncode, result.stdout) == (0, "wrote page.html\n"), result.stderr
     return file
+
+
+# What chapters of the future change: a line of the chapter that they continue, and its new text.
+# Each is unique there, and both chapters add to the same place.
+ANCHOR = "\n\nif __name__ == "
+FUTURE = {
+    "06-tensor-parallel": {ANCHOR: "\n\n# TP 1: A split. More.\nTP = 1  # TP: a size\n" + ANCHOR},
+    "07-pipeline-parallel": {
+        ANCHOR: "\n\n# PP 1: A stage.\nPP = 1\nPP2 = 2\n" + ANCHOR,
+        "import argparse\n": "import argparse as flags\n",
+    },
+    "08-gradient-compression": {ANCHOR: "\n\n# COMPRESSION 1: Less.\nX = 1\n" + ANCHOR},
+}
+
+
+@pytest.fixture(scope="module")
+def future(tmp_path_factory):
+    """The repository with more chapters: 06 and 07 continue 03, 08 continues 02, 09 none."""
+    folder = tmp_path_factory.mktemp("future")
+    shutil.copytree(TOOL.parent, folder / "tools")
+    (folder / "outputs").mkdir()
+    texts = {path.parent.name: text for path, text in zip(CHAPTERS, TEXTS, strict=True)}
+    for name, edits in FUTURE.items():
+        text = texts["02-ddp" if name.startswith("08") else "03-fsdp"]
+        for old, new in edits.items():
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        texts[name] = text
+    imports = re.search(r"^import .*?\n\n", TEXTS[0], re.MULTILINE | re.DOTALL)[0]
+    texts["09-hf-trainer"] = f"{imports}TRAINER = 1\n"
+    for name, text in texts.items():
+        (folder / name).mkdir()
+        (folder / name / "train-llm.py").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def future_page(future):
+    assert write(future, tool=future / "tools" / "side-by-side.py").returncode == 0
+    return future / "outputs" / "side-by-side.html"
 
 
 # -- Without a browser -----------------------------------------------------------------------------
@@ -60,44 +101,96 @@ def test_alignment():
 def test_alike_lines_stand_side_by_side():
     one = ["a = 1", "loss = model(x)", "print(loss)", "end()"]
     two = ["a = 1", "import torch", "loss = ddp_model(x)", "end()"]
-    rows = tool.align([one, two])
+    rows = tool.align([one, two], [None, 0])
     assert rows == [(0, 0), (None, 1), (1, 2), (2, None), (3, 3)]
     kinds = [tool.versions(row, [one, two]) for row in rows]
     assert kinds == ["00", "-1", "01", "0-", "00"]
     assert tool.changed_characters(one[1], two[2]) == {*range(7, 16)}
     # A line that comes back stands beside where it was; another takes the first free row.
-    back = tool.align([["a", "b", "c", "d"], ["a", "d"], ["a", "c", "d"]])
+    back = tool.align([["a", "b", "c", "d"], ["a", "d"], ["a", "c", "d"]], PARENTS)
     assert back == [(0, 0, 0), (1, None, None), (2, None, 1), (3, 1, 2)]
-    other = tool.align([["a", "b", "c", "d"], ["a", "d"], ["a", "x", "d"]])
+    other = tool.align([["a", "b", "c", "d"], ["a", "d"], ["a", "x", "d"]], PARENTS)
     assert other == [(0, 0, 0), (1, None, 1), (2, None, None), (3, 1, 2)]
     # Long stretches with nothing in common take no minutes.
     long = [[f"{letter}{n}" for n in range(2000)] for letter in "ab"]
-    assert tool.align(long) == [(n, n) for n in range(2000)]
+    assert tool.align(long, [None, 0]) == [(n, n) for n in range(2000)]
+
+
+def test_siblings_stand_side_by_side():
+    """Two texts continue the second one: each of their lines beside those of that one."""
+    texts = [["a", "z"], ["a", "b", "z"], ["a", "p", "z"], ["a", "b", "q", "z"]]
+    parents = [None, 0, 0, 1]
+    rows = tool.align(texts, parents)
+    assert rows == [(0, 0, 0, 0), (None, 1, 1, 1), (None, None, None, 2), (1, 2, 2, 3)]
+    kinds = [tool.versions(row, texts) for row in rows]
+    assert kinds == ["0000", "-121", "---3", "0000"]
+    assert [tool.bringer(number, kinds[1], parents) for number in (1, 2, 3)] == [1, 2, 1]
+    # The same line, brought by two: each brought its own, but it is no difference.
+    texts = [["a"], ["a", "x"], ["a", "x"]]
+    rows = tool.align(texts, [None, 0, 0])
+    assert rows == [(0, 0, 0), (None, 1, 1)]
+    assert tool.versions(rows[1], texts) == "-11"
+    assert tool.bringer(2, "-11", [None, 0, 0]) == 2
+    assert tool.bringer(2, "-11", PARENTS) == 1
+
+
+def test_which_continues_which(future, tmp_path, monkeypatch):
+    """The tree of the chapters that exist; another file continues the one before it."""
+    monkeypatch.setattr(tool.tree, "REPOSITORY", future)
+    scripts = {path.parent.name[:2]: path for path in tool.tree.chapters()}
+    assert tool.continued([*scripts.values()]) == [None, 0, 1, 2, 2, 1, None]
+    for names, expected in {
+        "01 03 07": [None, 0, 1],
+        "06 07": [None, None],
+        "03 02": [None, None],
+        "02 08 06": [None, 0, 0],
+    }.items():
+        assert tool.continued([scripts[name] for name in names.split()]) == expected
+    mine = [tmp_path / "mine.py", tmp_path / "another.py"]
+    assert tool.continued([scripts["02"], *mine, scripts["08"]]) == [None, 0, 1, 0]
+
+    pairs = [(a.parent.name[:2], b.parent.name[:2]) for a, b in tool.tree.pairs()]
+    assert pairs == [("01", "02"), ("02", "03"), ("03", "06"), ("03", "07"), ("02", "08")]
+    command = [sys.executable, future / "tools" / "diff-chapters.py"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    written = [f"wrote {after.parent.name}/changes.diff" for _, after in tool.tree.pairs()]
+    assert result.stdout.splitlines() == written
+    assert "\n+PP2 = 2\n" in (future / "07-pipeline-parallel" / "changes.diff").read_text()
+    assert not (future / "09-hf-trainer" / "changes.diff").exists()
 
 
 def test_markers_of_places():
     lines = """\
-# DDP: about the function below,
-# in two lines
+# DDP 1: About the function below,
+# in two lines.
+# DDP: another
 def f():
     x = "# NOTE: no comment"
     return x  # FSDP: at its end
     # no marker
-# DDP: of the next one
+# DDP 12: of the next one
 g = 1""".splitlines()
     assert tool.markers(lines) == [
-        (0, "f", "DDP", "about the function below, in two lines"),
-        (4, "f", "FSDP", "at its end"),
-        (6, "the top", "DDP", "of the next one"),
+        (0, "f", "DDP", "1", "About the function below, in two lines."),
+        (2, "f", "DDP", "", "another"),
+        (5, "f", "FSDP", "", "at its end"),
+        (7, "the top", "DDP", "12", "of the next one"),
     ]
+
+
+def marked(text: str, name: str, kind: str = "( [0-9]+)?") -> list[int]:
+    """As grep finds them: line numbers, from 1."""
+    lines = enumerate(text.splitlines(), 1)
+    return [i for i, line in lines if re.search(f"# {name}{kind}: ", line)]
 
 
 def test_markers_are_those_of_grep():
     for name, text in zip(("DDP", "FSDP"), TEXTS[1:], strict=True):
-        lines = text.splitlines()
-        found = [marker for marker in tool.markers(lines) if marker[2] == name]
-        expected = [i for i, line in enumerate(lines) if f"# {name}: " in line]
-        assert [i for i, *_ in found] == expected
+        found = [marker for marker in tool.markers(text.splitlines()) if marker[2] == name]
+        assert [i + 1 for i, *_ in found] == marked(text, name)
+        ideas = [i + 1 for i, _, _, number, _ in found if number]
+        assert ideas == marked(text, name, " [0-9]+")
+        assert len(ideas) >= 10
         functions = {function for _, function, *_ in found}
         assert {"main", "evaluate", "parse_args"} <= functions
 
@@ -125,7 +218,7 @@ def test_other_files(tmp_path):
     assert "<nav" not in page  # no markers
     mine.write_text("def broken(:\n")
     for arguments, status, part in [
-        ([CHAPTER_1], 2, "two to five files"),
+        ([CHAPTER_1], 2, "two to nine files"),
         ([CHAPTER_1, tmp_path / "nothing.py"], 1, "nothing.py"),
         ([CHAPTER_1, mine], 1, "mine.py"),
         (["-o", tmp_path / "no" / "folder.html"], 1, "cannot write"),
@@ -151,9 +244,9 @@ def browser():
 @pytest.fixture
 def open_page(browser, page_file):
     """Opens the page; at the end there must be no error, and no request for anything else."""
-    contexts, complaints, requests = [], [], []
+    contexts, complaints, requests, files = [], [], [], set()
 
-    def open_page(width=1800, height=1000, color_scheme="light", fragment=""):
+    def open_page(width=1800, height=1000, color_scheme="light", fragment="", file=page_file):
         context = browser.new_context(
             viewport={"width": width, "height": height}, color_scheme=color_scheme
         )
@@ -162,14 +255,15 @@ def open_page(browser, page_file):
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
-        page.goto(page_file.as_uri() + fragment)
+        page.goto(file.as_uri() + fragment)
+        files.add(file.as_uri())
         return page
 
     yield open_page
     for context in contexts:
         context.close()
     assert complaints == []
-    assert {url.partition("#")[0] for url in requests} == {page_file.as_uri()}
+    assert {url.partition("#")[0] for url in requests} == files
 
 
 # The places of all lines in view: per column their number (none for a gap), top and left edge.
@@ -266,7 +360,7 @@ def test_changed_lines_are_coloured_and_the_others_folded(open_page):
         text = LINES[number - 1]
         doubtful = {n for n in new if text.count(text[n - 1]) > 1}
         assert {n for n, *_ in coloured} ^ (new - restored) <= doubtful
-        assert len(coloured) > 100
+        assert len(coloured) > 50
     assert backgrounds[2] != backgrounds[3]
 
     # A red edge on what the next chapter drops or changes, an underline below what it says anew
@@ -282,7 +376,7 @@ def test_changed_lines_are_coloured_and_the_others_folded(open_page):
     assert "ddp_model" in {mark.text_content() for mark in marks}
 
     hidden = page.eval_on_selector_all(".line[hidden]:not(.gap)", "(lines) => lines.length")
-    assert hidden > 3 * 500
+    assert hidden > 3 * 300
     counts = [
         int(re.search(r"\d+", x)[0])
         for x in page.locator(".column >> nth=0 >> .fold").all_inner_texts()
@@ -357,8 +451,21 @@ def test_table_of_contents(open_page, page_file):
     page = open_page()
     links = page.eval_on_selector_all("nav a", "(all) => all.map((a) => a.getAttribute('href'))")
     for number, (name, text) in enumerate(zip(("DDP", "FSDP"), TEXTS[1:], strict=True), start=2):
-        marked = {i for i, line in enumerate(text.splitlines(), 1) if f"# {name}: " in line}
-        assert {f"#{number}-{i}" for i in marked} == {x for x in links if x[1] == str(number)}
+        ideas, places = marked(text, name, " [0-9]+"), marked(text, name, "")
+        expected = [f"#{number}-{i}" for i in ideas + places]  # the numbered ones first
+        assert expected == [x for x in links if x[1] == str(number)]
+        size = "(x) => parseFloat(getComputedStyle(x).fontSize)"
+        sizes = [page.eval_on_selector(f"nav a[href='{x}']", size) for x in expected]
+        assert min(sizes[: len(ideas)]) > max(sizes[len(ideas) :])
+    # A numbered idea stands out from other comments, also where a later chapter has inherited it.
+    looks = """(x) => (({fontWeight, backgroundColor}) => [fontWeight, backgroundColor])(
+      getComputedStyle(x))"""
+    texts = page.eval_on_selector_all(".line.idea", "(all) => all.map((x) => x.textContent)")
+    assert len(texts) == sum(len(marked(text, "[A-Z]+", " [0-9]+")) for text in TEXTS)
+    assert all(re.search(r"# [A-Z]+ \d+: ", text) for text in texts)
+    idea, other = (page.eval_on_selector(f".line{x} .c1", looks) for x in (".idea", ":not(.idea)"))
+    assert int(idea[0]) > int(other[0])
+    assert idea[1] != other[1]
     for link in (links[3], links[-1]):
         page.click(f'nav a[href="{link}"]')
         assert_in_view(page, page.wait_for_selector(f'[id="{link[1:]}"].here'))
@@ -403,8 +510,8 @@ CONTRAST = """() => {
 
 @in_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
-def test_themes(open_page, theme):
-    page = open_page(color_scheme=theme)
+def test_themes(open_page, future_page, theme):
+    page = open_page(color_scheme=theme, file=future_page)
     assert page.get_attribute("html", "data-theme") == theme
     page.keyboard.press("f")
     low = {what: round(x, 2) for what, x in page.evaluate(CONTRAST).items() if x < 4.5}
@@ -426,7 +533,9 @@ def test_narrow_screen(open_page):
         assert box["x"] + box["width"] <= 390
     assert not page.is_visible("nav ol")
     page.click("nav summary")
-    page.click("nav h2:last-of-type + ol a")  # a place in the last chapter, which is not in view
+    assert page.is_visible("nav [data-column='1'] a")
+    page.click("nav [data-column='2'] > summary")
+    page.click("nav [data-column='2'] a")  # a place in the last chapter, which is not in view
     page.wait_for_selector('.column[data-column="2"] .here')
     columns = page.evaluate(PLACES)
     assert len(columns) == 1
@@ -436,6 +545,100 @@ def test_narrow_screen(open_page):
     page.click("button.chapter >> nth=1")
     page.click("#next")
     assert page.query_selector(".column:not([hidden]) .here").is_visible()
+
+
+@in_browser
+def test_tree_of_chapters(open_page, future_page):
+    page = open_page(file=future_page)
+    names = "(all) => all.map((x) => x.innerText.replace(/^\\d+\\s/, ''))"
+    shown = ".chapter[aria-pressed=true]"
+    every = page.eval_on_selector_all(".chapter", names)
+    assert every[:2] + every[-3:] == [
+        "01-single-gpu",
+        "02-ddp",
+        "07-pipeline-parallel",
+        "08-gradient-compression",
+        "09-hf-trainer",
+    ]
+    assert page.eval_on_selector_all(shown, names) == every[:3]
+
+    # Drawn as a tree: right of the one that it continues, and below its siblings
+    boxes = [button.bounding_box() for button in page.query_selector_all(".chapter")]
+    for child, parent in {1: 0, 2: 1, 3: 2, 4: 2, 5: 1}.items():
+        assert boxes[child]["x"] > boxes[parent]["x"] + boxes[parent]["width"]
+        assert f"continues {every[parent]}" == page.get_attribute(
+            f".chapter >> nth={child}", "title"
+        )
+    assert boxes[3]["x"] == boxes[4]["x"]
+    assert boxes[4]["y"] > boxes[3]["y"] + boxes[3]["height"]
+    assert boxes[6]["x"] == boxes[0]["x"]
+    assert page.get_attribute(".chapter >> nth=6", "title") is None
+
+    # A fourth takes the place of the one chosen first, with a click, Enter or its key.
+    page.click(".chapter >> nth=3")
+    assert page.eval_on_selector_all(shown, names) == every[1:4]
+    page.focus(".chapter >> nth=4")
+    page.keyboard.press("Enter")
+    assert page.eval_on_selector_all(shown, names) == every[2:5]
+    assert len(assert_aligned(page)) == 3
+
+    # 03 beside 06 and 07: the lines of both in their colours, all else without
+    looks = """(all) => all.map((x) => [x.textContent.trim(), getComputedStyle(x).backgroundColor])
+      .filter(([text, color]) => text && color !== "rgba(0, 0, 0, 0)")"""
+    columns = [
+        page.eval_on_selector_all(f".column[data-column='{number}'] .line:not(.gap)", looks)
+        for number in (2, 3, 4)
+    ]
+    texts = [[text for text, _ in column] for column in columns]
+    assert set(texts[1]) == {"# TP 1: A split. More.", "TP = 1  # TP: a size"}
+    assert set(texts[2]) == {"# PP 1: A stage.", "PP = 1", "PP2 = 2", "import argparse as flags"}
+    assert texts[0] == []
+    tints = [{tint for _, tint in column} for column in columns]
+    assert [len(tint) for tint in tints] == [0, 1, 1]
+    assert tints[1] != tints[2]
+    # What a chapter in view drops has a red edge in the one that it continues, and only there.
+    edged = "(all) => all.map((x) => x.textContent.trim())"
+    assert page.eval_on_selector_all(".column:not([hidden]) .leaves", edged) == ["import argparse"]
+    # The lines that two siblings add to a place stand beside each other.
+    tops = [
+        page.locator(".line", has_text=text).last.bounding_box()["y"]
+        for text in ("# TP 1: A split.", "# PP 1: A stage.")
+    ]
+    assert tops[0] == tops[1]
+
+    # Inherited markers are those of the chapter that brought them; it opens when it is in view.
+    links = "(all) => all.map((x) => x.textContent)"
+    places = page.eval_on_selector_all("nav [data-column='3'] a", links)
+    assert places == ["TP 1 A split. the top", "the top a size"]
+    assert page.is_visible("nav [data-column='4'] a")
+    assert not page.is_visible("nav [data-column='5'] a")
+    # A link leads to a chapter that is not in view.
+    page.click("nav [data-column='5'] > summary")
+    link = page.wait_for_selector("nav [data-column='5'] a")
+    line = link.get_attribute("href")[1:]
+    link.click()
+    assert_in_view(page, page.wait_for_selector(f'[id="{line}"].here'))
+    assert page.eval_on_selector_all(shown, names) == every[3:6]
+    assert {x[0] for x in page.evaluate(PLACES)[2]} >= {line.partition("-")[2]}
+    # 09 continues none, and stands beside the first, of which it has the imports.
+    for key in "71":
+        page.keyboard.press(key)
+    assert page.eval_on_selector_all(shown, names) == [every[0], every[5], every[6]]
+    own = page.eval_on_selector_all(".column[data-column='6'] [class*=from-]", links)
+    assert own == ["TRAINER = 1\n"]
+
+
+@in_browser
+def test_tree_on_a_narrow_screen(open_page, future_page):
+    page = open_page(width=390, height=844, file=future_page)
+    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
+    for button in page.query_selector_all("header button"):
+        box = button.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 390
+    page.click(".chapter >> nth=4")
+    assert len(page.evaluate(PLACES)) == 1
+    assert page.inner_text("#status") == "2 changes"  # of the chapter that it continues
 
 
 @in_browser

@@ -74,31 +74,39 @@ def undisturbed(trainer):
     return trainer(*FLAGS, name="undisturbed", processes=2)
 
 
-def test_a_killed_worker_comes_back(trainer, undisturbed, monkeypatch):
-    """At a random moment, a random one; the job goes on from its last checkpoint, exactly."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as in the README
+def kill_twice(launch: Launch, step: int) -> None:
+    """Kills a random worker at a random moment, and again when the job has gone on a little."""
+    for number in (1, 2):
+        launch.wait_for(f"step {step * number}/")
+        time.sleep(random.uniform(0, 1))
+        workers = launch.workers()
+        random.choice(workers).kill()
+        end = time.monotonic() + 60
+        while launch.output.count("Continuing from") < number:
+            assert time.monotonic() < end, f"no restart within 60 s:\n{launch.output}"
+            assert launch.process.poll() is None, launch.output
+            time.sleep(0.02)
+
+
+def test_killed_workers_come_back(trainer, undisturbed):
+    """Twice, without any variable; the job goes on from its last checkpoint, exactly."""
     launch = Launch(trainer, "output", [*ONE_NODE, "--max-restarts", 3], *FLAGS)
-    launch.wait_for("step 20/300")
-    time.sleep(random.uniform(0, 2))
-    random.choice(launch.workers()).kill()
-    assert launch.wait() == 0, launch.output
-    assert launch.output.count("Continuing from") == 1  # and at the first attempt
+    kill_twice(launch, 60)
+    assert launch.wait(60) == 0, launch.output
+    assert launch.output.count("Continuing from") == 2
     assert exact(launch.records) == exact(undisturbed.records)
     assert_same_model(launch, undisturbed)
 
 
-def test_a_killed_worker_of_chapter_3_comes_back(trainer, monkeypatch):
+def test_killed_workers_of_chapter_3_come_back(trainer):
     """Here the checkpoint is that of all ranks, and maybe not yet complete."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    flags = ["--max-steps", 100, "--ckpt-freq", 10, "--eval-freq", 50, "--async-checkpoint"]
+    flags = ["--max-steps", 100, "--ckpt-freq", 10, "--eval-freq", 50]
     undisturbed = trainer(*flags, name="undisturbed", processes=2, script=CHAPTER_3)
     torchrun = [*ONE_NODE, "--max-restarts", 3]
     launch = Launch(trainer, "output", torchrun, *flags, script=(CHAPTER_3,))
-    launch.wait_for("step 20/100")
-    time.sleep(random.uniform(0, 1))
-    random.choice(launch.workers()).kill()
-    assert launch.wait() == 0, launch.output
-    assert launch.output.count("Continuing from") == 1
+    kill_twice(launch, 20)
+    assert launch.wait(60) == 0, launch.output
+    assert launch.output.count("Continuing from") == 2
     assert exact(launch.records) == exact(undisturbed.records)
     assert_same_model(launch, undisturbed)
 
@@ -111,7 +119,7 @@ def test_sigterm_saves_and_the_run_goes_on_exactly(trainer, undisturbed):
     newest = max(launch.folder.glob("step-*"))
     step = json.loads((newest / "state.json").read_text())["step"]
     assert 30 <= step < 300
-    assert f"Stopped after step {step}, saved: the same command continues" in launch.output
+    assert f"Stopped after step {step}: the same command continues" in launch.output
     resumed = trainer(*FLAGS, processes=2)
     assert exact(resumed.records) == exact(undisturbed.records)
     assert_same_model(resumed, undisturbed)
@@ -150,12 +158,11 @@ def test_one_rank_raises(trainer, tmp_path):
     assert "ValueError: this rank breaks" in cause
 
 
-def test_a_sentence_ends_the_report(trainer):
+def test_a_mistake_ends_the_job(trainer):
+    """One rank says the sentence. The others wait for it, and torchrun ends them."""
     launch = Launch(trainer, "output", ONE_NODE, "-d", "/nowhere/*.txt")
     assert launch.wait(60) != 0
-    sentence = "/nowhere/*.txt matches no file with one of the endings"
-    assert launch.output.count(f"error: {sentence}") == 1
-    assert f"traceback : {sentence}" in launch.output.partition("Root Cause")[2]
+    assert launch.output.count("error: cannot load the dataset /nowhere/*.txt") == 1
 
 
 def nodes(trainer, count: str, *flags, name: str):
@@ -184,7 +191,7 @@ def test_a_second_node_joins(trainer, monkeypatch):
     first = next(both)
     first.wait_for("step 5/")
     second = next(both)
-    first.wait_for("saved: the same command continues")
+    first.wait_for("the same command continues")
     step = int(re.findall(r"Stopped after step (\d+)", first.output)[0])
     joined = None
     while not joined:
@@ -198,7 +205,7 @@ def test_a_second_node_joins(trainer, monkeypatch):
     (state,) = [json.loads(file.read_text()) for file in first.folder.glob("step-*/state.json")][
         -1:
     ]
-    samples = [round(epoch * state["train_blocks"]) for epoch in first.column("epoch")]
+    samples = [round(epoch * state["train_samples"]) for epoch in first.column("epoch")]
     used = [after - before for before, after in itertools.pairwise([0, *samples])]
     assert used == [4] * step + [8] * (len(used) - step)
     assert len(used) >= step + 5

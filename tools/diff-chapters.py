@@ -1,4 +1,4 @@
-"""Writes what each chapter changes in the one before to its `changes.diff`.
+"""Writes what each chapter changes in the one that it continues to its `changes.diff`.
 
     python tools/diff-chapters.py
 
@@ -6,15 +6,35 @@ The tests compare these files with the chapters, so that no change goes unseen.
 """
 
 import difflib
-import itertools
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+# The tree of chapters: each one, and the one that it continues. Chapters 1 and 9 continue none.
+CONTINUES = {
+    "02-ddp": "01-single-gpu",
+    "03-fsdp": "02-ddp",
+    "04-streaming": "03-fsdp",
+    "05-multi-node": "04-streaming",
+    "06-tensor-parallel": "03-fsdp",
+    "07-pipeline-parallel": "03-fsdp",
+    "08-gradient-compression": "02-ddp",
+}
 
 
 def chapters() -> list[Path]:
     """The scripts in the order of their numbers."""
     return sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
+
+
+def pairs() -> list[tuple[Path, Path]]:
+    """Each script that continues another, behind the one that it continues."""
+    scripts = {path.parent.name: path for path in chapters()}
+    return [
+        (scripts[CONTINUES[name]], script)
+        for name, script in scripts.items()
+        if CONTINUES.get(name) in scripts
+    ]
 
 
 def unified_diff(before: Path, after: Path) -> str:
@@ -25,8 +45,7 @@ def unified_diff(before: Path, after: Path) -> str:
 
 
 if __name__ == "__main__":
-    scripts = chapters()
-    for before, after in itertools.pairwise(scripts):
+    for before, after in pairs():
         file = after.with_name("changes.diff")
         file.write_text(unified_diff(before, after))
         print(f"wrote {file.relative_to(REPOSITORY)}")

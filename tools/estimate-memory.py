@@ -316,10 +316,10 @@ def compile_backend(recorder: Recorder):
 
 @contextmanager
 def adapted_transformers():
-    """As the chapters have it, and such that all of it runs on fake tensors."""
+    """Replaces the functions that need real tensors."""
     masking, experts = transformers.masking_utils, getattr(transformers.integrations, "moe", None)
     with ExitStack() as patches:
-        # The chapters, too, do not look for several texts in a row.
+        # Looks for position ids that restart within a row. The chapters have none: it returns None.
         patches.enter_context(
             mock.patch.object(masking, "find_packed_sequence_indices", return_value=None)
         )
@@ -375,28 +375,27 @@ def trace(config, flags, batch: int, autocast: bool, layers=None) -> dict:
         for i in sorted(others, reverse=True):
             del kept[i]
     if flags.activation_checkpointing:
-        enable = getattr(model, "activation_checkpointing_enable", None)  # its name since 5.18
-        options = {"use_reentrant": False}
+        options = {"use_reentrant": False}  # the default
         if on_gpu and not flags.compile:  # the backward pass would not know of it
             options["context_fn"] = lambda: (nullcontext(), AsOnGPU())
-        (enable or model.gradient_checkpointing_enable)(options)
+        model.activation_checkpointing_enable(options)
     precision = torch.float32 if dtype == "fp32" else torch.bfloat16  # fp16 takes as much
     with FakeTensorMode(), adapted_transformers(), warnings.catch_warnings(action="ignore"):
         materialize(model, torch.float32 if autocast else precision)
         recorder = Recorder(model)
-        blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        decoder_layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if flags.compile:
             torch._dynamo.reset()
             backend = compile_backend(recorder)
-            for block in blocks:
-                block.compile(backend=backend, dynamic=False)
+            for layer in decoder_layers:
+                layer.compile(backend=backend, dynamic=False)
             if on_gpu:
                 model.loss_function = torch.compile(
                     model.loss_function, backend=backend, dynamic=False
                 )
-        numbers = layers or range(len(blocks))
-        for number, block in zip(numbers, blocks, strict=True):
-            mark(block, number, number == numbers[-1], recorder)
+        numbers = layers or range(len(decoder_layers))
+        for number, layer in zip(numbers, decoder_layers, strict=True):
+            mark(layer, number, number == numbers[-1], recorder)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(recorder.accumulated)
         ids = torch.zeros(batch, flags.seq_length, dtype=torch.int64)
@@ -428,10 +427,10 @@ def materialize(model, dtype) -> None:
                 module._buffers[name] = torch.empty(old.shape, dtype=old.dtype)
 
 
-def mark(block, number: int, is_last: bool, recorder: Recorder) -> None:
+def mark(layer, number: int, is_last: bool, recorder: Recorder) -> None:
     """Has the recorder begin a segment with each pass of this layer, outside what is compiled."""
-    block.marked = (number, is_last, recorder)
-    block.__class__ = marked(type(block))
+    layer.marked = (number, is_last, recorder)
+    layer.__class__ = marked(type(layer))
 
 
 @lru_cache  # one class for layers of a class, so that they share their compiled code
@@ -893,8 +892,8 @@ def parse_args() -> argparse.Namespace:
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help=model)
     add("--devices", type=positive, nargs="+", default=[1, 2, 4, 8], help="numbers of GPUs")
     add("--gpu-memory", type=above(0.001, float), default=80.0, help="of each, GB = 1e9 bytes")
-    add("-s", "--seq-length", type=above(2), default=1024, help="tokens per packed block")
-    add("-b", "--batch-size", type=positive, default=8, help="blocks per device and forward pass")
+    add("-s", "--seq-length", type=above(2), default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
     add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
     add("--dtype", choices=BYTES, help="compute precision [bf16 for cuda, fp32 for cpu]")
@@ -908,8 +907,6 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.compile = args.device == "cuda" if args.compile is None else args.compile
-    if args.dtype == "fp16" and args.device != "cuda":
-        parser.error("--dtype fp16 needs a CUDA GPU: choose bf16 or fp32")
     return args
 
 
@@ -938,7 +935,7 @@ def main() -> None:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions and args.seq_length > positions:
         fail(
-            f"--seq-length {args.seq_length} is beyond the {positions} positions of "
+            f"--seq-length {args.seq_length} is more than the {positions} positions of "
             f"{args.model_name}"
         )
     try:

@@ -66,9 +66,20 @@ def highest(records: list[dict], name: str) -> float:
 
 
 def is_resident(records: list[dict]) -> bool:
-    """Whether memory is that of the process, as it is logged where there is no GPU."""
+    """Whether the run logged the memory of its processes, because it had no GPU.
+
+    Earlier chapters logged it under all four names of GPU memory.
+    """
     kinds = [f"memory/{a}_{b}_gb" for a in ("current", "peak") for b in ("allocated", "reserved")]
-    return all(len({record.get(kind) for kind in kinds}) == 1 for record in records)
+    return any("memory/resident_gb" in record for record in records) or all(
+        len({record.get(kind) for kind in kinds}) == 1 for record in records
+    )
+
+
+def most_memory(records: list[dict]) -> float:
+    """GB of the fullest GPU, or of the fullest process where there is no GPU."""
+    names = ("memory/resident_gb", "memory/peak_allocated_gb")
+    return max(highest(records, name) for name in names)
 
 
 def draw(runs: dict[str, list[dict]]) -> Figure:
@@ -99,7 +110,7 @@ def draw(runs: dict[str, list[dict]]) -> Figure:
         speed.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
         places = range(len(runs))
-        peaks = [highest(records, "memory/peak_allocated_gb") for records in runs.values()]
+        peaks = [most_memory(records) for records in runs.values()]
         bars = memory.barh(places, peaks, color=[styles[name][0] for name in runs], height=0.6)
         memory.bar_label(bars, [f" {peak:.2f}" if peak else " not logged" for peak in peaks])
         title = "Memory of the fullest GPU, GB (peak)"

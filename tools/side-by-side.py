@@ -3,22 +3,25 @@
     python tools/side-by-side.py                                 # all of them
     python tools/side-by-side.py 02-ddp/train-llm.py mine.py     # yours beside a chapter
 
-Equal lines stand next to each other, a changed line next to the one that it replaces, and each line
-has the colour of the chapter that brought it. What all have in common is folded. Open the page in
-any browser; it says which keys it knows.
+The page compares any two or three, chosen from the tree of chapters. Equal lines stand next to each
+other, a changed line next to the one that it replaces, and each line has the colour of the chapter
+that brought it. Lines that all have in common are folded. Open the page in any browser; it says
+which keys it knows.
 """
 
 import argparse
 import ast
 import html
+import importlib.util
 import io
 import json
 import re
 import sys
 import tokenize
 import warnings
+from collections.abc import Iterator
 from difflib import SequenceMatcher
-from itertools import groupby, pairwise, takewhile, zip_longest
+from itertools import groupby, takewhile, zip_longest
 from pathlib import Path
 
 from pygments import lex
@@ -27,9 +30,44 @@ from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-TEMPLATE = Path(__file__).with_suffix(".html")
+TEMPLATE = Path(__file__).with_name("side-by-side-template.html")
 ALIKE = 0.5  # from this ratio on (difflib's, 0 to 1) a line passes for a new version of another
 MOST_PAIRS = 20_000  # of lines to compare in a changed stretch: beyond, it would take long
+MARKER = r"# ([A-Z]{2,})(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
+
+# The tree of chapters; an import statement takes no file name with a hyphen.
+spec = importlib.util.spec_from_file_location("tree", Path(__file__).with_name("diff-chapters.py"))
+tree = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tree)
+
+
+# -- Which text continues which --------------------------------------------------------------------
+
+
+def continued(files: list[Path]) -> list[int | None]:
+    """For each file the number of the one that it continues, None if there is none.
+
+    A chapter continues its nearest ancestor among the files before it; another file, the file
+    before it.
+    """
+    chapters, numbers, result = tree.chapters(), {}, []
+    for number, path in enumerate(files):
+        if path in chapters:
+            name = tree.CONTINUES.get(path.parent.name)
+            while name and name not in numbers:
+                name = tree.CONTINUES.get(name)
+            result.append(numbers.get(name))
+            numbers[path.parent.name] = number
+        else:
+            result.append(number - 1 if number else None)
+    return result
+
+
+def ancestors(number: int, parents: list[int | None]) -> Iterator[int]:
+    """From the nearest on. A text that continues none is compared with the first, too."""
+    while number:
+        number = parents[number] or 0
+        yield number
 
 
 # -- Which line stands beside which ----------------------------------------------------------------
@@ -80,26 +118,28 @@ def match(before: list[str], after: list[str]) -> list[tuple[int | None, int | N
     return result
 
 
-def align(texts: list[list[str]]) -> list[tuple[int | None, ...]]:
+def align(texts: list[list[str]], parents: list[int | None]) -> list[tuple[int | None, ...]]:
     """Rows of positions, one per text; None where a text has nothing in that row."""
 
     def earlier(row: tuple[int | None, ...]) -> list[str]:
         return [text[i] for text, i in zip(texts, row, strict=False) if i is not None]
 
     rows = [(i,) for i in range(len(texts[0]))]
-    for count, (before, after) in enumerate(pairwise(texts), 1):
+    for count, after in enumerate(texts[1:], 1):
+        parent = parents[count] or 0
         old, rows = rows, []
-        for i, j in match(before, after):
+        for i, j in match(texts[parent], after):
             if i is None:
-                # A new line takes a row that is empty in the text before it: one where an earlier
-                # text has the same line, or the first. If there is none, a row of its own.
-                free = [*takewhile(lambda row: row[-1] is None, old)]
+                # A new line takes a row that is empty in the text that this one continues: one
+                # where an earlier text has the same line, or the first. If there is none, a row
+                # of its own.
+                free = [*takewhile(lambda row, of=parent: row[of] is None, old)]
                 same = (n for n, row in enumerate(free) if after[j] in earlier(row))
                 for _ in range(next(same, 0)):
                     rows.append((*old.pop(0), None))
                 rows.append((*(old.pop(0) if free else (None,) * count), j))
                 continue
-            while old[0][-1] != i:
+            while old[0][parent] != i:
                 rows.append((*old.pop(0), None))
             rows.append((*old.pop(0), j))
         rows += [(*row, None) for row in old]
@@ -107,12 +147,18 @@ def align(texts: list[list[str]]) -> list[tuple[int | None, ...]]:
 
 
 def versions(row: tuple[int | None, ...], texts: list[list[str]]) -> str:
-    """Which text brought the line that each text has in this row, as digits; `-` for none.
+    """The first text that has the same line in this row, as a digit per text; `-` for no line.
 
     `001`: the second text has the first one's line, the third another one.
     """
     lines = [None if i is None else text[i] for text, i in zip(texts, row, strict=True)]
     return "".join("-" if line is None else str(lines.index(line)) for line in lines)
+
+
+def bringer(number: int, kind: str, parents: list[int | None]) -> int:
+    """The text that brought a line: the furthest ancestor that has the same one in its row."""
+    same = [n for n in ancestors(number, parents) if kind[n] == kind[number]]
+    return same[-1] if same else number
 
 
 # -- What the page shows ---------------------------------------------------------------------------
@@ -157,8 +203,11 @@ def code_as_html(tokens: list[tuple[str, str]], changed: set[int]) -> str:
     return "".join(pieces)
 
 
-def markers(text: list[str]) -> list[tuple[int, str, str, str]]:
-    """The marked places: position, the function around it, the marker's name and its sentence."""
+def markers(text: list[str]) -> list[tuple[int, str, str, str, str]]:
+    """The marked places: position, the function around it, the marker's name, its number and text.
+
+    Only an idea, `# DDP 1: ...`, has a number. The number of another place, `# DDP: ...`, is "".
+    """
     source = "\n".join(text)
     with warnings.catch_warnings(action="ignore"):
         body = ast.parse(source).body
@@ -171,32 +220,33 @@ def markers(text: list[str]) -> list[tuple[int, str, str, str]]:
     alone = {i for i in comments if text[i].lstrip().startswith("#")}
     found = []
     for i, comment in comments.items():
-        if match := re.match(r"# ([A-Z]{2,}): (.*)", comment):
-            sentence, following = [match[2]], i + 1
-            while {following - 1, following} <= alone:
-                if re.match(r"# [A-Z]{2,}: ", comments[following]):
-                    break
+        if match := re.match(MARKER, comment):
+            sentence, following = [match[3]], i + 1
+            while {following - 1, following} <= alone and not re.match(MARKER, comments[following]):
                 sentence.append(comments[following].lstrip("# "))
                 following += 1
             # A marker above a function is about that one: the first that has not ended before.
             name = next((name for end, name in tops if end > i), "the top")
-            found.append((i, name, match[1], " ".join(sentence)))
+            found.append((i, name, match[1], match[2] or "", " ".join(sentence)))
     return found
 
 
-def column(number: int, title: str, text: list[str], rows, kinds: list[str], texts) -> str:
+def column(number: int, title: str, texts, rows, kinds: list[str], parents) -> str:
     """One text as HTML, as many lines high as there are rows."""
-    tokens, lines = tokens_of("\n".join(text)), []
+    text, lines = texts[number], []
+    tokens = tokens_of("\n".join(text))
+    ideas = {i for i, _, _, idea, _ in markers(text) if idea}
     for row, kind in zip(rows, kinds, strict=True):
-        i, version = row[number], kind[number]
+        i = row[number]
         if i is None:
             lines.append('<span class="line gap"></span>')
             continue
-        classes = ["line"] + ([f"from-{version}"] if version != "0" else [])
-        if number + 1 < len(texts) and kind[number + 1] != version:
-            classes.append("leaves")
-        before = row[number - 1] if number and version == str(number) else None
-        old = "" if before is None else texts[number - 1][before]
+        brought_by, parent = bringer(number, kind, parents), parents[number] or 0
+        classes = ["line"] + ([f"from-{brought_by}"] if brought_by else [])
+        if i in ideas:
+            classes.append("idea")
+        before = row[parent] if number and brought_by == number else None
+        old = "" if before is None else texts[parent][before]
         code = code_as_html(tokens[i], changed_characters(old, text[i]))
         name = f'id="{number + 1}-{i + 1}" data-n="{i + 1}"'
         lines.append(f'<span class="{" ".join(classes)}" {name}>{code}\n</span>')
@@ -207,23 +257,51 @@ def column(number: int, title: str, text: list[str], rows, kinds: list[str], tex
     )
 
 
-def contents(titles: list[str], texts: list[list[str]], rows, kinds: list[str]) -> str:
-    """The marked places that each text brings, as links."""
+def contents(names: list[str], texts, rows, kinds: list[str], parents) -> str:
+    """The marked places that each text brings, as links: the numbered ideas, then the others."""
     result = []
-    for number, (title, text) in enumerate(zip(titles, texts, strict=True)):
-        version = {row[number]: kind[number] for row, kind in zip(rows, kinds, strict=True)}
-        new = [marker for marker in markers(text) if version[marker[0]] == str(number)]
-        if not new:
-            continue
-        result.append(f'<h2 class="from-{number}">{title}</h2><ol>')
-        for i, name, _, sentence in new:
-            link = f'<a href="#{number + 1}-{i + 1}">'
-            what = f"<code>{name}</code> {html.escape(sentence)}"
-            result.append(f"<li>{link}{what}</a></li>")
-        result.append("</ol>")
-    summary = "<summary><kbd>c</kbd> Marked places</summary>"
+    for number, (name, text) in enumerate(zip(names, texts, strict=True)):
+        older = (marker for n in ancestors(number, parents) for marker in markers(texts[n]))
+        known = {(marker, idea or sentence) for _, _, marker, idea, sentence in older}
+        by = {
+            row[number]: bringer(number, kind, parents)
+            for row, kind in zip(rows, kinds, strict=True)
+        }
+        lists = {"ideas": [], "places": []}
+        for i, function, marker, idea, sentence in markers(text):
+            if by[i] != number or (marker, idea or sentence) in known:
+                continue
+            sentence = html.escape(re.split(r"(?<=\.) (?=[A-Z])", sentence)[0])
+            what, where = f"<b>{marker} {idea}</b> {sentence}", f"<code>{function}</code>"
+            what = f"{what} {where}" if idea else f"{where} {sentence}"
+            link = f'<a href="#{number + 1}-{i + 1}">{what}</a>'
+            lists["ideas" if idea else "places"].append(f"<li>{link}</li>")
+        if any(lists.values()):
+            result.append(f'<details class="from-{number}" data-column="{number}">')
+            result.append(f"<summary><h2>{name}</h2></summary>")
+            result += [f'<ol class="{k}">{"".join(v)}</ol>' for k, v in lists.items() if v]
+            result.append("</details>")
+    summary = "<summary><kbd>c</kbd> Ideas and other marked places</summary>"
     listed = f"<details open>{summary}{''.join(result)}</details>"
     return f'<nav aria-label="Marked places">{listed}</nav>' if result else ""
+
+
+def buttons(names: list[str], parents: list[int | None]) -> str:
+    """The tree: each text to the right of the one that it continues, or below its siblings."""
+    places, result = [], []
+    for number, (name, parent) in enumerate(zip(names, parents, strict=True)):
+        beside, depth = (1, 0) if parent is None else places[parent]
+        row = max([beside, *(row + 1 for row, taken in places if taken == depth + 1)])
+        places.append((row, depth + 1))
+        title = "" if parent is None else f' title="continues {names[parent]}"'
+        classes = f"chapter from-{number}" + " parent" * (number in parents)
+        classes += " child" * (parent is not None)
+        result.append(
+            f'<button class="{classes}"{title} aria-pressed="true"'
+            f' style="grid-area: {row} / {depth + 1}; --up: {row - beside}">'
+            f"<span><kbd>{number + 1}</kbd> {name}</span></button>"
+        )
+    return "".join(result)
 
 
 def styles() -> str:
@@ -238,41 +316,36 @@ def styles() -> str:
     return re.sub(r"background(-color)?: *[^;}]+;?", "", "\n".join(rules))
 
 
-def page(titles: list[str], texts: list[list[str]]) -> str:
-    rows = align(texts)
+def page(titles: list[str], texts: list[list[str]], parents: list[int | None]) -> str:
+    rows = align(texts, parents)
     kinds = [versions(row, texts) for row in rows]
-    columns = [
-        column(number, html.escape(title), text, rows, kinds, texts)
-        for number, (title, text) in enumerate(zip(titles, texts, strict=True))
-    ]
     folders = [title.rpartition("/")[0] for title in titles]
     names = folders if len({*folders}) == len(titles) and all(folders) else titles
-    buttons = [
-        f'<button class="chapter from-{number}" data-column="{number}" aria-pressed="true">'
-        f"<kbd>{number + 1}</kbd> {html.escape(name)}</button>"
-        for number, name in enumerate(names)
+    titles, names = [*map(html.escape, titles)], [*map(html.escape, names)]
+    columns = [
+        column(number, title, texts, rows, kinds, parents) for number, title in enumerate(titles)
     ]
     parts = {
-        "TITLE": " · ".join(map(html.escape, titles)),
+        "TITLE": " · ".join(titles),
         "STYLES": styles(),
-        "BUTTONS": "".join(buttons),
-        "CONTENTS": contents([*map(html.escape, titles)], texts, rows, kinds),
+        "BUTTONS": buttons(names, parents),
+        "CONTENTS": contents(names, texts, rows, kinds, parents),
         "COLUMNS": "".join(columns),
         "KINDS": json.dumps(kinds),
+        "PARENTS": json.dumps([parent or 0 for parent in parents]),
     }
     return re.sub(r"@([A-Z]+)@", lambda match: parts[match[1]], TEMPLATE.read_text("utf-8"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes scripts side by side into an HTML page.")
-    chapters = sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
     parser.add_argument("files", nargs="*", type=Path, help="two or more [the chapters]")
     output = REPOSITORY / "outputs" / "side-by-side.html"
     parser.add_argument("-o", "--output", type=Path, default=output, help=f"[{output}]")
     args = parser.parse_args()
-    files = [path.resolve() for path in args.files] or chapters
-    if not 2 <= len(files) <= 5:
-        parser.error("it takes from two to five files")
+    files = [path.resolve() for path in args.files] or tree.chapters()
+    if not 2 <= len(files) <= 9:
+        parser.error("it takes from two to nine files")
     names = [path.name for path in files]
     titles, texts = [], []
     for path in files:
@@ -287,7 +360,7 @@ def main() -> None:
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             sys.exit(f"error: cannot read {path} as Python: {error or type(error).__name__}")
     try:
-        args.output.write_text(page(titles, texts), "utf-8")
+        args.output.write_text(page(titles, texts, continued(files)), "utf-8")
     except OSError as error:
         sys.exit(f"error: cannot write {args.output}: {error.strerror}")
     print(f"wrote {args.output}")

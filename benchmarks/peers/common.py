@@ -1,8 +1,8 @@
-"""What all peers share, so that each does the work of chapter 1: its blocks in its order, its
-initial weights, and a clock.
+"""What all peers share, so that each does the work of chapter 1: its samples in its order,
+its initial weights, and a clock.
 
-Every peer is started by `benchmarks/run.py`, with chapter 1's own flags and `--warmup`, on one
-device as a script and on more by torchrun, and prints one JSON object.
+`benchmarks/run.py` starts every peer, with chapter 1's own flags and `--warmup`, on one device as a
+script and on more with torchrun. A peer prints one JSON object.
 """
 
 import argparse
@@ -35,18 +35,19 @@ def load_chapter_1():
     return module
 
 
-class Blocks(Dataset):
-    """Chapter 1's blocks in chapter 1's order, as rows of `input_ids` and `labels`."""
+class Samples(Dataset):
+    """Chapter 1's samples in chapter 1's order, as rows of `input_ids` and `labels`."""
 
-    def __init__(self, blocks, order: list[int]):
-        self.blocks, self.order = blocks, order
+    def __init__(self, samples, order: list[int]):
+        self.samples = samples
+        self.order = order
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def __getitem__(self, position: int) -> dict[str, torch.Tensor]:
-        block = torch.from_numpy(self.blocks[self.order[position]].astype("int64"))
-        return {"input_ids": block, "labels": block}
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        token_ids = torch.from_numpy(self.samples[self.order[number]].astype("int64"))
+        return {"input_ids": token_ids, "labels": token_ids}
 
 
 class Clock:
@@ -89,9 +90,9 @@ def set_up(*own_flags: str):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     config, tokenizer = chapter_1.load_config_and_tokenizer(args)
     global_batch = args.batch_size * WORLD_SIZE
-    blocks, _ = chapter_1.load_blocks(args, tokenizer, chapter_1.RunState(), global_batch)
-    positions = range(args.max_steps * global_batch)
-    dataset = Blocks(blocks, chapter_1.sample_order(positions, len(blocks), args.seed))
+    samples, _ = chapter_1.load_samples(args, tokenizer, global_batch)
+    count = args.max_steps * global_batch
+    dataset = Samples(samples, chapter_1.sample_order(0, count, len(samples), args.seed))
     transformers.set_seed(args.seed)
     with torch.device("meta"):  # or there would be other initial weights than chapter 1's
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
