@@ -66,7 +66,7 @@ class Launch:
 
 
 ONE_NODE = ["--standalone", "--nproc-per-node", 2]
-FLAGS = ["--max-steps", 300, "--ckpt-freq", 20, "--eval-freq", 100, "--lr", 1e-3]
+FLAGS = ["--max-steps", 160, "--ckpt-freq", 20, "--eval-freq", 80, "--lr", 1e-3]
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def kill_twice(launch: Launch, step: int) -> None:
 def test_killed_workers_come_back(trainer, undisturbed):
     """Twice, without any variable; the job goes on from its last checkpoint, exactly."""
     launch = Launch(trainer, "output", [*ONE_NODE, "--max-restarts", 3], *FLAGS)
-    kill_twice(launch, 60)
+    kill_twice(launch, 40)
     assert launch.wait(60) == 0, launch.output
     assert launch.output.count("Continuing from") == 2
     assert exact(launch.records) == exact(undisturbed.records)
@@ -100,7 +100,7 @@ def test_killed_workers_come_back(trainer, undisturbed):
 
 def test_killed_workers_of_chapter_3_come_back(trainer):
     """Here the checkpoint is that of all ranks, and maybe not yet complete."""
-    flags = ["--max-steps", 100, "--ckpt-freq", 10, "--eval-freq", 50]
+    flags = ["--max-steps", 60, "--ckpt-freq", 10, "--eval-freq", 30]
     undisturbed = trainer(*flags, name="undisturbed", processes=2, script=CHAPTER_3)
     torchrun = [*ONE_NODE, "--max-restarts", 3]
     launch = Launch(trainer, "output", torchrun, *flags, script=(CHAPTER_3,))
@@ -113,12 +113,12 @@ def test_killed_workers_of_chapter_3_come_back(trainer):
 
 def test_sigterm_saves_and_the_run_goes_on_exactly(trainer, undisturbed):
     launch = Launch(trainer, "output", ONE_NODE, *FLAGS)
-    launch.wait_for("step 30/300")
+    launch.wait_for("step 30/160")
     launch.process.send_signal(signal.SIGTERM)
     assert launch.wait(30) != 0
     newest = max(launch.folder.glob("step-*"))
     step = json.loads((newest / "state.json").read_text())["step"]
-    assert 30 <= step < 300
+    assert 30 <= step < 160
     assert f"Stopped after step {step}: the same command continues" in launch.output
     resumed = trainer(*FLAGS, processes=2)
     assert exact(resumed.records) == exact(undisturbed.records)
@@ -148,7 +148,7 @@ def test_one_rank_raises(trainer, tmp_path):
     script = tmp_path / "breaking.py"
     script.write_text(BREAKING)
     launch = Launch(trainer, "output", ONE_NODE, *FLAGS, script=(script, CHAPTER_2))
-    launch.wait_for("step 5/300")
+    launch.wait_for("step 5/160")
     begin = time.monotonic()
     assert launch.wait(30) != 0
     assert time.monotonic() - begin < 30

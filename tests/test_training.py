@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -167,3 +170,29 @@ def test_model_families_train_from_scratch_and_reload(trainer, family):
         "-m", result.folder / "final", "--max-steps", 1, "--no-from-scratch", name="tuned"
     )
     assert tuned.column("loss")[0] < result.column("loss")[0] - 1
+
+
+SPIN = """
+import os, runpy, sys
+
+class Watch:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print("spins", os.environ.get("GOMP_SPINCOUNT"), flush=True)
+
+sys.meta_path.insert(0, Watch())
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_threads_do_not_spin(tmp_path):
+    """Processes of their own: one that has imported torch keeps the setting it began with."""
+    script = tmp_path / "watch.py"
+    script.write_text(SPIN)
+    environment = {k: v for k, v in os.environ.items() if k != "GOMP_SPINCOUNT"}
+    for value, expected in (({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        command = [sys.executable, script, CHAPTER_1, "--help"]
+        done = subprocess.run(command, env=environment | value, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"spins {expected}\n")
