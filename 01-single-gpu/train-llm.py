@@ -672,7 +672,7 @@ def parse_args():
     config = parser.parse_known_args()[0].config
     with explain(f"cannot read {config}"):
         file = yaml.safe_load(config.read_text()) if config else {}
-    given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in file.items()]
+        given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in file.items()]
     if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])

@@ -41,6 +41,7 @@ CASES = {
     # --config
     "no config file": (["--config", "{tmp}/none.yaml"], 1, "cannot read"),
     "config that is no YAML": (["--config", "{tmp}/broken.yaml"], 1, "cannot read"),
+    "empty config": (["--config", "{tmp}/empty.jsonl"], 1, "cannot read"),
     "unknown key": (["--config", "{tmp}/unknown.yaml"], 2, "--batchsize"),
     "bad value of a key": (["--config", "{tmp}/zero.yaml"], 2, "--batch-size"),
     # disk
