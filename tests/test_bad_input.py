@@ -13,6 +13,7 @@ from runner import CHAPTER_1
 CASES = {
     # flags: status 2
     "zero batch": (["-b", 0], 2, "--batch-size"),
+    "no next token": (["-s", 1], 2, "--seq-length"),
     "negative steps": (["--max-steps", -1], 2, "--max-steps"),
     "no number": (["--lr", "fast"], 2, "--lr"),
     "infinite rate": (["--lr", "inf"], 2, "--lr"),
