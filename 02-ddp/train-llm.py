@@ -29,7 +29,7 @@ from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
-# CPU threads that wait for each other spin. On a busy machine that slows a step several times.
+# CPU threads that wait for each other spin. Less of it helps where other programs are busy.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Comet: patch no library; do without a silent server after 20 s; spend at most a minute at the end.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")

@@ -591,15 +591,6 @@ def test_exercises_have_the_measured_losses():
         assert number in RESULTS.partition("## Exercises of chapter 1")[2]
 
 
-def test_threads_that_spin():
-    """The figures of the README are in the record of what has been measured."""
-    (row,) = [line for line in README.splitlines() if line.startswith("| slow on CPUs")]
-    figures = re.findall(r"\d+,\d+", row)
-    assert len(figures) == 4
-    missing = [figure for figure in figures if figure not in RESULTS]
-    assert missing == [], "benchmarks/results.md needs the figures of GOMP_SPINCOUNT"
-
-
 def test_symptoms_are_what_the_scripts_say():
     text = README.partition("## When something is wrong")[2].partition("\n## ")[0]
     symptoms = [row.split("|")[1] for row in text.splitlines() if row.startswith("| ")]
