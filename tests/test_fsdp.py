@@ -393,6 +393,16 @@ if os.environ["RANK"] == "1":
     assert resumed.checkpoints == ["step-00000002", "step-00000004"]
 
 
+def test_out_of_gpu_memory_names_the_flags_of_this_chapter(trainer):
+    """There may be no GPU here: the optimizer runs out of memory in its stead."""
+    before = "import torch\n"
+    before += "def step(*_, **__): raise torch.OutOfMemoryError('CUDA out of memory')\n"
+    before += "torch.optim.AdamW.step = step\n"
+    result = trainer("--max-steps", 2, status=1, before=before, processes=1, **FSDP)
+    for flag in ("--batch-size", "--activation-checkpointing", "--cpu-offload"):
+        assert_one_sentence(result.output, flag)
+
+
 def test_checkpoints_that_cannot_be_read(trainer):
     """Of another chapter: one sentence. Damaged: the run ends and leaves it as it is."""
     flags = ["--max-steps", 2, "--eval-freq", 0]
