@@ -317,16 +317,15 @@ def compile_backend(recorder: Recorder):
 @contextmanager
 def adapted_transformers():
     """Replaces the functions that need real tensors."""
-    masking, experts = transformers.masking_utils, getattr(transformers.integrations, "moe", None)
+    masking, experts = transformers.masking_utils, transformers.integrations.moe
     with ExitStack() as patches:
         # Looks for position ids that restart within a row. The chapters have none: it returns None.
         patches.enter_context(
             mock.patch.object(masking, "find_packed_sequence_indices", return_value=None)
         )
-        if hasattr(experts, "_can_use_grouped_mm"):
-            # PyTorch refuses fake tensors in fp32 there; the way around it takes as much memory.
-            in_bf16 = lambda inputs, weight, offsets: weight.dtype == torch.bfloat16  # noqa: E731
-            patches.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", in_bf16))
+        # PyTorch refuses fake tensors in fp32 there; the way around it takes as much memory.
+        in_bf16 = lambda inputs, weight, offsets: weight.dtype == torch.bfloat16  # noqa: E731
+        patches.enter_context(mock.patch.object(experts, "_can_use_grouped_mm", in_bf16))
         yield
 
 
