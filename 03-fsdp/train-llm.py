@@ -47,6 +47,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import yaml
 from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -79,9 +80,7 @@ def main():
     transformers.logging.disable_progress_bar()  # for each file that it reads or writes
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-
-    # Where the run stands: at the newest checkpoint under its name, or at the beginning.
-    run_folder, checkpoint, state = open_run(args)
+    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
 
     # Data, model, optimizer.
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
@@ -128,8 +127,7 @@ def main():
     stop_signal = 0
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
-        # Several small forward passes need less memory than a large one. Their gradients add up, so
-        # that the update is the one of the whole global batch.
+        # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # Sample number n is the same in each run with this seed, so a run can resume anywhere.
             # DDP 6: Each rank reads other samples, because equal ones would give equal gradients.
@@ -163,7 +161,7 @@ def main():
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()
-            scheduler.step()
+            scheduler.step()  # once per optimizer step, however many micro-batches
             optimizer.zero_grad()  # or the next gradients would be added to these
         state.step += 1
         state.samples += global_batch
@@ -181,8 +179,7 @@ def main():
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
             # `.item()` waits until the GPU has computed the number. Between two logged steps the
-            # script reads no number back, so Python runs ahead and queues work for the GPU. (Only
-            # Transformers' check for packed position ids waits, once per forward pass.)
+            # script reads no number back, so Python runs ahead and queues work for the GPU.
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
             mean_loss = loss_sum.item() / (state.step - logged_step)
@@ -216,12 +213,15 @@ def main():
 
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
-            # FSDP: Each rank writes its shards to files of its own, which are then joined.
-            hub = HuggingFaceStorageWriter(folder, save_distributed=True, enable_consolidation=True)
+            # FSDP: Each rank writes a file of shards. These files are joined, and rewritten under
+            # the names of the Hub. `load_file` maps the file, so the model may exceed the memory.
+            joined = folder / "joined"
+            hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
             dcp.save(weights_of(model), storage_writer=hub)
             if RANK == 0:
-                shutil.rmtree(folder / "sharded")
                 save_model(folder, model, tokenizer)
+                model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
+                shutil.rmtree(joined)
         say(f"Done: the model is in {run_folder / 'final'}")
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
@@ -251,11 +251,14 @@ def build_model(args, config, device, checkpoint):
     # FSDP 7: Take memory for the shards of this rank only, since all else belongs to other ranks.
     model.to_empty(device="cpu" if args.cpu_offload else device)
     # FSDP 8: Initialise every parameter and buffer, because that memory holds arbitrary numbers.
-    # Files do not store buffers such as the rotary frequencies. Transformers skips a class that it
-    # does not know, and takes the classes that fully_shard has renamed for such.
+    # Files do not store buffers such as the rotary frequencies. fully_shard has given the model a
+    # class of another name. Transformers must know it, to initialise it and to name its tensors.
+    type(model).__name__ = type(model).__name__.removeprefix("FSDP")
     model.is_custom_code = lambda: False
     with AsOnOneDevice():
         model.init_weights()  # as Transformers would have done, only straight on the GPU
+    with suppress(OSError):  # FSDP: from_pretrained would have read this file; many lack it
+        model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
     if not (checkpoint or args.from_scratch):
         remedy = "--from-scratch starts from random weights, --demo needs no download"
         with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
@@ -263,20 +266,20 @@ def build_model(args, config, device, checkpoint):
             load_weights(model, args.model_name)
     for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
         buffer.data = buffer.to(device)
-    ampere = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    if ampere and args.dtype != "fp32" and is_flash_attn_2_available():
+    if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
         with suppress(ValueError):  # a family without it keeps its default, SDPA for most
             model.set_attn_implementation("flash_attention_2")
-    say(f"Attention {model.config._attn_implementation}, compute precision {args.dtype}")
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    attention = model.config._attn_implementation
+    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
     if args.activation_checkpointing:
         # A layer keeps its input only. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
         # Layer by layer: all layers are alike, so the compiled code of the first serves all. A
         # model that is compiled whole builds a mask and loses the fast kernel of causal attention.
-        for module in model.modules():
-            if isinstance(module, GradientCheckpointingLayer):  # a decoder layer of Transformers
-                module.compile()
+        for layer in layers:
+            layer.compile()
         if device.type == "cuda":
             # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
             model.loss_function = torch.compile(model.loss_function)
@@ -305,12 +308,28 @@ def weights_of(model):
 
 
 def load_weights(model, name):
-    """Fills the shards of this rank from safetensors in a folder or on the Hub, in any dtype."""
+    """Fills the shards of this rank with the weights of a folder or of the Hub."""
     folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
     saved = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
     prefix = f"{model.base_model_prefix}."  # some files have the names of the model without it
     shards = {n if n in saved else n.removeprefix(prefix): x for n, x in weights_of(model).items()}
-    dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
+    if set(shards) <= set(saved):
+        return dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
+    # FSDP: Some families have other names in the files, or merge tensors (the experts of a layer).
+    # Transformers converts them, in the memory of one rank. The others get their shards from it.
+    whole = from_files(name).state_dict() if RANK == 0 else {}
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, whole, options=options)
+
+
+def from_files(name):
+    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if unfit := report["missing_keys"] | report["mismatched_keys"]:  # Transformers only warns
+        fail(f"the files of {name} lack a tensor of this shape: {sorted(unfit, key=str)[0]}")
+    return model
 
 
 def parameter_groups(model, args):
@@ -400,7 +419,6 @@ def load_samples(args, tokenizer, global_batch):
             fn_kwargs={"tokenizer": tokenizer, "column": column},
             remove_columns=splits[split].column_names,  # the token ids are all that stays
             features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
-            desc=f"Tokenizing {split}",
         )
         return PackedSamples(tokenized, args.seq_length)
 
@@ -535,17 +553,15 @@ def open_run(args):
     run_folder = args.save_dir / args.experiment_name
     with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
-    checkpoints = sorted(run_folder.glob("step-*"))
-    if not checkpoints:
+    newest = max(run_folder.glob("step-*"), default=None)
+    if not newest:
         return run_folder, None, new_state
-    newest = checkpoints[-1]
     if not (newest / ".metadata").exists():  # FSDP: of torch.distributed.checkpoint
         fail(f"{newest} is from another chapter: choose another --experiment-name")
     state = RunState(**json.loads((newest / "state.json").read_text()))
     for name, value in state.flags.items():
         if flags[name] != value:
-            flag = f"--{name.replace('_', '-')}"
-            fail(f"{flag} was {value} in this run: keep it, or choose another --experiment-name")
+            fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
     say(f"Continuing from {newest}")
     return run_folder, newest, state
 
@@ -656,16 +672,15 @@ def memory_metrics(device):
 
 def describe_run(args, model, train_samples):
     """What is logged once: every flag, and what follows from them."""
-    on_gpu = torch.cuda.is_available()
     return vars(args) | {
         "world_size": WORLD_SIZE,  # DDP: the number of devices
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
         "dataset_samples": len(train_samples),
         "dataset_tokens": len(train_samples) * args.seq_length,
-        "device_memory_gb": torch.cuda.mem_get_info()[1] / 1e9 if on_gpu else None,
+        "device_memory_gb": torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 1e9,
         "torch_version": torch.__version__,
-        "cuda_version": str(torch.version.cuda),
+        "cuda_version": torch.version.cuda,
         "transformers_version": transformers.__version__,
     }
 
@@ -688,10 +703,7 @@ class RunLog:
 
 
 def start_comet(folder, state, args):
-    """A Comet experiment, which sends in the background and ends by itself when the script ends.
-
-    Without an API key, or without an answer from Comet, it writes an archive to `folder` instead.
-    """
+    """A Comet experiment, which ends with the script; without key or network an archive instead."""
     config = comet_ml.ExperimentConfig(
         name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
     )
@@ -750,7 +762,7 @@ DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
     "model_name": str(REPOSITORY / "tiny-llama"),
     "from_scratch": True,
-    "dataset_name": os.path.join(sysconfig.get_path("stdlib"), "[a-z]*.py"),
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
     "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: chapter 1's global batch, so also its losses
     "max_steps": 400,

@@ -19,8 +19,8 @@ from conftest import (
     exact,
     write_model,
 )
-from runner import CHAPTER_3
-from safetensors.torch import load_file
+from runner import CHAPTER_2, CHAPTER_3
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 FSDP = {"script": CHAPTER_3}
@@ -182,7 +182,7 @@ def test_each_rank_holds_its_share_of_everything(trainer):
     """Weights, gradients and both moments; and each sample is trained on by one rank."""
     flags = ["--num-epochs", 1, "--eval-freq", 0, "--max-steps", 20]
     fsdp = trainer(*flags, "-b", 2, processes=4, before=WATCH, **FSDP)
-    weights = load_file(fsdp.folder / "final" / "model-00001-of-00001.safetensors").values()
+    weights = load_file(fsdp.folder / "final" / "model.safetensors").values()
     whole = sum(tensor.numel() * 4 for tensor in weights)
     assert told(fsdp, "bytes") == [[str(whole // 4)] * 4] * 4
     used = Counter(sample for rank in told(fsdp, "samples") for sample in rank)
@@ -197,9 +197,40 @@ FAMILIES = {
     "llama": SIZE | {"tie_word_embeddings": True},
     "gpt_neox": SIZE | {"tie_word_embeddings": False},
     "qwen3": SIZE | {"num_key_value_heads": 1, "head_dim": 18, "tie_word_embeddings": False},
+    "mixtral": SIZE | {"num_key_value_heads": 1, "num_local_experts": 4},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 0}
     | dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0),
 }
+
+
+# Names of the Hub that Transformers changes or merges when it reads them
+HUB_NAMES = {
+    "gpt_neox": {"embed_out.weight"},
+    "mixtral": {f"model.layers.1.block_sparse_moe.experts.{n}.w1.weight" for n in range(4)},
+}
+
+SMALL_FILES = """
+import functools, transformers
+original = transformers.PreTrainedModel.save_pretrained
+small = functools.partialmethod(original, max_shard_size="20KB")
+transformers.PreTrainedModel.save_pretrained = small
+"""
+
+
+def tensors_of(folder) -> dict:
+    files = [load_file(file) for file in folder.glob("*.safetensors")]
+    return {name: tensor for file in files for name, tensor in file.items()}
+
+
+def assert_same_folder(one, other) -> None:
+    """The same configs; the same names, shapes and values of tensors, to the last bit."""
+    assert {file.name for file in one.iterdir()} == {file.name for file in other.iterdir()}
+    for file in one.glob("*config.json"):
+        assert json.loads(file.read_text()) == json.loads((other / file.name).read_text())
+    a, b = tensors_of(one), tensors_of(other)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -230,15 +261,24 @@ def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
     head = AutoModel if family == "gpt2" else AutoModelForCausalLM
     weights = head.from_pretrained(fsdp.folder / "final", dtype=torch.bfloat16)
     weights.save_pretrained(many, max_shard_size="20KB")
+    (many / "generation_config.json").write_text('{"max_new_tokens": 7}')
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(folder / name, many)
     assert len([*many.glob("*.safetensors")]) > 2
     for number, source in enumerate((fsdp.folder / "final", many)):
-        flags = ["-m", source, "--no-from-scratch", "--max-steps", 1, "--lr", 1e-3]
-        single = trainer(*flags, "-b", 6, name=f"single-{number}")
-        options = {"processes": 2, "before": WATCH} | FSDP
+        flags = ["-m", source, "--no-from-scratch", "--max-steps", 1, "--lr", 0]
+        small = SMALL_FILES if source == many else ""
+        single = trainer(*flags, "-b", 6, name=f"single-{number}", before=small)
+        options = {"processes": 2, "before": small + WATCH} | FSDP
         fsdp = trainer(*flags, "-b", 3, name=f"fsdp-{number}", **options)
         assert_same_losses(single, fsdp, 1, **OFF)
+        # A learning rate of 0 leaves the weights that were read
+        assert_same_folder(single.folder / "final", fsdp.folder / "final")
+        assert HUB_NAMES.get(family, set()) <= tensors_of(fsdp.folder / "final").keys()
+    index = json.loads((fsdp.folder / "final" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors_of(fsdp.folder / "final").keys()
+    generation = json.loads((fsdp.folder / "final" / "generation_config.json").read_text())
+    assert generation["max_new_tokens"] == 7
 
 
 PEAK = """
@@ -265,6 +305,30 @@ torch.optim.AdamW = AdamW
 """
 
 
+SAVING = """
+import threading, time, transformers
+
+def memory():
+    return int(open("/proc/self/status").read().partition("RssAnon:")[2].split()[0]) * 1024
+
+original = transformers.PreTrainedModel.save_pretrained
+def save_pretrained(*args, **options):
+    before = most = memory()
+    done = threading.Event()
+    def watch():
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, memory())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    original(*args, **options)
+    done.set()
+    thread.join()
+    print("\\nsaving took", most - before, flush=True)
+transformers.PreTrainedModel.save_pretrained = save_pretrained
+"""
+
+
 def test_loading_never_holds_the_whole_model(trainer, tmp_path):
     """In the memory of a rank, neither for random weights nor for those of files."""
     shape = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24}
@@ -280,6 +344,32 @@ def test_loading_never_holds_the_whole_model(trainer, tmp_path):
         for (taken,) in told(result, "loading took"):
             print(f"{int(taken) / whole:.2f} of the model")
             assert whole / 4 < int(taken) < whole / 2
+
+    # Nor when final/ is written. What is mapped from a file does not count: it needs no memory.
+    flags += ["--max-steps", 1, "-s", 8, "--eval-freq", 0]
+    result = trainer(*flags, name="saved", processes=2, before=SAVING, **FSDP)
+    (taken,) = re.findall("^saving took (.*)$", result.output, re.MULTILINE)
+    print(f"saving: {int(taken) / whole:.2f} of the model")
+    assert int(taken) < whole / 4
+
+
+def test_a_family_that_is_converted_is_held_by_one_rank(trainer, tmp_path):
+    """It alone has the whole model in its memory, for a while."""
+    shape = LLAMA | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+    shape |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_local_experts": 8}
+    folder = write_model(tmp_path / "large", **shape)
+    save_weights(folder, torch.bfloat16)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    whole = 4 * model.num_parameters()
+    assert whole > 400e6
+    options = {"processes": 4, "before": PEAK, **FSDP}
+    result = trainer("-m", folder, "-b", 1, "--no-from-scratch", **options)
+    first, *others = (int(taken) / whole for (taken,) in told(result, "loading took"))
+    print(f"rank 0 took {first:.2f} of the model, the others", *(f"{x:.2f}" for x in others))
+    assert first > 1
+    assert max(others) < 0.5
 
 
 def whole_state(checkpoint) -> dict:
@@ -419,16 +509,40 @@ def test_checkpoints_that_cannot_be_read(trainer):
     assert result.checkpoints == ["step-00000002"]
 
 
-def test_weights_that_cannot_be_loaded(trainer, model, pretrained, tmp_path):
-    flags = ["--max-steps", 1, "--no-from-scratch"]
-    other = tmp_path / "other"
-    shutil.copytree(pretrained, other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    for source in (model, other):
-        result = trainer(*flags, "-m", source, status=1, processes=2, **FSDP)
-        for rank in result.run.ranks:
-            assert_one_sentence(rank.output, f"cannot load the weights of {source}: ")
+@pytest.mark.parametrize("damage", ["no file", "a tensor lacks", "another shape"])
+def test_weights_that_cannot_be_loaded(trainer, model, pretrained, tmp_path, damage):
+    """In every chapter, one sentence names the tensor; random values are never trained."""
+    source, sentence = model, f"cannot load the weights of {model}: "
+    if damage != "no file":
+        source, name = tmp_path / "damaged", "model.layers.1.mlp.up_proj.weight"
+        shutil.copytree(pretrained, source)
+        tensors = load_file(source / "model.safetensors")
+        tensor = tensors.pop(name)
+        if damage == "another shape":
+            tensors[name] = tensor[1:].clone()
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        sentence = name
+    flags = ["-m", source, "--max-steps", 1, "--no-from-scratch"]
+    single = trainer(*flags, status=1)
+    assert_one_sentence(single.output, sentence)
+    ddp = trainer(*flags, status=1, processes=2, script=CHAPTER_2)
+    fsdp = trainer(*flags, status=1, processes=2, **FSDP)
+    for run in (ddp, fsdp):
+        assert_one_sentence(run.run.ranks[0].output, sentence)
+    # The other rank waits for the weights of the first one, or finds the same mistake
+    assert "error: cannot load the weights" in fsdp.run.ranks[1].output
+
+
+def test_the_log_tells_what_is_a_unit(trainer, model):
+    """In a family without layers of the class, the model is one unit: 0 layers."""
+    none = """
+import transformers.modeling_layers as layers
+layers.GradientCheckpointingLayer = type("Nobody", (), {})
+"""
+    for before, count in (("", 2), (none, 0)):
+        flags = ["-m", model, "--max-steps", 1, "--eval-freq", 0]
+        run = trainer(*flags, name=f"units-{count}", processes=1, before=before, **FSDP)
+        assert f", {count} decoder layers" in run.output
 
 
 def test_weights_of_the_hub(trainer, pretrained):

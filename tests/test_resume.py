@@ -119,7 +119,7 @@ def test_another_training_under_the_same_name_is_refused(trainer, dropout_model,
     changes = CHANGES | {"-m": dropout_model, "-d": other_data}
     for flag, value in changes.items():
         after = trainer("--max-steps", 3, flag, value, status=1)
-        assert_one_sentence(after.output, "--experiment-name")
+        assert_one_sentence(after.output, "keep it or take another -e")
     assert after.records == before.records
     # The same file with other text in it
     data = tmp_path / "same.txt"
