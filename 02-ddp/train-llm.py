@@ -297,20 +297,20 @@ def load_config_and_tokenizer(args):
     return config, tokenizer
 
 
-def load_documents(args):
+def load_documents(name, subset):
     """The splits of a file, folder or glob (a text file is one document), or of the Hub."""
-    name = args.dataset_name
     pattern = os.path.join(name, "**", "*") if os.path.isdir(name) else name
     files = [f for f in sorted(glob.glob(pattern, recursive=True)) if Path(f).suffix in FORMATS]
     kinds = {FORMATS[Path(file).suffix] for file in files}
+    spec = {"path": name, "name": subset}
+    if kinds == {"text"}:
+        spec = {"path": "text", "data_files": files, "sample_by": "document"}
+        spec["encoding_errors"] = "replace"
+    elif len(kinds) == 1 and not os.path.isdir(name):
+        spec = {"path": kinds.pop(), "data_files": files}
     remedy = "check the path, or name, --dataset-subset and network; loading scripts do not work"
     with explain(f"cannot load the dataset {name}: {remedy}"):
-        if kinds == {"text"}:
-            options = {"sample_by": "document", "encoding_errors": "replace"}
-            return datasets.load_dataset("text", data_files=files, **options)
-        if len(kinds) == 1 and not os.path.isdir(name):
-            return datasets.load_dataset(kinds.pop(), data_files=files)
-        return datasets.load_dataset(name, args.dataset_subset)
+        return datasets.load_dataset(**spec)
 
 
 def tokenize(rows, tokenizer, column):
@@ -318,6 +318,23 @@ def tokenize(rows, tokenizer, column):
     texts = [text for text in rows[column] if text]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
+
+
+def tokenized(documents, tokenizer):
+    """The token ids of the documents of a split, from the column `text` or the first with text."""
+    features = documents.features
+    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    if not columns:
+        fail(f"the dataset has no text column, only {', '.join(features)}")
+    column = "text" if "text" in columns else columns[0]
+    say(f"Tokenizing column {column!r}")
+    return documents.map(
+        tokenize,
+        batched=True,  # 1,000 documents per call
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        remove_columns=documents.column_names,  # the token ids are all that stays
+        features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
+    )
 
 
 class PackedSamples:
@@ -341,36 +358,19 @@ class PackedSamples:
 
 def load_samples(args, tokenizer, global_batch):
     """The samples to train on and those held out: a split of their own, or the last 1 %."""
-    name = args.dataset_name
-    splits = load_documents(args)
-    features = splits["train"].features
-    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
-    if not columns:
-        fail(f"{name} has no text column, only {', '.join(features)}")
-    column = "text" if "text" in columns else columns[0]
-
-    def pack(split):
-        tokenized = splits[split].map(
-            tokenize,
-            batched=True,  # 1,000 documents per call
-            fn_kwargs={"tokenizer": tokenizer, "column": column},
-            remove_columns=splits[split].column_names,  # the token ids are all that stays
-            features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
-        )
-        return PackedSamples(tokenized, args.seq_length)
-
-    train_samples = pack("train")
+    splits = load_documents(args.dataset_name, args.dataset_subset)
+    train_samples = PackedSamples(tokenized(splits["train"], tokenizer), args.seq_length)
     count = len(train_samples)
-    held_out = next((split for split in ("validation", "test") if split in splits), None)
+    held_out = splits.get("validation", splits.get("test"))
     if held_out:
-        eval_samples = pack(held_out)
+        eval_samples = PackedSamples(tokenized(held_out, tokenizer), args.seq_length)
     else:
         count -= max(1, count // 100)  # the last ones, before anything is shuffled
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
         train_samples = Subset(train_samples, range(count))
-    say(f"{name}, column {column!r}: {count} samples to train on, {len(eval_samples)} held out")
-    if count < global_batch or not len(eval_samples):
-        fail(f"{name} is too small: lower --batch-size or --seq-length")
+    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
+    if count < global_batch or not eval_samples:
+        fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
     return train_samples, eval_samples
 
 
