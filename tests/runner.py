@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CHAPTER_1 = REPOSITORY / "01-single-gpu" / "train-llm.py"
 CHAPTER_2 = REPOSITORY / "02-ddp" / "train-llm.py"
 CHAPTER_3 = REPOSITORY / "03-fsdp" / "train-llm.py"
+CHAPTER_4 = REPOSITORY / "04-streaming" / "train-llm.py"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(

@@ -18,7 +18,7 @@ import sys
 import pytest
 import torch
 from conftest import assert_one_sentence, assert_same_losses
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, Job, Run
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, REPOSITORY, Job, Run
 from test_chapters import STEPS, changed_code_lines
 from torch.distributed import run as torchrun
 from torch.distributed.distributed_c10d import Backend, _get_default_timeout
@@ -30,7 +30,8 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitlines()]
 
 
-READMES = [f"{path.parent.name}/README.md" for path in (CHAPTER_1, CHAPTER_2, CHAPTER_3)]
+CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4]
+READMES = [f"{path.parent.name}/README.md" for path in CHAPTERS]
 
 
 def page(file: str) -> str:
@@ -123,9 +124,6 @@ def test_demo_and_the_commands_after_it(tmp_path):
     assert "03-fsdp/train-llm.py" in (tmp_path / "page.html").read_text()
 
 
-CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3]
-
-
 # The script decides when it knows the device; --help has None.
 DECIDED_LATER = {
     ("--comet-workspace",): "the account's own default",
@@ -136,7 +134,9 @@ DECIDED_LATER = {
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.parent.name)
 def test_flags_are_those_of_help(tmp_path, chapter):
-    tables = README if chapter == CHAPTER_3 else README.partition("Chapter 3 adds")[0]
+    adds = {CHAPTER_3: "Chapter 4 adds", CHAPTER_4: "\n## "}.get(chapter, "Chapter 3 adds")
+    begin = README.index("| flag | default |")
+    tables = README[begin : README.index(adds, begin)]
     rows = re.findall(r"^\| ((?:`-[^|]+)) \| ([^|]+) \| [^|]+ \|$", tables, re.MULTILINE)
     table = {tuple(re.findall("`(.*?)`", flags)): default.strip("`") for flags, default in rows}
     run = Run(chapter, ["--help"], tmp_path / "help", env={"COLUMNS": "200"})
@@ -195,7 +195,7 @@ def test_links_lead_somewhere(file):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
-@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3), strict=True)])
+@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3, 4), strict=True)])
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
     text = (REPOSITORY / readme).read_text()
@@ -289,6 +289,7 @@ REMEDIES = {
     "offload": "--cpu-offload",
 }
 IN_ORDER = {1: [*REMEDIES][:4], 2: [*REMEDIES][:4], 3: [*REMEDIES][:3] + [*REMEDIES][4:]}
+IN_ORDER[4] = IN_ORDER[3]
 
 
 def remedies(text: str) -> list[str]:

@@ -1,0 +1,962 @@
+"""Chapter 4: a corpus larger than the disk, streamed while the model trains.
+
+Nothing is downloaded or tokenized beforehand. A thread reads documents from files or from the Hub,
+tokenizes them, packs them into rows and shuffles the rows, while the devices train on the rows
+before. A checkpoint holds the place in the stream. Comments with STREAM 1 to 11 mark the ideas.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e c4 -m meta-llama/Llama-3.2-1B \
+        --from-scratch -d allenai/c4 --dataset-subset en --max-steps 10000     # needs no disk space
+"""
+
+import argparse
+import glob
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import uuid
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from itertools import chain, islice, takewhile
+from pathlib import Path
+
+# CPU threads that wait for each other spin. Less of it helps where other programs are busy.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Comet: patch no library; do without a silent server after 20 s; spend at most a minute at the end.
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
+os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
+os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
+import comet_ml
+import datasets.distributed
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import yaml
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# DDP: One progress bar and one log, because all ranks would show the same.
+CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes a device of its own, or all would share GPU 0.
+    device = join_process_group()
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    args.compile = device.type == "cuda" if args.compile is None else args.compile
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    global_batch = args.batch_size * accumulation * WORLD_SIZE
+    torch.manual_seed(args.seed)  # for random initial weights
+    transformers.logging.disable_progress_bar()  # for each file that it reads or writes
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
+
+    # Data, model, optimizer.
+    config, tokenizer = load_config_and_tokenizer(args)
+    stream, eval_samples = load_samples(args, tokenizer)  # STREAM: every rank has its own
+    # DDP: Ranks with other flags or data would train something else, and nobody would notice.
+    if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
+        fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
+    model = build_model(args, config, device, checkpoint)
+    optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
+    # STREAM 1: The schedule needs a length, and a stream has none, so --max-steps must give it.
+    total_steps = args.max_steps
+    scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that it gathers.
+    autocast = torch.autocast(device.type, enabled=False)
+    # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
+    # stay above, and divides the gradients before the update. With other dtypes it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    # STREAM 2: A key for each rank, because of equal keys a checkpoint keeps one value only.
+    stateful[f"stream-{RANK}"] = stream
+    if checkpoint:
+        load_training_state(checkpoint, stateful, model)
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save, so run_folder stays; one rank logs
+        run_log = RunLog(run_folder, checkpoint, state, args)
+        facts = {"global_batch": global_batch, "device_name": device_name}
+        run_log.comet.log_parameters(facts | describe_run(args, model))  # STREAM: no length
+        run_log.comet.set_model_graph(str(model))
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    tokens = 0  # STREAM: without padding, of all ranks, since the last logged step
+    timer = PhaseTimer(device)
+    # disable=None: a progress bar in terminals only.
+    progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
+    stop_signals = catch_stop_signals()
+    stop_signal = 0
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        # STREAM 3: Read the whole step first, because its loss is a mean over all of its labels.
+        with timer("data"):
+            rows = list(takewhile(len, islice(stream.rows, accumulation * args.batch_size)))
+        # STREAM 4: A pass ends for all ranks when one runs out of rows, since the others need it.
+        short = len(rows) < accumulation * args.batch_size
+        counts = torch.tensor([short, bool(stream.error), np.sum(np.array(rows) >= 0)])
+        dist.all_reduce(counts)
+        short_ranks, broken, tokens_of_step = counts.tolist()
+        if broken:
+            break
+        if short_ranks and state.samples == 0:
+            fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
+        if short_ranks:
+            left = gather(0 if short else len(rows) + len(list(takewhile(len, stream.rows))))
+            say(
+                f"Pass {stream.place['pass'] + 1} is over: {sum(left)} rows of other ranks are left"
+            )
+            continue
+        stream.state = stream.place  # not before, since only now all ranks take this step
+        tokens += tokens_of_step
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # Sample number n is the same in each run with this seed, so a run can resume anywhere.
+            # DDP 6: Each rank reads other samples, because equal ones would give equal gradients.
+            first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
+            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            # FSDP 2: Every micro-batch scatters gradients: whole ones take 4 bytes per parameter.
+            # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
+            with timer("data"):
+                labels = read_batch(rows[micro_step::accumulation], range(args.batch_size), device)
+            with timer("forward"), autocast:
+                # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
+                # A row has one label less than tokens, because nothing follows its last token.
+                loss = loss_of(model, labels, (tokens_of_step - global_batch) / WORLD_SIZE)
+            with timer("backward"):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # without its graph, which would keep all activations
+        with timer("update"):
+            # Clip the complete gradient, before the update: one odd batch cannot throw weights off.
+            scaler.unscale_(optimizer)
+            max_norm = args.max_grad_norm or math.inf  # inf: the norm is measured, nothing clipped
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: The norm is over the shards of all ranks, so all ranks must ask for it.
+            grad_norm = grad_norm.full_tensor()
+            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()
+            scheduler.step()  # once per optimizer step, however many micro-batches
+            optimizer.zero_grad()  # or the next gradients would be added to these
+        state.step += 1
+        state.samples += global_batch
+        state.epoch = stream.state["pass"]  # STREAM: a fraction would need the length
+        progress.update()
+
+        at_end = state.step == total_steps
+        stop_signal = max(stop_signals, default=0)
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same one.
+        stop = torch.tensor(stop_signal)
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        stop_signal = stop.item()
+        eval_now = args.eval_freq and (state.step % args.eval_freq == 0 or at_end)
+        save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
+        log_now = state.step % args.log_freq == 0 or save_now
+        if log_now:
+            # `.item()` waits until the GPU has computed the number. Between two logged steps the
+            # script reads no number back, so Python runs ahead and queues work for the GPU.
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            mean_loss = loss_sum.item() / (state.step - logged_step)
+            tokens /= state.step - logged_step  # STREAM: per step
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm.item(),
+                "padding": 1 - tokens / global_batch / args.seq_length,  # STREAM: a share
+                **timer.read(tokens_per_step=tokens),
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device decides
+            }
+            if run_log:
+                run_log.metrics(state, metrics)
+            numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
+            say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
+            # In fp16 an infinite gradient is nothing unusual: the scaler skips that step.
+            finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
+            if not (math.isfinite(mean_loss) and finite_gradient):
+                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
+            loss_sum.zero_()
+            tokens = 0  # STREAM: as loss_sum
+            logged_step = state.step
+        if eval_now:
+            with autocast:
+                eval_loss = evaluate(model, eval_samples, args, device)
+            say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
+            if run_log:
+                run_log.metrics(state, metrics)
+        if run_folder and save_now:
+            # A saved step is always a logged step, so its numbers have passed the check above.
+            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+
+    if stream.error or (state.step < total_steps and not stop_signal):
+        if run_folder:  # STREAM: what was learned so far is not lost
+            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+        reason = stream.error or "another rank says why"
+        fail(f"a stream broke off after step {state.step} ({reason!r:.300})")
+    if run_folder and state.step >= total_steps:
+        with new_folder(run_folder / "final") as folder:
+            # FSDP: Each rank writes a file of shards. These files are joined, and rewritten under
+            # the names of the Hub. `load_file` maps the file, so the model may exceed the memory.
+            joined = folder / "joined"
+            hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
+            dcp.save(weights_of(model), storage_writer=hub)
+            if RANK == 0:
+                save_model(folder, model, tokenizer)
+                model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
+                shutil.rmtree(joined)
+        say(f"Done: the model is in {run_folder / 'final'}")
+    dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: the same command continues a run with a name")
+        sys.exit(128 + stop_signal)
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, config, device, checkpoint):
+    """The model on `device`, with weights from the checkpoint, pretrained or random ones."""
+    # Weights in fp32, whatever the files have: AdamW changes a weight by about the learning rate,
+    # and next to 0.02 the nearest bf16 number is 0.0001 away. Smaller changes would be lost.
+    # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
+    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
+    # FSDP 5: Gathered weights are cast to bf16, which halves the traffic; sums stay in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
+    # The root has the rest, such as the embeddings, and stays whole from forward to backward pass.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    fully_shard(model, **policy)
+    # FSDP 7: Take memory for the shards of this rank only, since all else belongs to other ranks.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+    # FSDP 8: Initialise every parameter and buffer, because that memory holds arbitrary numbers.
+    # Files do not store buffers such as the rotary frequencies. fully_shard has given the model a
+    # class of another name. Transformers must know it, to initialise it and to name its tensors.
+    type(model).__name__ = type(model).__name__.removeprefix("FSDP")
+    model.is_custom_code = lambda: False
+    with AsOnOneDevice():
+        model.init_weights()  # as Transformers would have done, only straight on the GPU
+    with suppress(OSError):  # FSDP: from_pretrained would have read this file; many lack it
+        model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
+    if not (checkpoint or args.from_scratch):
+        remedy = "--from-scratch starts from random weights, --demo needs no download"
+        with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
+            # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
+            load_weights(model, args.model_name)
+    for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
+        buffer.data = buffer.to(device)
+    if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
+        with suppress(ValueError):  # a family without it keeps its default, SDPA for most
+            model.set_attn_implementation("flash_attention_2")
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    attention = model.config._attn_implementation
+    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
+    if args.activation_checkpointing:
+        # A layer keeps its input only. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()
+    if args.compile:
+        # Layer by layer: all layers are alike, so the compiled code of the first serves all. A
+        # model that is compiled whole builds a mask and loses the fast kernel of causal attention.
+        for layer in layers:
+            layer.compile()
+        if device.type == "cuda":
+            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
+            model.loss_function = torch.compile(model.loss_function)
+    return model
+
+
+class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
+    """Gives a sharded tensor the initial values that the whole one would get on one device.
+
+    Without it every rank would draw the same numbers for its shards on CPUs, and other numbers than
+    a single device on GPUs. Takes memory for one whole parameter at a time.
+    """
+
+    def __torch_dispatch__(self, op, types, args, kwargs):
+        # FSDP: A DTensor is the whole tensor for the model, and one shard of it in memory.
+        fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
+        if not fills or dist.tensor.DTensor not in types:
+            return op(*args, **kwargs)
+        whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
+        return args[0].copy_(dist.tensor.DTensor.from_local(whole, args[0].device_mesh))
+
+
+def weights_of(model):
+    """The state dict without the second names of tied weights."""
+    return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
+
+
+def load_weights(model, name):
+    """Fills the shards of this rank with the weights of a folder or of the Hub."""
+    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
+    saved = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    prefix = f"{model.base_model_prefix}."  # some files have the names of the model without it
+    shards = {n if n in saved else n.removeprefix(prefix): x for n, x in weights_of(model).items()}
+    if set(shards) <= set(saved):
+        return dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
+    # FSDP: Some families have other names in the files, or merge tensors (the experts of a layer).
+    # Transformers converts them, in the memory of one rank. The others get their shards from it.
+    whole = from_files(name).state_dict() if RANK == 0 else {}
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, whole, options=options)
+
+
+def from_files(name):
+    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if unfit := report["missing_keys"] | report["mismatched_keys"]:  # Transformers only warns
+        fail(f"the files of {name} lack a tensor of this shape: {sorted(unfit, key=str)[0]}")
+    return model
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+# -- Data ------------------------------------------------------------------------------------------
+
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # STREAM: such as C4's files
+
+
+def load_config_and_tokenizer(args):
+    name = args.model_name
+    gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
+    remedy = f"check name and network; {gated} `hf auth login`; --demo needs neither"
+    with explain(f"cannot load the model {name}: {remedy}"):
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    # A model has not learned positions beyond these.
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
+    return config, tokenizer
+
+
+def load_documents(name, subset):
+    """The splits of a file, folder or glob (a text file is one document), or of the Hub."""
+    pattern = os.path.join(name, "**", "*") if os.path.isdir(name) else name
+    files = [f for f in sorted(glob.glob(pattern, recursive=True)) if Path(f).suffix in FORMATS]
+    if "://" in name and Path(name).suffix in FORMATS:
+        files = [name]  # STREAM: or an address
+    kinds = {FORMATS[Path(file).suffix] for file in files}
+    spec = {"path": name, "name": subset}
+    if kinds == {"text"}:
+        spec = {"path": "text", "data_files": files, "sample_by": "document"}
+        spec["encoding_errors"] = "replace"
+    elif len(kinds) == 1 and not os.path.isdir(name):
+        spec = {"path": kinds.pop(), "data_files": files}
+    remedy = "check the path, or name, --dataset-subset and network; loading scripts do not work"
+    with explain(f"cannot load the dataset {name}: {remedy}"):
+        # STREAM 6: A file is opened when its turn comes, so that no disk need hold the corpus.
+        return datasets.load_dataset(**spec, streaming=True)
+
+
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, and an end-of-text token after each."""
+    texts = [text for text in rows[column] if text]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
+
+
+def tokenized(documents, tokenizer):
+    """The token ids of the documents of a split, from the column `text` or the first with text."""
+    with explain("cannot read the first document"):  # STREAM: which tells the columns
+        documents = documents._resolve_features()
+    features = documents.features
+    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    if not columns:
+        fail(f"the dataset has no text column, only {', '.join(features)}")
+    column = "text" if "text" in columns else columns[0]
+    say(f"Tokenizing column {column!r}")
+    return documents.map(
+        tokenize,
+        batched=True,  # 1,000 documents per call
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        remove_columns=documents.column_names,  # the token ids are all that stays
+        features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
+    )
+
+
+def load_samples(args, tokenizer):
+    """The stream of this rank; and the first held-out documents, each in rows of its own."""
+    splits = load_documents(args.dataset_name, args.dataset_subset)
+    documents = splits["train"]
+    if args.max_documents:
+        first = documents.take(args.max_documents)
+        documents = datasets.IterableDataset.from_generator(first.__iter__)  # in file order
+    # STREAM 7: Each rank reads files of its own, or ranks would train on the same documents.
+    if documents.num_shards % WORLD_SIZE:
+        say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
+    documents = documents.shuffle(
+        seed=args.seed, buffer_size=1
+    )  # files: another order in each pass
+    documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
+    stream = Stream(tokenized(documents, tokenizer), args)
+    if not args.eval_freq:
+        return stream, []
+    held_out = splits.get("validation", splits.get("test"))
+    if args.eval_dataset:
+        splits = load_documents(args.eval_dataset, args.eval_dataset_subset)
+        held_out = splits.get("validation", splits.get("test", splits.get("train")))
+    documents = held_out and islice(tokenized(held_out, tokenizer), args.eval_documents)
+    ids = [document["input_ids"] for document in documents or []]
+    if not ids:
+        fail("there are no documents to evaluate on: give --eval-dataset, or --eval-freq 0")
+    rows, _ = to_rows(ids, [], "overflow", args.seq_length)
+    say(f"{len(ids)} documents held out, in {len(rows)} rows")
+    return stream, rows
+
+
+def to_rows(documents, rest, packing, length):
+    """Rows of `length` token ids, with -100 for padding; and the tokens that are left for later.
+
+    pack: documents end to end, after `rest`. overflow: each document in rows of its own. trunc: one
+    row for each document, which is cut.
+    """
+    if packing == "pack":
+        # STREAM 8: Packed rows are full, and the tokens that are left begin the next row.
+        tokens = [*rest, *chain(*documents)]
+        end = len(tokens) - len(tokens) % length
+        documents = [tokens[:end]]
+        rest = tokens[end:]
+    if packing == "trunc":
+        documents = [ids[:length] for ids in documents]
+    rows = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
+    return [np.array(row + [-100] * (length - len(row)), np.int32) for row in rows], rest
+
+
+class Stream:
+    """The rows of this rank, pass after pass over its documents, shuffled within windows.
+
+    `state` is where the run stands: the state before a window, and how many of its rows are used.
+    `place` is the same after the rows that were read last. An empty row ends a pass.
+    """
+
+    def __init__(self, documents, args):
+        self.documents = documents
+        self.args = args
+        self.opened = None  # an iterator over the documents
+        self.error = None
+        self.thread = ThreadPoolExecutor(1)
+        self.rows = self.all_rows()
+        self.state = {"pass": 0, "window": 0, "position": None, "rest": [], "used": 0}
+
+    def state_dict(self):
+        return {"json": json.dumps(self.state)}
+
+    def load_state_dict(self, saved):
+        self.state = json.loads(saved["json"])
+
+    def all_rows(self):
+        """Yields the rows from `state` on, pass after pass."""
+        after = self.state
+        reading = self.thread.submit(self.read, after)
+        while True:
+            state = after
+            try:
+                rows, after = reading.result()
+            except Exception as error:
+                self.error = error
+                return
+            # STREAM 9: The thread is a window ahead, so that the devices need not wait for text.
+            reading = self.thread.submit(self.read, after)
+            for used in range(state["used"], len(rows)):
+                self.place = state | {"used": used + 1}
+                yield rows[used]
+
+    def read(self, state, pause=1):
+        """Reads a window; after an error it opens the files again, after growing pauses."""
+        try:
+            return self.read_window(state)
+        except Exception as error:
+            if pause > 32 or "shutdown" in str(error):  # of this script, which has come to its end
+                raise
+            self.opened = None
+            if pause == 1:
+                tqdm.write(f"warning: a stream is opened again ({error!r:.300})", sys.stderr)
+        time.sleep(pause)
+        return self.read(state, 2 * pause)
+
+    def read_window(self, state):
+        """The rows of the window that begins at this state, shuffled, and the state after them."""
+        # STREAM 10: A window is a function of the state before it, so a resumed run reads it again.
+        # A buffer of shuffled documents would lose some of them then, and read others twice.
+        if not self.opened:
+            self.documents.set_epoch(state["pass"])
+            if state["position"]:
+                self.documents.load_state_dict(state["position"])
+            self.opened = iter(self.documents)
+        rows = []
+        rest = state["rest"]
+        window = self.args.shuffle_window
+        while len(rows) < window and (documents := list(islice(self.opened, 32))):
+            token_ids = [document["input_ids"] for document in documents]
+            more, rest = to_rows(token_ids, rest, self.args.packing, self.args.seq_length)
+            rows += more
+        chance = np.random.RandomState((self.args.seed, state["window"]))
+        rows = [rows[i] for i in chance.permutation(len(rows))]
+        after = {"pass": state["pass"], "window": state["window"] + 1, "rest": rest, "used": 0}
+        after["position"] = self.documents.state_dict()
+        if not documents:
+            self.opened = None
+            after |= {"pass": state["pass"] + 1, "position": None}
+            rows.append([])
+        return rows, after
+
+
+def read_batch(samples, indices, device):
+    """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
+    batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # Python need not wait for a copy from pinned memory
+    return batch.to(device, non_blocking=batch.is_pinned()).long()
+
+
+def loss_of(model, labels, items):
+    """The sum of the losses of all labels, divided by `items`."""
+    # STREAM 11: Padding is not learned, because its label is -100, for which there is no loss.
+    # It comes last, where no other token attends to it. So it needs no mask, and any id will do.
+    options = {"use_cache": False, "num_items_in_batch": items}
+    return model(input_ids=labels.clamp(min=0), labels=labels, **options).loss
+
+
+# -- Evaluation ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(model, samples, args, device):
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    size = args.batch_size
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
+    # A rank without a batch evaluates one sample, with weight 0.
+    for begin in range(RANK * size, RANK * size + len(samples), WORLD_SIZE * size):
+        indices = range(len(samples))[begin : begin + size]
+        labels = read_batch(samples, indices or [0], device)
+        # STREAM: A sum over labels, not a mean, since rows differ in padding and so in labels.
+        loss_sum += loss_of(model, labels, items=1) * bool(indices)
+    model.train()  # dropout on again
+    dist.all_reduce(loss_sum)  # DDP: a sum of sums, since the shares may differ in size
+    return loss_sum.item() / sum(np.sum(row >= 0) - 1 for row in samples)
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A run that resumes keeps these flags: with another value it would be another training.
+LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
+LASTING += ["packing", "shuffle_window", "max_documents"]  # STREAM: they decide about the rows
+
+
+@dataclass
+class RunState:
+    """Where a run stands: `state.json` of every checkpoint."""
+
+    flags: dict  # the ones that must not change
+    comet_key: str
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # samples read, over all epochs
+    epoch: float = 0.0
+    train_samples: int = 0  # in the dataset
+    ranks: int = WORLD_SIZE  # STREAM: to which the documents are dealt
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    if RANK > 0:  # FSDP: all ranks write into the folder, but one makes and renames it
+        dist.barrier()
+        return (yield temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    dist.barrier()  # FSDP: the other ranks have waited for the folder
+    yield temporary
+    os.sync()  # the files are on the disk before the folder gets its name
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def save_model(folder, model, tokenizer):
+    model.config.save_pretrained(folder)  # FSDP: the weights are saved as shards
+    tokenizer.save_pretrained(folder)
+
+
+def sharded_state(model, stateful):
+    """What checkpoints hold: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    return stateful | {"model": weights, "optimizer": moments}
+
+
+def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
+    """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
+        # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
+        dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
+        if RANK > 0:
+            return
+        save_model(folder, model, tokenizer)
+        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        shutil.copy(run_folder / "metrics.jsonl", folder)
+    for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
+        # Its name goes first: a folder that is only half removed is not taken for a checkpoint.
+        shutil.rmtree(old.rename(run_folder / "incomplete"))
+
+
+def open_run(args):
+    """Makes the folder of a run with a name; returns it, its newest checkpoint and the state."""
+    flags = {name: getattr(args, name) for name in LASTING}
+    new_state = RunState(flags, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        return None, None, new_state
+    run_folder = args.save_dir / args.experiment_name
+    with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
+        run_folder.mkdir(parents=True, exist_ok=True)
+    newest = max(run_folder.glob("step-*"), default=None)
+    if not newest:
+        return run_folder, None, new_state
+    if not (newest / ".metadata").exists():  # FSDP: of torch.distributed.checkpoint
+        fail(f"{newest} is from another chapter: choose another --experiment-name")
+    state = RunState(**json.loads((newest / "state.json").read_text()))
+    for name, value in state.flags.items():
+        if flags[name] != value:
+            fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
+    if state.ranks != WORLD_SIZE:  # STREAM: each rank is at a place in its own files
+        fail(f"a stream that began on {state.ranks} ranks cannot go on with {WORLD_SIZE}: use MDS")
+    say(f"Continuing from {newest}")
+    return run_folder, newest, state
+
+
+def load_training_state(checkpoint, stateful, model):
+    """Restores optimizer, scheduler and scaler in place."""
+    # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
+    state = sharded_state(model, stateful)
+    dcp.load(state, checkpoint_id=checkpoint)
+    state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
+    # If --max-steps has changed, so has the schedule: compute the next learning rate again.
+    stateful["scheduler"].last_epoch -= 1
+    stateful["scheduler"].step()
+
+
+# -- Processes -------------------------------------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks; returns the device of this one."""
+    gpus = torch.cuda.device_count()
+    if "LOCAL_RANK" not in os.environ:
+        fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
+    if gpus:
+        torch.cuda.set_device(device)  # DDP: first of all, or each rank takes memory of GPU 0
+    # DDP: The ranks meet in a store that torchrun keeps. After a restart it still has the keys of
+    # the dead ranks, so each attempt gets a prefix. (On several nodes the counts may differ.)
+    store, *_ = next(dist.rendezvous("env://"))
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    return device
+
+
+def gather(value):
+    """What each rank passes, in the order of the ranks, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Adds the metrics of each rank, `memory/rank0/...`; the plain name gets the largest value."""
+    for rank, others in enumerate(gather(metrics)):
+        metrics |= {name: max(metrics[name], value) for name, value in others.items()}
+        metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in others.items()}
+    return metrics
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+class PhaseTimer:
+    """Times the phases of a step: `with timer("forward"): ...`.
+
+    Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
+    with the work. Their times are read at logged steps, when the GPU has passed them.
+    """
+
+    def __init__(self, device):
+        self.on_gpu = device.type == "cuda"
+        self.spans = defaultdict(list)  # (begin, end) of each time, by phase
+        self.last_read = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase):
+        begin = self.now()
+        yield
+        self.spans[phase].append((begin, self.now()))
+
+    def now(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, tokens_per_step):
+        """Milliseconds per optimizer step and tokens per second, since the last read."""
+        steps = len(self.spans["update"])
+        metrics = {}
+        for phase, spans in self.spans.items():
+            times = (a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in spans)
+            metrics[f"time/{phase}_ms"] = sum(times) / steps
+        self.spans.clear()
+        now = time.perf_counter()
+        seconds = (now - self.last_read) / steps
+        self.last_read = now
+        metrics["time/total_ms"] = 1e3 * seconds
+        metrics["tokens_per_second"] = tokens_per_step / seconds
+        return metrics
+
+
+def memory_metrics(device):
+    """GB (1e9 bytes) that PyTorch uses and has reserved on the GPU; without one, of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(args, model):  # STREAM: what a stream has in it is not known
+    """What is logged once: every flag, and what follows from them."""
+    return vars(args) | {
+        "world_size": WORLD_SIZE,  # DDP: the number of devices
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "device_memory_gb": torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 1e9,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes the same records to `metrics.jsonl` and to Comet."""
+
+    def __init__(self, run_folder, checkpoint, state, args):
+        if checkpoint:  # only the records before it: a killed run may have left later ones
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        self.comet = start_comet(run_folder / "comet", state, args)
+
+    def metrics(self, state, metrics):
+        # JSON has no infinity, which the gradient norm of a step that fp16 skips may be.
+        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | finite
+        print(json.dumps(record), file=self.file, flush=True)
+        self.comet.log_metrics(finite, step=state.step, epoch=state.epoch)
+
+
+def start_comet(folder, state, args):
+    """A Comet experiment, which ends with the script; without key or network an archive instead."""
+    config = comet_ml.ExperimentConfig(
+        name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
+    )
+    options = {
+        "workspace": args.comet_workspace,
+        "project_name": args.comet_project_name,
+        "experiment_key": state.comet_key,  # a resumed run continues its experiment
+        "experiment_config": config,
+    }
+    if comet_ml.get_config("comet.api_key"):
+        try:
+            return comet_ml.start(online=True, **options)
+        except Exception as error:
+            say(f"warning: Comet cannot be reached ({error!r:.300})")
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # or it reports on its archive at length
+    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
+    return comet_ml.start(online=False, **options)
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    tqdm.write(message, file=CONSOLE)
+
+
+def fail(message):
+    """Exits with a one-line message about a mistake that the user can fix."""
+    sys.exit(f"error: {message}")
+
+
+@contextmanager
+def explain(message):
+    """Replaces the traceback of an error inside by this message and a short form of the error."""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as error:  # FSDP: what DCP raises on all ranks
+        fail(f"{message} ({error!r:.300})")
+
+
+def catch_stop_signals():
+    """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
+    received = []
+
+    def remember(signum, frame):
+        received.append(signum)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C stops at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return received
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+# Two minutes on a laptop, with a text that every Python brings along.
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
+    "model_name": str(REPOSITORY / "tiny-llama"),
+    "from_scratch": True,
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: chapter 1's global batch, so also its losses
+    "max_steps": 400,
+    "eval_dataset": f"{sysconfig.get_path('stdlib')}/_*.py",  # STREAM: files that -d leaves out
+    "lr": 2e-3,
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def at_least(minimum, kind=int):
+    """An argparse type: a finite number of this kind that is not below `minimum`."""
+
+    def number(text):
+        value = kind(text)
+        if not minimum <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+        return value
+
+    return number
+
+
+def parse_args():
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
+    add = parser.add_argument
+    switch = argparse.BooleanOptionalAction
+    count = at_least(0)
+    positive = at_least(1)
+    real = at_least(0, float)
+    add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet, or else the account's default")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
+    add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
+    add("--num-epochs", type=positive, default=3, help="passes over the dataset")
+    add("--max-steps", type=positive, help="stop after this many optimizer steps")
+    add("--lr", type=real, default=3e-5, help="peak learning rate")
+    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
+    add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
+    add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, or else fp32")
+    add("--activation-checkpointing", action="store_true", help="less memory, more compute")
+    add("--compile", action=switch, help="on for CUDA, or else off")
+    add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=positive, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
+    add("--save-dir", type=Path, default=REPOSITORY / "outputs", help="the folder of all runs")
+    add("--seed", type=count, default=0, help="of random weights and the order of samples")
+    # DDP: No --device, because torchrun hands out the devices.
+    # STREAM: What is read, and how it becomes rows.
+    add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
+    add("--shuffle-window", type=positive, default=1024, help="rows that are shuffled together")
+    add("--max-documents", type=positive, help="read only the first ones, over all ranks")
+    add("--eval-dataset", help="held-out documents, or else the validation split of -d")
+    add("--eval-dataset-subset", help="configuration name on the Hub")
+    add("--eval-documents", type=positive, default=1000, help="how many of them, the first ones")
+    # FSDP: What to give up for memory, or for speed.
+    add("--cpu-offload", action="store_true", help="shards and AdamW in CPU memory: less on GPUs")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
+    add("--demo", action="store_true", help="a small preset; other flags override it")
+    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
+    config = parser.parse_known_args()[0].config
+    with explain(f"cannot read {config}"):
+        file = yaml.safe_load(config.read_text()) if config else {}
+        given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in file.items()]
+    if "--demo" in given + sys.argv[1:]:
+        parser.set_defaults(**DEMO)
+    args = parser.parse_args(given + sys.argv[1:])
+    if not args.max_steps:  # STREAM: also where --num-epochs is given
+        parser.error("a stream has no known length, which the schedule needs: give --max-steps")
+    name = args.experiment_name or ""
+    if "/" in name or name in (".", ".."):
+        parser.error("--experiment-name must be a plain folder name, without slashes")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError:
+        remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
+        # FSDP: more devices help, too, because each of them then has a smaller shard.
+        fail(f"out of GPU memory: {remedy} --activation-checkpointing, more GPUs, --cpu-offload")

@@ -1,0 +1,382 @@
+"""Chapter 4 reads a stream: every row once, in an order that a resumed run repeats."""
+
+import http.server
+import importlib.util
+import json
+import random
+import re
+import shutil
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import assert_one_sentence, exact
+from runner import CHAPTER_3, CHAPTER_4
+from test_fsdp import save_weights
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+
+STREAM = {"script": CHAPTER_4, "processes": 2}
+
+# Each rank writes the labels that it was trained on, in their order
+WATCH = """
+import os, torch
+import torch.distributed as dist
+
+seen = []
+
+def to_empty(self, *, device, recurse=True):
+    original_to_empty(self, device=device)
+    forward = self.forward
+    def watched(input_ids, labels, **options):
+        if self.training:
+            seen.append(labels.clone())
+        return forward(input_ids=input_ids, labels=labels, **options)
+    self.forward = watched
+    return self
+
+original_to_empty = torch.nn.Module.to_empty
+torch.nn.Module.to_empty = to_empty
+
+def tell():
+    torch.save(torch.stack(seen), os.environ["SEEN"] + os.environ["RANK"])
+    destroy()
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = tell
+"""
+
+
+@pytest.fixture(scope="module")
+def files(texts, tmp_path_factory):
+    """Eight files of documents, each of which has a number of its own."""
+    folder = tmp_path_factory.mktemp("stream")
+    for n in range(8):
+        some = [f"number {i} {texts[i]}" for i in range(n * 10, n * 10 + 10)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in some)
+        (folder / f"{n}.jsonl").write_text(lines)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def held_out(texts, tmp_path_factory):
+    file = tmp_path_factory.mktemp("held-out") / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[300:320]))
+    return file
+
+
+@pytest.fixture
+def stream(trainer, files, held_out):
+    """Runs chapter 4 on the eight files; `seen` has the rows of each rank."""
+
+    def run(*flags, processes=2, name="run", **options):
+        path = trainer.folder / f"seen-{name}-"
+        before = WATCH + options.pop("before", "")
+        flags = ["-d", f"{files}/*.jsonl", "--eval-dataset", held_out, *flags]
+        options |= {"script": CHAPTER_4, "processes": processes, "env": {"SEEN": str(path)}}
+        result = trainer(*flags, name=name, before=before, **options)
+        saved = [path.with_name(path.name + str(rank)) for rank in range(processes)]
+        result.seen = [torch.load(file) for file in saved if file.exists()]
+        return result
+
+    return run
+
+
+def take_over(origin, trainer, name: str, step: int) -> None:
+    """A run's folder as it was after this step."""
+    folder = trainer.folder / name
+    checkpoint = f"step-{step:08d}"
+    shutil.copytree(origin.folder / checkpoint, folder / checkpoint)
+
+
+def test_two_resumes_in_a_row_across_passes(stream, trainer):
+    """They read what an undisturbed run reads, also where the packer has a rest."""
+    flags = ["--max-steps", 50, "--ckpt-freq", 1, "--keep-checkpoints", 99, "--eval-freq", 50]
+    flags += ["--shuffle-window", 20, "-b", 4]
+    origin = stream(*flags, name="origin")
+    passes = origin.column("epoch")
+    assert passes[0] == 0
+    assert passes[-1] == 1
+    turn = passes.index(1)  # the step before the first one of pass 1
+    for first, second in ((3, turn - 1), (turn, turn + 1)):
+        name = f"from-{first}"
+        take_over(origin, trainer, name, first)
+        resumed = stream(*flags, name=name)
+        assert exact(resumed.records) == exact(origin.records)
+        take_over(resumed, trainer, f"{name}-{second}", second)
+        again = stream(*flags, name=f"{name}-{second}")
+        assert exact(again.records) == exact(origin.records)
+        for rank in range(2):
+            assert torch.equal(resumed.seen[rank], origin.seen[rank][first:])
+            assert torch.equal(again.seen[rank], origin.seen[rank][second:])
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory, model):
+    """The fixture `model` with weights, so that a plain loop can begin with the same ones."""
+    folder = tmp_path_factory.mktemp("models") / "with-weights"
+    shutil.copytree(model, folder)
+    return save_weights(folder)
+
+
+def plain_losses(folder, steps: list[torch.Tensor]) -> list[float]:
+    """Of a loop that knows nothing of ranks and micro-batches: all rows of a step at once."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    groups = [
+        [p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)
+    ]
+    groups = [{"params": p, "weight_decay": d} for p, d in zip(groups, (0.01, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    scheduler = get_scheduler("cosine", optimizer, 0, len(steps))
+    losses = []
+    for labels in steps:
+        mask = (labels >= 0).long()
+        logits = model(input_ids=labels * mask, attention_mask=mask).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("processes", "accumulation"), [(1, 3), (2, 1), (3, 2)])
+def test_losses_with_padding(stream, weights, processes, accumulation):
+    """As in a loop over the same rows with an attention mask, which the chapter does not need."""
+    size = 6 // processes
+    flags = ["-m", weights, "--no-from-scratch", "--max-steps", 8, "--lr", 1e-3, "--eval-freq", 0]
+    flags += ["--packing", "overflow", "-b", size, "--gradient-accumulation-steps", accumulation]
+    run = stream(*flags, processes=processes)
+    assert ("8 files for 3 ranks: each rank reads all" in run.output) == (processes == 3)
+    steps = [
+        torch.cat(
+            [rows[n * accumulation : (n + 1) * accumulation].flatten(0, 1) for rows in run.seen]
+        )
+        for n in range(8)
+    ]
+    assert all(len(rows) == 6 * accumulation for rows in steps)
+    assert run.column("loss") == pytest.approx(plain_losses(weights, steps), rel=1e-5)
+    padding = [(rows < 0).float().mean().item() for rows in steps]
+    assert max(padding) > 0.1
+    assert run.column("padding") == pytest.approx(padding, abs=1e-6)
+
+
+@pytest.mark.parametrize(("processes", "steps", "left"), [(2, 40, 0), (3, 26, 2)])
+def test_each_document_once_in_a_pass(stream, weights, processes, steps, left):
+    """With one row for each of the 80 documents. The order of a pass is not that of another."""
+    flags = ["--packing", "trunc", "-b", 1, "--max-steps", 2 * steps + 1, "--eval-freq", 0]
+    run = stream(*flags, "--shuffle-window", 7, processes=processes)
+    assert f"Pass 2 is over: {left} rows of other ranks are left" in run.output
+    tokenizer = AutoTokenizer.from_pretrained(weights)
+    texts = [[tokenizer.decode(row) for row in rows[:, 0].clamp(min=0)] for rows in run.seen]
+    numbers = [[re.match(r"number (\d+) ", text)[1] for text in of_rank] for of_rank in texts]
+    for begin in (0, steps):
+        once = [n for of_rank in numbers for n in of_rank[begin : begin + steps]]
+        assert len(once) == len(set(once)) == 80 - left
+    assert numbers[0][:steps] != numbers[0][steps : 2 * steps]
+    if processes == 2:  # which divide the files: a rank has whole files
+        files = [{int(n) // 10 for n in of_rank[:steps]} for of_rank in numbers]
+        assert not files[0] & files[1]
+
+
+def test_pack_trains_what_chapter_3_trains(stream, trainer, dataset, weights):
+    """One file, one rank, one window: the rows of chapter 3 in another order."""
+    flags = ["-d", dataset, "-m", weights, "--no-from-scratch", "--eval-freq", 0, "--lr", 0]
+    run = stream(*flags, "--max-steps", 30, "-b", 4, processes=1)
+    rows = run.seen[0].flatten(0, 1)
+    assert (rows >= 0).all()
+    assert len({tuple(row.tolist()) for row in rows}) == len(rows) == 120
+    whole = trainer(*flags, "--max-steps", 1, name="chapter-3", processes=1, script=CHAPTER_3)
+    (count,) = re.findall(r"(\d+) samples to train on, (\d+) held out", whole.output)
+    assert sum(map(int, count)) > 120
+    tokenizer = AutoTokenizer.from_pretrained(weights)
+    texts = [json.loads(line)["text"] for line in dataset.open()]
+    ids = [i for text in texts for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+    samples = {tuple(ids[i : i + 32]) for i in range(0, len(ids) - 31, 32)}
+    assert {tuple(row.tolist()) for row in rows} <= samples
+
+
+def load_chapter():
+    spec = importlib.util.spec_from_file_location("chapter_4", CHAPTER_4)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["chapter_4"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def reference_rows(documents: list[list[int]], packing: str, length: int) -> list[list[int]]:
+    """Token by token, by the definitions."""
+    rows, row = [], []
+    for document in documents:
+        for number, token in enumerate(document):
+            if packing != "trunc" or number < length:
+                row.append(token)
+            if len(row) == length:
+                rows.append(row)
+                row = []
+        if packing != "pack" and row:
+            while len(row) < length:
+                row.append(-100)
+            rows.append(row)
+            row = []
+    return rows
+
+
+class Documents(list):
+    """What `Stream` needs of a dataset."""
+
+    def set_epoch(self, epoch):
+        pass
+
+    def state_dict(self):
+        return {}
+
+
+@pytest.mark.parametrize("packing", ["pack", "overflow", "trunc"])
+def test_packing_strategies(packing):
+    chance = random.Random(packing)
+    lengths = [1, 8, 9, 7, 16, 17, *(chance.randint(1, 40) for _ in range(200))]
+    documents = [[chance.randint(0, 999) for _ in range(length)] for length in lengths]
+    args = SimpleNamespace(packing=packing, seq_length=8, shuffle_window=50, seed=0)
+    rows = load_chapter().Stream(Documents({"input_ids": ids} for ids in documents), args).rows
+    taken = []
+    while len(row := next(rows)):
+        taken.append(row.tolist())
+    expected = reference_rows(documents, packing, 8)
+    assert sorted(taken) == sorted(expected)
+    assert taken != expected
+    # Rows move within their window only
+    place = {tuple(row): number for number, row in enumerate(expected)}
+    moved = [abs(place[tuple(row)] - number) for number, row in enumerate(taken)]
+    assert max(moved) < 50 + 32 * 5
+    # What the packer has left begins the next pass
+    rest = [i for ids in documents for i in ids][len(expected) * 8 :]
+    again = reference_rows([rest, *documents] if packing == "pack" else documents, packing, 8)
+    second = []
+    while len(row := next(rows)):
+        second.append(row.tolist())
+    assert sorted(second) == sorted(again)
+
+
+def test_sigkill_while_reading(stream, trainer, files):
+    flags = ["--max-steps", 60, "--ckpt-freq", 5, "--keep-checkpoints", 99, "--eval-freq", 0]
+    flags += ["--shuffle-window", 10, "-b", 2]
+    undisturbed = stream(*flags, name="undisturbed")
+    for _ in range(2):
+        options = {"name": "killed", "before": WATCH, "env": {"SEEN": "/dev/null"}}
+        more = ["-d", f"{files}/*.jsonl"]
+        job = trainer.start(*flags, *more, **STREAM, **options)
+        checkpoints = len([*trainer.folder.glob("killed/step-*")])
+        end = time.monotonic() + 60
+        while len([*trainer.folder.glob("killed/step-*[0-9]")]) < checkpoints + 2:
+            assert time.monotonic() < end, job.output
+            time.sleep(0.01)
+        for rank in random.sample(job.ranks, 2):
+            rank.process.kill()
+        job.wait()
+    resumed = stream(*flags, name="killed")
+    assert "Continuing from" in resumed.output
+    assert exact(resumed.records) == exact(undisturbed.records)
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """A folder by HTTP; answers 503 where `refuse` says so."""
+
+    refuse = staticmethod(lambda path: False)
+
+    def do_GET(self):
+        if self.refuse(self.path):
+            self.send_error(503)
+        else:
+            super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server(files):
+    def handler(*arguments):
+        return Server(*arguments, directory=str(files))
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+    Server.refuse = staticmethod(lambda path: False)
+
+
+def test_bad_flags(trainer, dataset, held_out):
+    """One sentence each."""
+    flags = ["--eval-dataset", held_out]
+    cases = [
+        (["--eval-freq", 0], 2, "give --max-steps"),
+        (["--max-steps", 1, "-d", held_out, "--eval-freq", 1], 1, "no documents to evaluate on"),
+        (["--max-steps", 1, *flags, "--packing", "fold"], 2, "invalid choice: 'fold'"),
+        (["--max-steps", 1, *flags, "--shuffle-window", 0], 2, "0 is not a number from 1 on"),
+        (["--max-steps", 1, *flags, "-b", 5000], 1, "too small: lower --batch-size"),
+        (
+            ["--max-steps", 1, *flags, "-d", "http://127.0.0.1:9/a.jsonl"],
+            1,
+            "cannot load the dataset",
+        ),
+    ]
+    (trainer.folder / "a.csv").write_text("text\n")
+    flags = ["--max-steps", 1, "-d", trainer.folder / "a.csv", "--eval-freq", 0]
+    cases.append((flags, 1, "cannot read the first document"))
+    for flags, status, sentence in cases:
+        result = trainer(*flags, script=CHAPTER_4, processes=1, status=status)
+        assert_one_sentence(result.output, sentence)
+
+
+def test_another_number_of_ranks_is_refused(stream):
+    stream("--max-steps", 2, "--eval-freq", 0)
+    for processes in (1, 3):
+        result = stream("--max-steps", 4, "--eval-freq", 0, processes=processes, status=1)
+        assert_one_sentence(result.run.ranks[0].output, "MDS")
+
+
+def test_a_stream_that_breaks(stream, server, files):
+    """Once: it is opened again. For good: the run saves, ends, and goes on when asked again."""
+    flags = ["--max-steps", 22, "--eval-freq", 0, "--shuffle-window", 4, "--ckpt-freq", 99]
+    local = stream(*flags, "-d", files / "0.jsonl", name="local", processes=1)
+    assert local.column("epoch")[-1] >= 2
+    hasty = "import time; sleep = time.sleep; time.sleep = lambda seconds: sleep(seconds / 100)\n"
+    options = {"processes": 1, "before": hasty}
+    requests = []
+
+    def refuse_some(path):
+        requests.append(path)
+        return len(requests) in refused
+
+    Server.refuse = staticmethod(refuse_some)
+    refused = ()
+    remote = stream(*flags, "-d", f"{server}/0.jsonl", name="remote", **options)
+    assert exact(remote.records) == exact(local.records)
+    assert "opened again" not in remote.output
+    needed = len(requests)
+
+    requests.clear()
+    refused = (needed - 1, needed)
+    remote = stream(*flags, "-d", f"{server}/0.jsonl", name="twice", **options)
+    assert exact(remote.records) == exact(local.records)
+    assert remote.output.count("warning: a stream is opened again") == 1
+    assert len(requests) > needed
+
+    requests.clear()
+    refused = range(needed - 1, 10_000)
+    broken = stream(*flags, "-d", f"{server}/0.jsonl", name="broken", status=1, **options)
+    assert_one_sentence(broken.output, "broke off after step ")
+    (step,) = re.findall(r"broke off after step (\d+)", broken.output)
+    assert broken.checkpoints == [f"step-{int(step):08d}"]
+    assert 0 < int(step) < 22
+    refused = ()
+    resumed = stream(*flags, "-d", f"{server}/0.jsonl", name="broken", **options)
+    losses = {r["step"]: r["loss"] for r in resumed.records}
+    assert losses == {r["step"]: r["loss"] for r in local.records}

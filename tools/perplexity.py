@@ -1,0 +1,150 @@
+"""Measures the perplexity of a model on held-out documents, as chapter 4 logs `eval/perplexity`.
+
+    python tools/perplexity.py outputs/my-run/final -d roneneldan/TinyStories -s 512
+    python tools/perplexity.py outputs/my-run/step-00000500 -d "held-out/*.jsonl"
+    python tools/perplexity.py Qwen/Qwen3-0.6B -d allenai/c4 --dataset-subset en -b 2
+
+The model is a run's `final/`, one of its `step-*` folders, of any chapter, or any causal language
+model of Transformers, by folder or Hub id. The documents are the first ones of the split
+`validation`. Without such a split they come from `test`, without both from `train`. Each document
+ends with an end-of-text token and is cut into rows of its own. The loss is the mean over all
+tokens but the first of each row, in fp32 and in nats. Figures compare only at the same
+`--seq-length`, since the first tokens of a row have little context, and for the same tokenizer.
+"""
+
+import argparse
+import glob
+import math
+import os
+import sys
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from generate import load_model
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
+
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Perplexity of a model on held-out documents.")
+    add = parser.add_argument
+    add("model", help="a run's final/ or step-* folder, another folder, or a Hub id")
+    add("-d", "--dataset-name", required=True, help="Hub id, file, folder, glob or address")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("--eval-documents", type=int, default=1000, help="how many, the first ones [%(default)s]")
+    add("-s", "--seq-length", type=int, default=1024, help="tokens per row [%(default)s]")
+    add("-b", "--batch-size", type=int, default=8, help="rows per forward pass [%(default)s]")
+    args = parser.parse_args()
+    if min(args.eval_documents, args.batch_size) < 1:
+        parser.error("--eval-documents and --batch-size must be at least 1")
+    if args.seq_length < 2:
+        parser.error("--seq-length must be at least 2")
+    return args
+
+
+@contextmanager
+def explain(message: str):
+    """Replaces the traceback of an error inside by this message and a short form of the error."""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as error:
+        sys.exit(f"error: {message} ({error!r:.300})")
+
+
+def load_held_out(name: str, subset: str | None) -> datasets.IterableDataset:
+    """The held-out split of a file, folder, glob or address, or of the Hub, as a stream."""
+    pattern = os.path.join(name, "**", "*") if os.path.isdir(name) else name
+    files = [f for f in sorted(glob.glob(pattern, recursive=True)) if Path(f).suffix in FORMATS]
+    if "://" in name and Path(name).suffix in FORMATS:
+        files = [name]
+    kinds = {FORMATS[Path(file).suffix] for file in files}
+    spec = {"path": name, "name": subset}
+    if kinds == {"text"}:  # a text file is one document
+        spec = {"path": "text", "data_files": files, "sample_by": "document"}
+        spec["encoding_errors"] = "replace"
+    elif len(kinds) == 1 and not os.path.isdir(name):
+        spec = {"path": kinds.pop(), "data_files": files}
+    splits = datasets.load_dataset(**spec, streaming=True)
+    held_out = [splits[split] for split in ("validation", "test", "train") if split in splits]
+    if not held_out:
+        sys.exit(f"error: {name} has splits of other names only: {', '.join(splits)}")
+    return held_out[0]._resolve_features()  # looks into the first file for the columns
+
+
+def tokenized(documents, tokenizer, count: int) -> list[list[int]]:
+    """The token ids of the first `count` documents that are not empty."""
+    features = documents.features
+    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    if not columns:
+        sys.exit(f"error: the dataset has no text column, only {', '.join(features)}")
+    column = "text" if "text" in columns else columns[0]
+    texts = (document[column] for document in documents if document[column])
+    token_ids = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
+    return [[*ids, tokenizer.eos_token_id] for ids in islice(filter(None, token_ids), count)]
+
+
+@torch.no_grad()
+def mean_loss(model, rows: list[list[int]], args: argparse.Namespace) -> float:
+    """The mean over the labels of all rows, each label once."""
+    loss_sum = 0.0
+    for begin in range(0, len(rows), args.batch_size):
+        batch = rows[begin : begin + args.batch_size]
+        # A label of -100 has no loss. Padding comes last, where no token attends to it, so it needs
+        # no mask, and any token id will do.
+        labels = torch.full((len(batch), args.seq_length), -100)
+        for label, row in zip(labels, batch, strict=True):
+            label[: len(row)] = torch.tensor(row)
+        labels = labels.to(model.device)
+        logits = model(input_ids=labels.clamp(min=0), use_cache=False).logits
+        # A token is predicted from the tokens before it, so the first one of a row has no loss.
+        predicted, expected = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss_sum += cross_entropy(predicted, expected, reduction="sum").item()
+    return loss_sum / labels_in(rows)
+
+
+def labels_in(rows: list[list[int]]) -> int:
+    return sum(len(row) - 1 for row in rows)
+
+
+def measure(args: argparse.Namespace) -> tuple[float, int, int]:
+    """The mean loss, and the numbers of documents and of labels."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with explain(f"cannot load the model {args.model}"):
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model = load_model(args.model).float().to(device).eval()  # no dropout
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
+    if args.seq_length > positions:
+        sys.exit(f"error: {args.model} has {positions} positions only: lower --seq-length")
+
+    with explain(f"cannot load the dataset {args.dataset_name}"):
+        documents = load_held_out(args.dataset_name, args.dataset_subset)
+        token_ids = tokenized(documents, tokenizer, args.eval_documents)
+    if not token_ids:
+        sys.exit(f"error: no document with text in {args.dataset_name}")
+    length = args.seq_length
+    rows = [ids[i : i + length] for ids in token_ids for i in range(0, len(ids), length)]
+    return mean_loss(model, rows, args), len(token_ids), labels_in(rows)
+
+
+def main() -> None:
+    args = parse_args()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    try:
+        loss, documents, tokens = measure(args)
+    except torch.OutOfMemoryError:
+        sys.exit("error: out of GPU memory: lower --batch-size or --seq-length")
+    numbers = f"({documents} documents, {tokens} tokens)"
+    print(f"loss {loss:.4f}  perplexity {math.exp(loss):.2f}  {numbers}")
+
+
+if __name__ == "__main__":
+    main()
