@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from conftest import Trainer, assert_one_sentence
-from runner import CHAPTER_1, REPOSITORY, Run
+from runner import CHAPTER_1, CHAPTER_4, REPOSITORY, Run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PERPLEXITY = REPOSITORY / "tools" / "perplexity.py"

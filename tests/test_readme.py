@@ -90,9 +90,9 @@ def test_demo_and_the_commands_after_it(tmp_path):
         assert done.returncode == 0, done.stderr
         return done
 
-    chapters = ("01-single-gpu", "02-ddp", "03-fsdp")
+    chapters = ("01-single-gpu", "02-ddp", "03-fsdp", "04-streaming")
     curves = []
-    for chapter, command, steps in zip(chapters, (demo, *others), (100, 20, 20), strict=True):
+    for chapter, command, steps in zip(chapters, (demo, *others), (100, 20, 20, 20), strict=True):
         command = command.replace(chapter, f"{REPOSITORY}/{chapter}")
         # Not into outputs/, where somebody's demo may stand
         done = run(f"{command} --save-dir {tmp_path} --max-steps {steps}")
@@ -421,7 +421,7 @@ def test_1b_on_24_gb_is_the_same_in_both_places(estimator):
 
 def arithmetic() -> list[tuple[str, str, list[str]]]:
     """What the texts work out in passing: file, section, numbers with their units."""
-    one, two, three = READMES
+    one, two, three, _ = READMES
     whole, root, layer = parameters(MODELS["Llama-2-7B"])
     states, gathered = 16 * whole / 1e9, 2 * (root + 2 * layer) / 1e9
     largest = parameters(MODELS["Llama-3.1-70B"])[0]
@@ -552,7 +552,7 @@ def test_figures_of_the_recorded_demos():
             assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
-@pytest.mark.parametrize(("readme", "run"), [*zip(READMES, RUNS, strict=True)])
+@pytest.mark.parametrize(("readme", "run"), [*zip(READMES, (*RUNS, "demo-streaming"), strict=True)])
 def test_output_in_the_readme_is_that_of_the_recorded_demo(readme, run):
     """Up to step 20, and from the last step on; the recording has `...` for the folders."""
     output = (RECORDED / run / "output.txt").read_text()
