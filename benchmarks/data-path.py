@@ -1,4 +1,4 @@
-"""The data path of chapter 1 by itself: packing against `group_texts`, a batch against a collator.
+"""The data paths by themselves: packing, batches, and the stream of chapter 4 against the cache.
 
     python benchmarks/data-path.py [--tokens 20000000] [--rounds 5]
 
@@ -6,28 +6,35 @@ Packing: from a tokenised dataset on disk to one that gives samples of 2048 toke
 is a batched `map` of a function over Python lists, as in the examples of Transformers. A batch: 8
 samples of 2048 tokens as an int64 tensor; the usual way is `default_data_collator` on rows of that
 packed dataset. Prints medians, alternating within each round, and checks that both give the same.
+
+Streams: from the source of the standard library, in documents of 2,000 characters, to rows of
+1,024 tokens. The cached path tokenizes into a file and packs, as chapters 1 to 3 do in their first
+run. The stream reads, tokenizes, packs and shuffles, with each `--packing`. Nothing is trained.
 """
 
 import argparse
 import importlib.util
 import itertools
+import json
 import platform
 import statistics
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
-CHAPTER_1 = Path(__file__).resolve().parents[1] / "01-single-gpu" / "train-llm.py"
+REPOSITORY = Path(__file__).resolve().parents[1]
 SEQ_LENGTH, BATCH_SIZE = 2048, 8
 
 
-def load_chapter():
-    spec = importlib.util.spec_from_file_location("chapter_1", CHAPTER_1)
+def load_chapter(name: str):
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / name / "train-llm.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["chapter_1"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -40,12 +47,65 @@ def group_texts(rows: dict) -> dict:
     return {"input_ids": samples, "labels": [list(sample) for sample in samples]}
 
 
+def write_documents(folder: str) -> int:
+    """The standard library in pieces of 2,000 characters, in 8 files; returns their number."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
+    text = "".join(source.read_text(errors="replace") for source in sources)
+    documents = [text[i : i + 2000] for i in range(0, len(text), 2000)]
+    for number in range(8):
+        lines = [json.dumps({"text": document}) + "\n" for document in documents[number::8]]
+        Path(folder, f"{number}.jsonl").write_text("".join(lines))
+    return len(documents)
+
+
+def compare_streams(rounds: int) -> None:
+    """Documents per second of the cached path, and of the stream with each packing."""
+    import datasets
+    from transformers import AutoTokenizer
+
+    cached, streamed = load_chapter("01-single-gpu"), load_chapter("04-streaming")
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "tiny-llama")
+    times = {name: [] for name in ("cached", "pack", "overflow", "trunc")}
+    rows = {}
+    with tempfile.TemporaryDirectory() as folder:
+        count = write_documents(folder)
+        pattern = f"{folder}/*.jsonl"
+        whole = datasets.load_dataset("json", data_files=pattern, cache_dir=folder)["train"]
+        datasets.disable_caching()
+        for number in range(rounds):
+            for name in [*times][:: 1 if number % 2 == 0 else -1]:
+                begin = time.perf_counter()
+                if name == "cached":
+                    documents = cached.tokenized(whole, tokenizer)
+                    rows[name] = len(cached.PackedSamples(documents, 1024))
+                else:
+                    args = SimpleNamespace(
+                        packing=name, seq_length=1024, shuffle_window=1024, seed=0
+                    )
+                    documents = streamed.load_documents(pattern, None)["train"]
+                    stream = streamed.Stream(streamed.tokenized(documents, tokenizer), args)
+                    rows[name] = len(list(itertools.takewhile(len, stream.rows)))
+                    times[name].append(time.perf_counter() - begin)
+                    stream.thread.shutdown(cancel_futures=True)
+                    continue
+                times[name].append(time.perf_counter() - begin)
+        datasets.enable_caching()
+    assert rows["pack"] == rows["cached"]
+    print(f"\n{count:,} documents of 2,000 characters, rows of 1,024 tokens; {rounds} rounds\n")
+    print("| | documents/s | rows | of the cached path |\n|---|---|---|---|")
+    base = count / statistics.median(times["cached"])
+    for name, seconds in times.items():
+        speed = count / statistics.median(seconds)
+        label = "tokenize into the cache" if name == "cached" else f"stream, `{name}`"
+        print(f"| {label} | {speed:,.0f} | {rows[name]:,} | {speed / base:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    chapter = load_chapter()
+    chapter = load_chapter("01-single-gpu")
     import datasets
     import torch
     from transformers import default_data_collator
@@ -97,6 +157,7 @@ def main() -> None:
     both = 1 / (1 / pack + batch / 1e3 / tokens), 1 / (1 / group + collator / 1e3 / tokens)
     print(f"| a batch of 8 x 2048, ms | {batch:.3f} | {collator:.3f} | {collator / batch:,.0f} |")
     print(f"| both, tokens/s | {both[0]:,.0f} | {both[1]:,.0f} | {both[0] / both[1]:,.0f} |")
+    compare_streams(args.rounds)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,9 @@ def test_shapes():
 def test_data_path():
     output = run("data-path.py", "--tokens", 500_000, "--rounds", 1)
     assert len(re.findall(r"^\| (packing|a batch|both).*\|$", output, re.M)) == 3
+    streams = re.findall(r"^\| stream, `(\w+)` \| [\d,]+ \| ([\d,]+) \|", output, re.M)
+    assert [name for name, _ in streams] == ["pack", "overflow", "trunc"]
+    assert len({rows for _, rows in streams}) == 3
 
 
 def test_checkpoints():
