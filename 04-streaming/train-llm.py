@@ -430,9 +430,8 @@ def load_samples(args, tokenizer):
     # STREAM 7: Each rank reads files of its own, or ranks would train on the same documents.
     if documents.num_shards % WORLD_SIZE:
         say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
-    documents = documents.shuffle(
-        seed=args.seed, buffer_size=1
-    )  # files: another order in each pass
+    # The order of the files is another one in each pass.
+    documents = documents.shuffle(seed=args.seed, buffer_size=1)
     documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
     stream = Stream(tokenized(documents, tokenizer), args)
     if not args.eval_freq:

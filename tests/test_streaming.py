@@ -185,6 +185,21 @@ def test_each_document_once_in_a_pass(stream, weights, processes, steps, left):
         assert not files[0] & files[1]
 
 
+def test_the_first_documents_only(stream, trainer, weights):
+    """In the order of the files, over all ranks; also where a run resumes."""
+    flags = ["--packing", "trunc", "-b", 1, "--max-steps", 24, "--eval-freq", 0, "--ckpt-freq", 1]
+    flags += ["--shuffle-window", 4, "--keep-checkpoints", 99, "--max-documents", 25]
+    run = stream(*flags, name="origin")
+    tokenizer = AutoTokenizer.from_pretrained(weights)
+    texts = [tokenizer.decode(row) for rows in run.seen for row in rows[:12, 0].clamp(min=0)]
+    numbers = {int(re.match(r"number (\d+) ", text)[1]) for text in texts}
+    assert len(numbers) == 24
+    assert numbers < set(range(25))
+    take_over(run, trainer, "resumed", 7)
+    resumed = stream(*flags, name="resumed")
+    assert exact(resumed.records) == exact(run.records)
+
+
 def test_pack_trains_what_chapter_3_trains(stream, trainer, dataset, weights):
     """One file, one rank, one window: the rows of chapter 3 in another order."""
     flags = ["-d", dataset, "-m", weights, "--no-from-scratch", "--eval-freq", 0, "--lr", 0]
