@@ -38,7 +38,7 @@ def write(folder, *arguments, tool=TOOL, old_encoding=False) -> subprocess.Compl
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("page") / "page.html"
-    result = write(file.parent, "-o", "page.html")
+    result = write(file.parent, *CHAPTERS, "-o", "page.html")
     assert (result.returncode, result.stdout) == (0, "wrote page.html\n"), result.stderr
     return file
 
