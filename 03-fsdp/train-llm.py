@@ -343,7 +343,7 @@ def parameter_groups(model, args):
 # -- Data ------------------------------------------------------------------------------------------
 
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-FORMATS |= {".csv": "csv", ".parquet": "parquet"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compressed JSON lines
 
 
 def load_config_and_tokenizer(args):
@@ -362,8 +362,9 @@ def load_config_and_tokenizer(args):
 
 def load_documents(name, subset):
     """The splits of a file, folder or glob (a text file is one document), or of the Hub."""
-    pattern = os.path.join(name, "**", "*") if os.path.isdir(name) else name
-    files = [f for f in sorted(glob.glob(pattern, recursive=True)) if Path(f).suffix in FORMATS]
+    pattern = f"{name}/**/*" if os.path.isdir(name) else name
+    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # else an address or a Hub id
+    files = [file for file in found if Path(file).suffix in FORMATS]
     kinds = {FORMATS[Path(file).suffix] for file in files}
     spec = {"path": name, "name": subset}
     if kinds == {"text"}:
@@ -760,7 +761,7 @@ def catch_stop_signals():
 # Two minutes on a laptop, with a text that every Python brings along.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
-    "model_name": str(REPOSITORY / "tiny-llama"),
+    "model_name": f"{REPOSITORY}/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,

@@ -25,6 +25,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import chain, islice, takewhile
 from pathlib import Path
 
@@ -81,7 +82,10 @@ def main():
 
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
-    stream, eval_samples = load_samples(args, tokenizer)  # STREAM: every rank has its own
+    train_samples, eval_samples = load_samples(args, tokenizer, state)
+    if checkpoint and state.train_samples != len(train_samples):
+        fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
+    state.train_samples = len(train_samples)
     # DDP: Ranks with other flags or data would train something else, and nobody would notice.
     if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
@@ -96,21 +100,19 @@ def main():
     # stay above, and divides the gradients before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    # STREAM 2: A key for each rank, because of equal keys a checkpoint keeps one value only.
-    stateful[f"stream-{RANK}"] = stream
     if checkpoint:
         load_training_state(checkpoint, stateful, model)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, so run_folder stays; one rank logs
         run_log = RunLog(run_folder, checkpoint, state, args)
         facts = {"global_batch": global_batch, "device_name": device_name}
-        run_log.comet.log_parameters(facts | describe_run(args, model))  # STREAM: no length
+        run_log.comet.log_parameters(facts | describe_run(args, model, train_samples))
         run_log.comet.set_model_graph(str(model))
 
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    tokens = 0  # STREAM: without padding, of all ranks, since the last logged step
+    tokens = []  # STREAM: of each step since the last logged one, without padding
     timer = PhaseTimer(device)
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
@@ -118,26 +120,27 @@ def main():
     stop_signal = 0
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
-        # STREAM 3: Read the whole step first, because its loss is a mean over all of its labels.
+        # STREAM 2: Read the whole step first, because its loss is a mean over all of its labels.
         with timer("data"):
-            rows = list(takewhile(len, islice(stream.rows, accumulation * args.batch_size)))
-        # STREAM 4: A pass ends for all ranks when one runs out of rows, since the others need it.
-        short = len(rows) < accumulation * args.batch_size
-        counts = torch.tensor([short, bool(stream.error), np.sum(np.array(rows) >= 0)])
-        dist.all_reduce(counts)
-        short_ranks, broken, tokens_of_step = counts.tolist()
-        if broken:
-            break
-        if short_ranks and state.samples == 0:
-            fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
-        if short_ranks:
-            left = gather(0 if short else len(rows) + len(list(takewhile(len, stream.rows))))
-            say(
-                f"Pass {stream.place['pass'] + 1} is over: {sum(left)} rows of other ranks are left"
-            )
+            rows = list(takewhile(len, islice(train_samples.rows, global_batch // WORLD_SIZE)))
+        # STREAM 3: A pass ends for all ranks when one runs out of rows, since the others need it.
+        short = len(rows) < global_batch // WORLD_SIZE
+        report = [short, train_samples.broken, np.sum(np.array(rows) >= 0), train_samples.place]
+        short_ranks, broken_ranks, token_counts, places = zip(*gather(report), strict=True)
+        if any(broken_ranks):
+            if run_folder:  # STREAM: what was learned so far is not lost
+                save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+            fail(f"a stream broke off after step {state.step}: the warning above says why")
+        if any(short_ranks):
+            rows += [] if short else takewhile(len, train_samples.rows)
+            left = sum(gather(len(rows)))
+            say(f"Pass {state.places[0]['pass'] + 1} is over: {left} rows are left out")
+            if state.samples == 0:
+                fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
             continue
-        stream.state = stream.place  # not before, since only now all ranks take this step
-        tokens += tokens_of_step
+        # STREAM 4: A checkpoint has the place of each rank, as each reads documents of its own.
+        state.places = places
+        tokens.append(sum(token_counts))
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # Sample number n is the same in each run with this seed, so a run can resume anywhere.
@@ -150,11 +153,16 @@ def main():
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
             with timer("data"):
-                labels = read_batch(rows[micro_step::accumulation], range(args.batch_size), device)
+                indices = range(micro_step, len(rows), accumulation)
+                input_ids = read_batch(rows, indices, device)
             with timer("forward"), autocast:
-                # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
-                # A row has one label less than tokens, because nothing follows its last token.
-                loss = loss_of(model, labels, (tokens_of_step - global_batch) / WORLD_SIZE)
+                # STREAM 5: Padding is not learned, because its label is -100, which has no loss. It
+                # comes last, where no other token attends to it. So it needs no mask, and any id.
+                # STREAM 6: Divide by the labels per rank, because FSDP averages over the ranks. A
+                # row has one label less than tokens, because nothing follows its last token.
+                labels_per_rank = (tokens[-1] - global_batch) / WORLD_SIZE
+                options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
+                loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
             with timer("backward"):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # without its graph, which would keep all activations
@@ -172,7 +180,8 @@ def main():
             optimizer.zero_grad()  # or the next gradients would be added to these
         state.step += 1
         state.samples += global_batch
-        state.epoch = stream.state["pass"]  # STREAM: a fraction would need the length
+        # STREAM: For text the number of whole passes, since a fraction would need the length.
+        state.epoch = places[0]["pass"] + state.samples / (len(train_samples) or math.inf)
         progress.update()
 
         at_end = state.step == total_steps
@@ -190,13 +199,12 @@ def main():
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
             mean_loss = loss_sum.item() / (state.step - logged_step)
-            tokens /= state.step - logged_step  # STREAM: per step
             metrics = {
                 "loss": mean_loss,
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
-                "padding": 1 - tokens / global_batch / args.seq_length,  # STREAM: a share
-                **timer.read(tokens_per_step=tokens),
+                "padding": 1 - np.mean(tokens) / global_batch / args.seq_length,  # STREAM: a share
+                **timer.read(tokens_per_step=np.mean(tokens)),
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device decides
             }
             if run_log:
@@ -208,7 +216,7 @@ def main():
             if not (math.isfinite(mean_loss) and finite_gradient):
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
-            tokens = 0  # STREAM: as loss_sum
+            tokens.clear()  # STREAM: as loss_sum
             logged_step = state.step
         if eval_now:
             with autocast:
@@ -221,11 +229,6 @@ def main():
             # A saved step is always a logged step, so its numbers have passed the check above.
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
 
-    if stream.error or (state.step < total_steps and not stop_signal):
-        if run_folder:  # STREAM: what was learned so far is not lost
-            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
-        reason = stream.error or "another rank says why"
-        fail(f"a stream broke off after step {state.step} ({reason!r:.300})")
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
             # FSDP: Each rank writes a file of shards. These files are joined, and rewritten under
@@ -358,7 +361,7 @@ def parameter_groups(model, args):
 # -- Data ------------------------------------------------------------------------------------------
 
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # STREAM: such as C4's files
+FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compressed JSON lines
 
 
 def load_config_and_tokenizer(args):
@@ -377,10 +380,9 @@ def load_config_and_tokenizer(args):
 
 def load_documents(name, subset):
     """The splits of a file, folder or glob (a text file is one document), or of the Hub."""
-    pattern = os.path.join(name, "**", "*") if os.path.isdir(name) else name
-    files = [f for f in sorted(glob.glob(pattern, recursive=True)) if Path(f).suffix in FORMATS]
-    if "://" in name and Path(name).suffix in FORMATS:
-        files = [name]  # STREAM: or an address
+    pattern = f"{name}/**/*" if os.path.isdir(name) else name
+    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # else an address or a Hub id
+    files = [file for file in found if Path(file).suffix in FORMATS]
     kinds = {FORMATS[Path(file).suffix] for file in files}
     spec = {"path": name, "name": subset}
     if kinds == {"text"}:
@@ -390,7 +392,7 @@ def load_documents(name, subset):
         spec = {"path": kinds.pop(), "data_files": files}
     remedy = "check the path, or name, --dataset-subset and network; loading scripts do not work"
     with explain(f"cannot load the dataset {name}: {remedy}"):
-        # STREAM 6: A file is opened when its turn comes, so that no disk need hold the corpus.
+        # STREAM 7: A file is opened when its turn comes, so that no disk need hold the corpus.
         return datasets.load_dataset(**spec, streaming=True)
 
 
@@ -420,33 +422,42 @@ def tokenized(documents, tokenizer):
     )
 
 
-def load_samples(args, tokenizer):
+def load_samples(args, tokenizer, state):
     """The stream of this rank; and the first held-out documents, each in rows of its own."""
-    splits = load_documents(args.dataset_name, args.dataset_subset)
-    documents = splits["train"]
-    if args.max_documents:
-        first = documents.take(args.max_documents)
-        documents = datasets.IterableDataset.from_generator(first.__iter__)  # in file order
-    # STREAM 7: Each rank reads files of its own, or ranks would train on the same documents.
-    if documents.num_shards % WORLD_SIZE:
-        say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
-    # The order of the files is another one in each pass.
-    documents = documents.shuffle(seed=args.seed, buffer_size=1)
-    documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
-    stream = Stream(tokenized(documents, tokenizer), args)
+    name = args.dataset_name
+    if os.path.exists(f"{name}/index.json") or ("://" in name and Path(name).suffix not in FORMATS):
+        splits = {}
+        mds = open_mds(name, args, tokenizer)
+        train_samples = Stream(mds_windows(mds, state.samples, args), START, mds.size)
+    else:
+        splits = load_documents(args.dataset_name, args.dataset_subset)
+        documents = splits["train"]
+        if args.max_documents:
+            first = documents.take(args.max_documents)
+            documents = datasets.IterableDataset.from_generator(first.__iter__)  # in file order
+        # STREAM 8: Each rank reads files of its own, or ranks would train on the same documents.
+        if documents.num_shards % WORLD_SIZE:
+            say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
+        if len(state.places) != WORLD_SIZE:
+            fail(f"this stream needs {len(state.places)} ranks as before: only MDS allows others")
+        documents = documents.shuffle(seed=args.seed, buffer_size=1)  # the order of the files
+        documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
+        place = state.places[RANK]
+        windows = text_windows(tokenized(documents, tokenizer), place, args)
+        train_samples = Stream(windows, place)
     if not args.eval_freq:
-        return stream, []
-    held_out = splits.get("validation", splits.get("test"))
+        return train_samples, []
     if args.eval_dataset:
         splits = load_documents(args.eval_dataset, args.eval_dataset_subset)
-        held_out = splits.get("validation", splits.get("test", splits.get("train")))
+        splits = {"test": splits.get("train")} | splits
+    held_out = splits.get("validation", splits.get("test"))
     documents = held_out and islice(tokenized(held_out, tokenizer), args.eval_documents)
     ids = [document["input_ids"] for document in documents or []]
     if not ids:
         fail("there are no documents to evaluate on: give --eval-dataset, or --eval-freq 0")
-    rows, _ = to_rows(ids, [], "overflow", args.seq_length)
-    say(f"{len(ids)} documents held out, in {len(rows)} rows")
-    return stream, rows
+    eval_samples, _ = to_rows(ids, [], "overflow", args.seq_length)
+    say(f"{len(ids)} documents held out, in {len(eval_samples)} rows")
+    return train_samples, eval_samples
 
 
 def to_rows(documents, rest, packing, length):
@@ -456,94 +467,127 @@ def to_rows(documents, rest, packing, length):
     row for each document, which is cut.
     """
     if packing == "pack":
-        # STREAM 8: Packed rows are full, and the tokens that are left begin the next row.
-        tokens = [*rest, *chain(*documents)]
-        end = len(tokens) - len(tokens) % length
-        documents = [tokens[:end]]
-        rest = tokens[end:]
+        documents = [[*rest, *chain(*documents)]]
     if packing == "trunc":
         documents = [ids[:length] for ids in documents]
     rows = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
+    # STREAM 9: Packed rows are full, and the tokens that are left begin the next row.
+    rest = rows.pop() if packing == "pack" and len(rows[-1]) < length else []
     return [np.array(row + [-100] * (length - len(row)), np.int32) for row in rows], rest
 
 
 class Stream:
-    """The rows of this rank, pass after pass over its documents, shuffled within windows.
+    """The rows of this rank, from a place on. A thread reads them a window ahead.
 
-    `state` is where the run stands: the state before a window, and how many of its rows are used.
-    `place` is the same after the rows that were read last. An empty row ends a pass.
+    `rows` yields the rows of pass after pass, and an empty row after each pass. `place` is the
+    place before the window of the last row, and how many rows of this window are used.
     """
 
-    def __init__(self, documents, args):
-        self.documents = documents
-        self.args = args
-        self.opened = None  # an iterator over the documents
-        self.error = None
-        self.thread = ThreadPoolExecutor(1)
-        self.rows = self.all_rows()
-        self.state = {"pass": 0, "window": 0, "position": None, "rest": [], "used": 0}
+    def __init__(self, windows, place, count=0):
+        self.place = place
+        self.count = count
+        self.broken = False
+        self.rows = self.read_ahead(windows, place)
 
-    def state_dict(self):
-        return {"json": json.dumps(self.state)}
+    def __len__(self):
+        return self.count  # 0: nobody has counted the rows
 
-    def load_state_dict(self, saved):
-        self.state = json.loads(saved["json"])
-
-    def all_rows(self):
-        """Yields the rows from `state` on, pass after pass."""
-        after = self.state
-        reading = self.thread.submit(self.read, after)
-        while True:
-            state = after
-            try:
-                rows, after = reading.result()
-            except Exception as error:
-                self.error = error
-                return
-            # STREAM 9: The thread is a window ahead, so that the devices need not wait for text.
-            reading = self.thread.submit(self.read, after)
-            for used in range(state["used"], len(rows)):
-                self.place = state | {"used": used + 1}
+    def read_ahead(self, windows, place):
+        thread = ThreadPoolExecutor(1)
+        # STREAM 10: The thread is a window ahead, so that the devices need not wait for text.
+        reading = thread.submit(next, windows, None)
+        while window := reading.result():
+            rows, after = window
+            reading = thread.submit(next, windows, None)
+            for used in range(place["used"], len(rows)):
+                self.place = place | {"used": used + 1}
                 yield rows[used]
+            place = after
+        self.broken = True
 
-    def read(self, state, pause=1):
-        """Reads a window; after an error it opens the files again, after growing pauses."""
+
+# The beginning of a stream: this pass, this window, this position in the files.
+START = {"pass": 0, "window": 0, "position": None, "rest": [], "used": 0}
+
+
+def text_windows(documents, place, args):
+    """Yields the rows of each window of text, shuffled, and the place after them."""
+    pause = 1
+    while True:
+        documents.set_epoch(place["pass"])
+        if place["position"]:
+            documents.load_state_dict(place["position"])
         try:
-            return self.read_window(state)
-        except Exception as error:
+            opened = iter(documents)
+            batch = True
+            while batch:
+                # STREAM 11: A window is a function of the place before it, so a resumed run reads
+                # it again. A buffer of shuffled documents would lose some, and read others twice.
+                rows = []
+                rest = place["rest"]
+                while len(rows) < args.shuffle_window and (batch := list(islice(opened, 32))):
+                    ids = [document["input_ids"] for document in batch]
+                    more, rest = to_rows(ids, rest, args.packing, args.seq_length)
+                    rows += more
+                np.random.RandomState((args.seed, place["window"])).shuffle(rows)
+                place = place | {"window": place["window"] + 1, "rest": rest, "used": 0}
+                place["position"] = documents.state_dict() if batch else None
+                if not batch:
+                    place["pass"] += 1
+                    rows.append([])
+                yield rows, place
+                pause = 1
+        except Exception as error:  # such as a server that does not answer
             if pause > 32 or "shutdown" in str(error):  # of this script, which has come to its end
-                raise
-            self.opened = None
+                return
             if pause == 1:
                 tqdm.write(f"warning: a stream is opened again ({error!r:.300})", sys.stderr)
-        time.sleep(pause)
-        return self.read(state, 2 * pause)
+            time.sleep(pause)
+            pause *= 2
 
-    def read_window(self, state):
-        """The rows of the window that begins at this state, shuffled, and the state after them."""
-        # STREAM 10: A window is a function of the state before it, so a resumed run reads it again.
-        # A buffer of shuffled documents would lose some of them then, and read others twice.
-        if not self.opened:
-            self.documents.set_epoch(state["pass"])
-            if state["position"]:
-                self.documents.load_state_dict(state["position"])
-            self.opened = iter(self.documents)
-        rows = []
-        rest = state["rest"]
-        window = self.args.shuffle_window
-        while len(rows) < window and (documents := list(islice(self.opened, 32))):
-            token_ids = [document["input_ids"] for document in documents]
-            more, rest = to_rows(token_ids, rest, self.args.packing, self.args.seq_length)
-            rows += more
-        chance = np.random.RandomState((self.args.seed, state["window"]))
-        rows = [rows[i] for i in chance.permutation(len(rows))]
-        after = {"pass": state["pass"], "window": state["window"] + 1, "rest": rest, "used": 0}
-        after["position"] = self.documents.state_dict()
-        if not documents:
-            self.opened = None
-            after |= {"pass": state["pass"] + 1, "position": None}
-            rows.append([])
-        return rows, after
+
+def open_mds(name, args, tokenizer):
+    """The rows that `tools/write-mds.py` has written to a folder or an address."""
+    with explain(f"cannot open the MDS shards of {name}: see the README of this chapter"):
+        import streaming  # an optional package
+
+        where = {"local": name}
+        if "://" in name:
+            where = {"remote": name, "cache_limit": args.cache_limit, "validate_hash": "xxh3_64"}
+            where["local"] = f"{args.local_cache}/{name.replace('://', '/')}"
+        try:
+            mds = streaming.StreamingDataset(**where)
+        except ValueError:  # shared memory of a killed run, which may also be that of another run
+            streaming.base.util.clean_stale_shared_memory()
+            mds = streaming.StreamingDataset(**where)
+        file = f"{where['local']}/rows.json"
+        streaming.base.storage.CloudDownloader.direct_download(f"{name}/rows.json", file)
+        rows = json.loads(Path(file).read_text())
+    flags = vars(args) | {"probe": tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"]}
+    if not rows.items() <= flags.items():
+        fail(f"the rows of {name} need these flags, or write other rows: {rows}")
+    return mds
+
+
+def mds_windows(mds, first, args):
+    """Yields the rows of each window of MDS shards, from row number `first` of the run on."""
+    from streaming.base.shuffle import get_shuffle
+
+    @lru_cache(maxsize=2)
+    def order(epoch):
+        options = [64, args.seed, epoch, args.shuffle_window]
+        order = get_shuffle("py1br", mds.samples_per_shard, *options)  # rows stay in their shards
+        # STREAM 12: 64 parts take turns, so that a node reads some of the shards, not all.
+        turn = np.arange(mds.size) % math.ceil(mds.size / 64)
+        return order[np.argsort(turn, kind="stable")]
+
+    while True:
+        # STREAM 13: Row number n of a run is the same on any number of ranks.
+        numbers = range(first + RANK, first + args.shuffle_window * WORLD_SIZE, WORLD_SIZE)
+        first = numbers.stop
+        with explain("cannot read a shard: check disk, network and --cache-limit"):
+            rows = [mds[order(n // mds.size)[n % mds.size]]["tokens"] for n in numbers]
+        yield rows, START
 
 
 def read_batch(samples, indices, device):
@@ -552,14 +596,6 @@ def read_batch(samples, indices, device):
     if device.type == "cuda":
         batch = batch.pin_memory()  # Python need not wait for a copy from pinned memory
     return batch.to(device, non_blocking=batch.is_pinned()).long()
-
-
-def loss_of(model, labels, items):
-    """The sum of the losses of all labels, divided by `items`."""
-    # STREAM 11: Padding is not learned, because its label is -100, for which there is no loss.
-    # It comes last, where no other token attends to it. So it needs no mask, and any id will do.
-    options = {"use_cache": False, "num_items_in_batch": items}
-    return model(input_ids=labels.clamp(min=0), labels=labels, **options).loss
 
 
 # -- Evaluation ------------------------------------------------------------------------------------
@@ -576,9 +612,11 @@ def evaluate(model, samples, args, device):
     # A rank without a batch evaluates one sample, with weight 0.
     for begin in range(RANK * size, RANK * size + len(samples), WORLD_SIZE * size):
         indices = range(len(samples))[begin : begin + size]
-        labels = read_batch(samples, indices or [0], device)
-        # STREAM: A sum over labels, not a mean, since rows differ in padding and so in labels.
-        loss_sum += loss_of(model, labels, items=1) * bool(indices)
+        input_ids = read_batch(samples, indices or [0], device)
+        # STREAM: The sum over all labels, divided by the rows, since rows differ in labels.
+        options = {"use_cache": False, "num_items_in_batch": len(indices) or 1}
+        loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
+        loss_sum += loss * len(indices)  # the last batch may be smaller
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: a sum of sums, since the shares may differ in size
     return loss_sum.item() / sum(np.sum(row >= 0) - 1 for row in samples)
@@ -602,7 +640,7 @@ class RunState:
     samples: int = 0  # samples read, over all epochs
     epoch: float = 0.0
     train_samples: int = 0  # in the dataset
-    ranks: int = WORLD_SIZE  # STREAM: to which the documents are dealt
+    places: tuple = (START,) * WORLD_SIZE  # STREAM: of each rank in its stream
 
 
 @contextmanager
@@ -665,8 +703,6 @@ def open_run(args):
     for name, value in state.flags.items():
         if flags[name] != value:
             fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
-    if state.ranks != WORLD_SIZE:  # STREAM: each rank is at a place in its own files
-        fail(f"a stream that began on {state.ranks} ranks cannot go on with {WORLD_SIZE}: use MDS")
     say(f"Continuing from {newest}")
     return run_folder, newest, state
 
@@ -775,12 +811,14 @@ def memory_metrics(device):
     }
 
 
-def describe_run(args, model):  # STREAM: what a stream has in it is not known
+def describe_run(args, model, train_samples):
     """What is logged once: every flag, and what follows from them."""
     return vars(args) | {
         "world_size": WORLD_SIZE,  # DDP: the number of devices
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
+        "dataset_samples": len(train_samples),
+        "dataset_tokens": len(train_samples) * args.seq_length,
         "device_memory_gb": torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 1e9,
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
@@ -863,7 +901,7 @@ def catch_stop_signals():
 # Two minutes on a laptop, with a text that every Python brings along.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
-    "model_name": str(REPOSITORY / "tiny-llama"),
+    "model_name": f"{REPOSITORY}/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
@@ -929,6 +967,8 @@ def parse_args():
     add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
     add("--shuffle-window", type=positive, default=1024, help="rows that are shuffled together")
     add("--max-documents", type=positive, help="read only the first ones, over all ranks")
+    add("--local-cache", default="/tmp/mds", help="folder for MDS shards, one per node")
+    add("--cache-limit", default="100gb", help="of disk space for MDS shards of an address")
     add("--eval-dataset", help="held-out documents, or else the validation split of -d")
     add("--eval-dataset-subset", help="configuration name on the Hub")
     add("--eval-documents", type=positive, default=1000, help="how many of them, the first ones")

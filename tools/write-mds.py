@@ -1,0 +1,212 @@
+"""Tokenizes and packs a dataset into MDS shards, for chapter 4 on any number of ranks.
+
+    python tools/write-mds.py -o /data/c4 -d allenai/c4 --dataset-subset en --compression zstd
+    python tools/write-mds.py -o outputs/mds --demo     # the text of the chapters' --demo
+
+One MDS sample is one row: `tokens`, int32 of shape (seq_length,), with -100 where `--packing` pads.
+`rows.json` beside `index.json` has the flags that a training must repeat. Rows are those of chapter
+4 in the order of the documents, whatever the number of processes. The last rest of the packer,
+which is shorter than a row, is dropped.
+
+The rows are written in parts. A part gets its name when it is complete, with the place in the
+documents after it. The same command goes on after the last complete part.
+"""
+
+import argparse
+import json
+import logging
+import multiprocessing
+import os
+import runpy
+import shutil
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import numpy as np
+import transformers
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DEMO = {
+    "model_name": f"{REPOSITORY}/tiny-llama",
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "seq_length": 256,
+}
+PROBE = "Probe of 1 tokenizer: naïve?"  # other tokenizers make other tokens of it
+PART_BYTES = 256e6  # rows of one part, and what an interrupted run writes again at most
+BATCH = 256  # documents that a process tokenizes at a time
+
+
+def parse_args() -> argparse.Namespace:
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description="Text to MDS shards.", formatter_class=formatter)
+    add = parser.add_argument
+    add("-o", "--output", type=Path, required=True, help="folder for index.json and the shards")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="whose tokenizer")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=int, default=1024, help="tokens per row")
+    add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
+    add("--max-documents", type=int, help="only the first ones")
+    add("--compression", choices=["zstd", "gz", "bz2"], help="of shards for slow networks")
+    add("--processes", type=int, default=os.cpu_count(), help="that tokenize")
+    add("--demo", action="store_true", help="the text, tokenizer and rows of the chapters' --demo")
+    if "--demo" in sys.argv[1:]:
+        parser.set_defaults(**DEMO)
+    args = parser.parse_args()
+    if args.seq_length < 2:
+        parser.error("--seq-length must be at least 2")
+    if args.processes < 1 or (args.max_documents or 1) < 1:
+        parser.error("--processes and --max-documents must be at least 1")
+    return args
+
+
+def load_documents(chapter: dict, args: argparse.Namespace) -> tuple[datasets.IterableDataset, str]:
+    """The split `train` as a stream, and the column of its text."""
+    splits = chapter["load_documents"](args.dataset_name, args.dataset_subset)
+    if "train" not in splits:
+        sys.exit(f"error: {args.dataset_name} has no split `train`, only {', '.join(splits)}")
+    with chapter["explain"]("cannot read the first document"):
+        documents = splits["train"]._resolve_features()
+    features = documents.features
+    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    if not columns:
+        sys.exit(f"error: the dataset has no text column, only {', '.join(features)}")
+    if args.max_documents:
+        documents = documents.take(args.max_documents)
+    return documents, "text" if "text" in columns else columns[0]
+
+
+def start_process(model_name: str) -> None:
+    """Each process has a tokenizer of its own, with one thread."""
+    global tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = AutoTokenizer.from_pretrained(model_name)
+
+
+def tokenize(texts: list[str]) -> list[list[int]]:
+    """The token ids of each document that is not empty, with an end-of-text token."""
+    texts = [text for text in texts if text]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    return [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
+
+
+def in_order(pool, batches: Iterator[tuple[list[str], dict]], ahead: int) -> Iterator:
+    """The token ids of each batch and the place after it; `ahead` batches wait or are worked on."""
+    waiting = deque()
+    for texts, place in batches:
+        waiting.append((pool.apply_async(tokenize, (texts,)), place))
+        if len(waiting) > ahead:
+            result, place = waiting.popleft()
+            yield result.get(), place
+    for result, place in waiting:
+        yield result.get(), place
+
+
+def batches_of(documents: datasets.IterableDataset, column: str) -> Iterator[tuple[list, dict]]:
+    """Texts of some documents, and the place in the stream after them."""
+    opened = iter(documents)
+    while texts := [document[column] for document in islice(opened, BATCH)]:
+        yield texts, documents.state_dict()
+
+
+def write_part(folder: Path, rows: list[np.ndarray], place: dict, args: argparse.Namespace) -> None:
+    """Writes rows into shards; the folder gets its name when all of them are on the disk."""
+    from streaming import MDSWriter
+
+    temporary = folder.with_name("incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    columns = {"tokens": f"ndarray:int32:{args.seq_length}"}
+    options = {"compression": args.compression, "hashes": ["xxh3_64"]}
+    with MDSWriter(out=str(temporary), columns=columns, **options) as writer:
+        for row in rows:
+            writer.write({"tokens": row})
+    (temporary / "place.json").write_text(json.dumps(place))
+    os.sync()
+    temporary.rename(folder)
+
+
+def write(args: argparse.Namespace) -> int:
+    """Writes the parts that are missing, then the index of all; returns the number of rows."""
+    chapter = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")
+    with chapter["explain"](
+        "MDS needs a package that is not installed: see 04-streaming/README.md"
+    ):
+        from streaming.base.util import merge_index
+    with chapter["explain"](f"cannot load the tokenizer of {args.model_name}"):
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    rows_file = {"seq_length": args.seq_length, "packing": args.packing}
+    rows_file |= {"max_documents": args.max_documents, "probe": tokenizer(PROBE)["input_ids"]}
+    source = {name: getattr(args, name) for name in ("dataset_name", "dataset_subset")}
+    source |= {"tokenizer": args.model_name, "compression": args.compression} | rows_file
+    args.output.mkdir(parents=True, exist_ok=True)
+    written = args.output / "source.json"  # also while the index is missing
+    if written.exists() and json.loads(written.read_text()) != source:
+        sys.exit(f"error: {args.output} has rows of other flags: choose another --output")
+    if not written.exists() and any(args.output.iterdir()):
+        sys.exit(f"error: {args.output} has other files: choose another --output")
+    written.write_text(json.dumps(source, indent=2))
+    if (args.output / "index.json").exists():
+        print(f"{args.output} is complete")
+        return rows_in(args.output / "index.json")
+
+    documents, column = load_documents(chapter, args)
+    place = {"position": None, "rest": [], "documents": 0}
+    parts = sorted(args.output.glob("part-*"))
+    if parts:
+        place = json.loads((parts[-1] / "place.json").read_text())
+        documents.load_state_dict(place["position"])
+        print(f"Continuing after {len(parts)} parts, {place['documents']} documents")
+    rows = []
+    rest = place["rest"]
+    count = place["documents"]
+    context = multiprocessing.get_context("spawn")
+    options = {"initializer": start_process, "initargs": (args.model_name,)}
+    with (
+        context.Pool(args.processes, **options) as pool,
+        tqdm(unit=" documents", initial=count, total=args.max_documents, unit_scale=True) as bar,
+    ):
+        for ids, position in in_order(pool, batches_of(documents, column), 2 * args.processes):
+            if ids:
+                more, rest = chapter["to_rows"](ids, rest, args.packing, args.seq_length)
+                rows += more
+            count += len(ids)
+            bar.update(len(ids))
+            if len(rows) * args.seq_length * 4 >= PART_BYTES:
+                place = {"position": position, "rest": rest, "documents": count}
+                write_part(args.output / f"part-{len(parts):05d}", rows, place, args)
+                parts.append(None)
+                rows = []
+    if rows:
+        place = {"position": documents.state_dict(), "rest": rest, "documents": count}
+        write_part(args.output / f"part-{len(parts):05d}", rows, place, args)
+        parts.append(None)
+    if not parts:
+        sys.exit("error: there is not a single row: lower --seq-length")
+    (args.output / "rows.json").write_text(json.dumps(rows_file, indent=2))
+    indices = sorted(map(str, args.output.glob("part-*/index.json")))
+    logging.disable(logging.WARNING)  # that folders exist, and where a temporary one is
+    merge_index(indices, str(args.output))
+    return rows_in(args.output / "index.json")
+
+
+def rows_in(index: Path) -> int:
+    return sum(shard["samples"] for shard in json.loads(index.read_text())["shards"])
+
+
+def main() -> None:
+    args = parse_args()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    count = write(args)
+    print(f"{count:,} rows of {args.seq_length} tokens in {args.output}")
+
+
+if __name__ == "__main__":
+    main()
