@@ -24,6 +24,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import datasets
@@ -39,8 +40,7 @@ DEMO = {
     "seq_length": 256,
 }
 PROBE = "Probe of 1 tokenizer: naïve?"  # other tokenizers make other tokens of it
-PART_BYTES = 256e6  # rows of one part, and what an interrupted run writes again at most
-BATCH = 256  # documents that a process tokenizes at a time
+BATCH = 32  # documents that a process tokenizes at a time
 
 
 def parse_args() -> argparse.Namespace:
@@ -55,6 +55,7 @@ def parse_args() -> argparse.Namespace:
     add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
     add("--max-documents", type=int, help="only the first ones")
     add("--compression", choices=["zstd", "gz", "bz2"], help="of shards for slow networks")
+    add("--part-rows", type=int, default=65_536, help="what a stopped run writes again, at most")
     add("--processes", type=int, default=os.cpu_count(), help="that tokenize")
     add("--demo", action="store_true", help="the text, tokenizer and rows of the chapters' --demo")
     if "--demo" in sys.argv[1:]:
@@ -62,8 +63,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.seq_length < 2:
         parser.error("--seq-length must be at least 2")
-    if args.processes < 1 or (args.max_documents or 1) < 1:
-        parser.error("--processes and --max-documents must be at least 1")
+    if min(args.processes, args.part_rows, args.max_documents or 1) < 1:
+        parser.error("--processes, --part-rows and --max-documents must be at least 1")
     return args
 
 
@@ -84,9 +85,8 @@ def load_documents(chapter: dict, args: argparse.Namespace) -> tuple[datasets.It
 
 
 def start_process(model_name: str) -> None:
-    """Each process has a tokenizer of its own, with one thread."""
+    """Each process has a tokenizer of its own."""
     global tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = AutoTokenizer.from_pretrained(model_name)
 
 
@@ -167,9 +167,9 @@ def write(args: argparse.Namespace) -> int:
     rest = place["rest"]
     count = place["documents"]
     context = multiprocessing.get_context("spawn")
-    options = {"initializer": start_process, "initargs": (args.model_name,)}
+    processes = ThreadPool if args.processes == 1 else context.Pool
     with (
-        context.Pool(args.processes, **options) as pool,
+        processes(args.processes, start_process, [args.model_name]) as pool,
         tqdm(unit=" documents", initial=count, total=args.max_documents, unit_scale=True) as bar,
     ):
         for ids, position in in_order(pool, batches_of(documents, column), 2 * args.processes):
@@ -178,7 +178,7 @@ def write(args: argparse.Namespace) -> int:
                 rows += more
             count += len(ids)
             bar.update(len(ids))
-            if len(rows) * args.seq_length * 4 >= PART_BYTES:
+            if len(rows) >= args.part_rows:
                 place = {"position": position, "rest": rest, "documents": count}
                 write_part(args.output / f"part-{len(parts):05d}", rows, place, args)
                 parts.append(None)
@@ -204,6 +204,8 @@ def main() -> None:
     args = parse_args()
     transformers.logging.disable_progress_bar()
     datasets.disable_progress_bars()
+    if args.processes > 1:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
     count = write(args)
     print(f"{count:,} rows of {args.seq_length} tokens in {args.output}")
 
