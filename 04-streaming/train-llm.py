@@ -557,8 +557,11 @@ def open_mds(name, args, tokenizer):
             where["local"] = f"{args.local_cache}/{name.replace('://', '/')}"
         try:
             mds = streaming.StreamingDataset(**where)
-        except ValueError:  # shared memory of a killed run, which may also be that of another run
-            streaming.base.util.clean_stale_shared_memory()
+        except ValueError:  # perhaps a killed run still claims the folder, in shared memory
+            dist.barrier()
+            for claim in Path("/dev/shm").glob("*_locals"):
+                claim.unlink(missing_ok=True)
+            dist.barrier()
             mds = streaming.StreamingDataset(**where)
         file = f"{where['local']}/rows.json"
         streaming.base.storage.CloudDownloader.direct_download(f"{name}/rows.json", file)
