@@ -2,7 +2,8 @@
 
 Nothing is downloaded or tokenized beforehand. A thread reads documents from files or from the Hub,
 tokenizes them, packs them into rows and shuffles the rows, while the devices train on the rows
-before. A checkpoint holds the place in the stream. Comments with STREAM 1 to 11 mark the ideas.
+before. Or the rows were written as MDS shards, and any number of ranks reads them. A checkpoint
+holds the place in the stream. Comments with STREAM 1 to 13 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e c4 -m meta-llama/Llama-3.2-1B \
@@ -82,6 +83,7 @@ def main():
 
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
+    # STREAM: Each rank reads and tokenizes rows of its own, so no rank prepares them for others.
     train_samples, eval_samples = load_samples(args, tokenizer, state)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
@@ -156,11 +158,12 @@ def main():
                 indices = range(micro_step, len(rows), accumulation)
                 input_ids = read_batch(rows, indices, device)
             with timer("forward"), autocast:
-                # STREAM 5: Padding is not learned, because its label is -100, which has no loss. It
-                # comes last, where no other token attends to it. So it needs no mask, and any id.
-                # STREAM 6: Divide by the labels per rank, because FSDP averages over the ranks. A
-                # row has one label less than tokens, because nothing follows its last token.
+                # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
+                # A row has one label less than tokens, because nothing follows its last token.
                 labels_per_rank = (tokens[-1] - global_batch) / WORLD_SIZE
+                # STREAM 6: Padding is not learned, because its label is -100, which has no loss.
+                # It comes last, where no other token attends to it. So it needs no mask, and any
+                # token id will do.
                 options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
                 loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
             with timer("backward"):
@@ -521,8 +524,8 @@ def text_windows(documents, place, args):
             opened = iter(documents)
             batch = True
             while batch:
-                # STREAM 11: A window is a function of the place before it, so a resumed run reads
-                # it again. A buffer of shuffled documents would lose some, and read others twice.
+                # STREAM 11: A resumed run makes the same window again, from the place before it.
+                # A buffer of shuffled documents would lose some of them, and read others twice.
                 rows = []
                 rest = place["rest"]
                 while len(rows) < args.shuffle_window and (batch := list(islice(opened, 32))):
@@ -555,6 +558,9 @@ def open_mds(name, args, tokenizer):
         if "://" in name:
             where = {"remote": name, "cache_limit": args.cache_limit, "validate_hash": "xxh3_64"}
             where["local"] = f"{args.local_cache}/{name.replace('://', '/')}"
+        file = f"{where['local']}/rows.json"
+        if os.environ["LOCAL_RANK"] == "0":  # the other ranks wait for it below
+            streaming.base.storage.CloudDownloader.direct_download(f"{name}/rows.json", file)
         try:
             mds = streaming.StreamingDataset(**where)
         except ValueError:  # perhaps a killed run still claims the folder, in shared memory
@@ -563,8 +569,6 @@ def open_mds(name, args, tokenizer):
                 claim.unlink(missing_ok=True)
             dist.barrier()
             mds = streaming.StreamingDataset(**where)
-        file = f"{where['local']}/rows.json"
-        streaming.base.storage.CloudDownloader.direct_download(f"{name}/rows.json", file)
         rows = json.loads(Path(file).read_text())
     flags = vars(args) | {"probe": tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"]}
     if not rows.items() <= flags.items():
@@ -578,9 +582,10 @@ def mds_windows(mds, first, args):
 
     @lru_cache(maxsize=2)
     def order(epoch):
-        options = [64, args.seed, epoch, args.shuffle_window]
-        order = get_shuffle("py1br", mds.samples_per_shard, *options)  # rows stay in their shards
-        # STREAM 12: 64 parts take turns, so that a node reads some of the shards, not all.
+        # STREAM 12: Shuffle shards, and rows within a window, so that rows of a shard stay close.
+        # 64 parts of the shards take turns. So a rank reads some of the shards, and not all.
+        options = [64, args.seed, epoch, max(args.shuffle_window, 2)]
+        order = get_shuffle("py1br", mds.samples_per_shard, *options)
         turn = np.arange(mds.size) % math.ceil(mds.size / 64)
         return order[np.argsort(turn, kind="stable")]
 
@@ -622,7 +627,7 @@ def evaluate(model, samples, args, device):
         loss_sum += loss * len(indices)  # the last batch may be smaller
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: a sum of sums, since the shares may differ in size
-    return loss_sum.item() / sum(np.sum(row >= 0) - 1 for row in samples)
+    return loss_sum.item() / sum(np.sum(row >= 0) - 1 for row in samples)  # STREAM: all labels
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------

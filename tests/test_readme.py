@@ -67,7 +67,9 @@ def test_install_commands():
     assert demo[0] == tests[0] == "python3 -m venv .venv"
     assert demo[1] == ".venv/bin/pip install -c constraints.txt ."
     assert tests[1] == '.venv/bin/pip install -c constraints.txt -e ".[test]"'
-    assert tests[2] == ".venv/bin/python -m pytest"
+    assert tests[2] == ".venv/bin/pip install --no-deps mosaicml-streaming==0.13.0"
+    assert tests[2] in (REPOSITORY / "04-streaming" / "README.md").read_text()
+    assert tests[3] == ".venv/bin/python -m pytest"
     assert "README.md" in (REPOSITORY / ".ci" / "run").read_text()
 
 
@@ -195,7 +197,7 @@ def test_links_lead_somewhere(file):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
-@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3, 4), strict=True)])
+@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3, 5), strict=True)])
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
     text = (REPOSITORY / readme).read_text()
