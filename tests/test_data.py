@@ -1,6 +1,7 @@
 """From documents to batches: every token once, in an order that depends on seed and epoch alone."""
 
 import argparse
+import gzip
 import itertools
 import json
 import os
@@ -98,7 +99,8 @@ def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path, capsys, monk
     rows.to_csv(tmp_path / "a.csv")
     rows.to_json(tmp_path / "a.jsonl")
     expected = [t for text in texts for t in [*tokenizer(text)["input_ids"], END]]
-    for name in ("a.parquet", "a.csv", "a.jsonl"):
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    for name in ("a.parquet", "a.csv", "a.jsonl", "b.json.gz"):
         train, _ = load(chapter_1, tokenizer, tmp_path / name)
         assert stream(train) == expected[: len(train) * 32]
         assert "column 'story'" in capsys.readouterr().err  # no `text`: the first of strings

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_LLAMA, assert_one_sentence, exact
-from runner import CHAPTER_4, REPOSITORY, Run
+from runner import CHAPTER_4, REPOSITORY, Job, Run
 from test_streaming import WATCH, reference_rows
 from transformers import AutoTokenizer
 
@@ -299,6 +301,24 @@ def test_other_rows_are_refused(train, shards, trainer, tmp_path):
     (data / "index.json").write_text(json.dumps(index))
     run = train(data, "--max-steps", 2, processes=1, name="changed", status=1)
     assert_one_sentence(run.output, "has changed since this run began")
+
+
+def test_the_demo(trainer):
+    """The two commands of the README, to the second step, with chapter 1's order of documents."""
+    text = (REPOSITORY / "04-streaming" / "README.md").read_text()
+    write, train = re.findall(r"^\.venv/bin/\S+ (.*--demo.*)", text, re.MULTILINE)
+    tool, *flags = shlex.split(write.replace("outputs/", f"{trainer.folder}/"))
+    assert REPOSITORY / tool == WRITE_MDS
+    run = Run(WRITE_MDS, [*flags, "--processes", 1], trainer.folder / "out", before=IMPORTABLE)
+    assert run.wait() == 0, run.output
+    flags = shlex.split(
+        train.partition("train-llm.py ")[2].replace("outputs/", f"{trainer.folder}/")
+    )
+    more = ["--save-dir", trainer.folder, "--max-steps", 1, "--log-freq", 1, "--eval-freq", 0]
+    job = Job(CHAPTER_4, [*flags, *more], trainer.folder / "train", 2, before=IMPORTABLE)
+    assert job.wait() == 0, job.output
+    (record,) = map(json.loads, (trainer.folder / "demo-mds" / "metrics.jsonl").open())
+    assert 7.4 < record["loss"] < 7.7
 
 
 def test_order_of_rows():
