@@ -1,6 +1,6 @@
 """The data paths by themselves: packing, batches, and the stream of chapter 4 against the cache.
 
-    python benchmarks/data-path.py [--tokens 20000000] [--rounds 5]
+    python benchmarks/data-path.py [--tokens 20000000] [--rounds 5] [--steps 100]
 
 Packing: from a tokenised dataset on disk to one that gives samples of 2048 tokens. The usual way
 is a batched `map` of a function over Python lists, as in the examples of Transformers. A batch: 8
@@ -10,6 +10,9 @@ packed dataset. Prints medians, alternating within each round, and checks that b
 Streams: from the source of the standard library, in documents of 2,000 characters, to rows of
 1,024 tokens. The cached path tokenizes into a file and packs, as chapters 1 to 3 do in their first
 run. The stream reads, tokenizes, packs and shuffles, with each `--packing`. Nothing is trained.
+
+Rows: ready rows of 1,024 tokens, read in shuffled order from the cache and from MDS shards. Then
+`--steps` of the demo on two processes: chapter 3, chapter 4 on text, and chapter 4 on MDS shards.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import itertools
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -58,6 +62,15 @@ def write_documents(folder: str) -> int:
     return len(documents)
 
 
+def rows_of_a_pass(windows) -> int:
+    """Reads windows up to the empty row that ends the first pass."""
+    count = 0
+    for rows, _ in windows:
+        count += len(rows)
+        if not len(rows[-1]):
+            return count - 1
+
+
 def compare_streams(rounds: int) -> None:
     """Documents per second of the cached path, and of the stream with each packing."""
     import datasets
@@ -83,11 +96,9 @@ def compare_streams(rounds: int) -> None:
                         packing=name, seq_length=1024, shuffle_window=1024, seed=0
                     )
                     documents = streamed.load_documents(pattern, None)["train"]
-                    stream = streamed.Stream(streamed.tokenized(documents, tokenizer), args)
-                    rows[name] = len(list(itertools.takewhile(len, stream.rows)))
-                    times[name].append(time.perf_counter() - begin)
-                    stream.thread.shutdown(cancel_futures=True)
-                    continue
+                    documents = streamed.tokenized(documents, tokenizer)
+                    windows = streamed.text_windows(documents, streamed.START, args)
+                    rows[name] = rows_of_a_pass(windows)
                 times[name].append(time.perf_counter() - begin)
         datasets.enable_caching()
     assert rows["pack"] == rows["cached"]
@@ -100,10 +111,80 @@ def compare_streams(rounds: int) -> None:
         print(f"| {label} | {speed:,.0f} | {rows[name]:,} | {speed / base:.2f} |")
 
 
+def write_mds(output: str, *flags) -> None:
+    tool = REPOSITORY / "tools" / "write-mds.py"
+    command = [sys.executable, tool, "-o", output, *flags]
+    subprocess.run(list(map(str, command)), check=True, capture_output=True)
+
+
+def compare_rows(rounds: int) -> None:
+    """Rows per second: a slice of the cached tokens, and a sample of an MDS shard."""
+    import datasets
+    import streaming
+    from transformers import AutoTokenizer
+
+    cached, streamed = load_chapter("01-single-gpu"), load_chapter("04-streaming")
+    args = SimpleNamespace(shuffle_window=1024, seed=0)
+    times = {"cached": [], "mds": []}
+    with tempfile.TemporaryDirectory() as folder:
+        write_documents(folder)
+        pattern = f"{folder}/*.jsonl"
+        model = REPOSITORY / "tiny-llama"
+        write_mds(f"{folder}/mds", "-d", pattern, "-m", model, "-s", 1024, "--processes", 1)
+        whole = datasets.load_dataset("json", data_files=pattern, cache_dir=folder)["train"]
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        samples = cached.PackedSamples(cached.tokenized(whole, tokenizer), 1024)
+        mds = streaming.StreamingDataset(local=f"{folder}/mds", batch_size=1)
+        assert mds.size == len(samples)
+        for number in range(rounds):
+            for name in [*times][:: 1 if number % 2 == 0 else -1]:
+                begin = time.perf_counter()
+                if name == "cached":
+                    order = cached.sample_order(0, len(samples), len(samples), number)
+                    rows = [samples[i].copy() for i in order]
+                else:
+                    windows = streamed.mds_windows(mds, 0, args)
+                    rows = []
+                    while len(rows) < mds.size:
+                        rows += next(windows)[0]
+                times[name].append((time.perf_counter() - begin) / len(rows))
+    print(f"\nready rows of 1,024 tokens, {len(samples):,} of them; {rounds} rounds\n")
+    print("| | rows/s |\n|---|---|")
+    print(f"| cache of chapters 1 to 3 | {1 / statistics.median(times['cached']):,.0f} |")
+    print(f"| MDS shards | {1 / statistics.median(times['mds']):,.0f} |")
+
+
+def compare_training(steps: int) -> None:
+    """The time that a step of the demo waits for its rows, on two processes."""
+    print(f"\n{steps} steps of the demo on 2 processes; medians without the first record\n")
+    print("| | `time/data_ms` | `time/total_ms` | share |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        write_mds(f"{folder}/mds", "--demo", "--processes", 1)
+        runs = {
+            "chapter 3, cache": ["03-fsdp"],
+            "chapter 4, text": ["04-streaming"],
+            "chapter 4, MDS": ["04-streaming", "-d", f"{folder}/mds"],
+        }
+        for number, (label, (chapter, *flags)) in enumerate(runs.items()):
+            command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+            command += [f"{REPOSITORY}/{chapter}/train-llm.py", "--demo", "-e", str(number)]
+            command += ["--save-dir", folder, "--max-steps", str(steps), "--eval-freq", "0"]
+            subprocess.run([sys.executable, *command, *flags], check=True, capture_output=True)
+            records = [
+                json.loads(line) for line in Path(folder, str(number), "metrics.jsonl").open()
+            ]
+            data, total = (
+                statistics.median(record[f"time/{name}_ms"] for record in records[1:])
+                for name in ("data", "total")
+            )
+            print(f"| {label} | {data:.2f} | {total:.0f} | {data / total:.2%} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=20_000_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     chapter = load_chapter("01-single-gpu")
     import datasets
@@ -158,6 +239,9 @@ def main() -> None:
     print(f"| a batch of 8 x 2048, ms | {batch:.3f} | {collator:.3f} | {collator / batch:,.0f} |")
     print(f"| both, tokens/s | {both[0]:,.0f} | {both[1]:,.0f} | {both[0] / both[1]:,.0f} |")
     compare_streams(args.rounds)
+    compare_rows(args.rounds)
+    if args.steps:
+        compare_training(args.steps)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,9 @@ from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Job, Run  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 TINY_LLAMA = REPOSITORY / "tiny-llama"
+# mosaicml-streaming imports torchvision for images
+NO_TORCHVISION = importlib.util.find_spec("torchvision") is None
+STAND_IN = REPOSITORY / "tests" / "stand-in"
 
 
 def write_model(folder: Path, **config) -> Path:

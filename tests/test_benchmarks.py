@@ -1,12 +1,13 @@
 """The benchmarks run, and the peers do the work of the chapters: they reach the same losses."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 
 import pytest
-from conftest import assert_one_sentence
+from conftest import NO_TORCHVISION, STAND_IN, assert_one_sentence
 from runner import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -16,9 +17,10 @@ sys.modules["benchmarks_run"] = tool  # for its dataclass
 spec.loader.exec_module(tool)
 
 
-def run(script, *arguments, status=0) -> str:
+def run(script, *arguments, status=0, **options) -> str:
     command = [sys.executable, BENCHMARKS / script, *arguments]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500)
+    options |= {"capture_output": True, "text": True, "timeout": 500}
+    done = subprocess.run([*map(str, command)], **options)
     assert done.returncode == status, done.stderr
     return done.stdout if status == 0 else done.stderr
 
@@ -103,7 +105,11 @@ def test_shapes():
 
 
 def test_data_path():
-    output = run("data-path.py", "--tokens", 500_000, "--rounds", 1)
+    flags = ["--tokens", 500_000, "--rounds", 1, "--steps", 0]
+    env = os.environ | ({"PYTHONPATH": str(STAND_IN)} if NO_TORCHVISION else {})
+    output = run("data-path.py", *flags, env=env)
+    ready = re.findall(r"^\| (cache of|MDS shards).* \| [\d,]+ \|$", output, re.M)
+    assert ready == ["cache of", "MDS shards"]
     assert len(re.findall(r"^\| (packing|a batch|both).*\|$", output, re.M)) == 3
     streams = re.findall(r"^\| stream, `(\w+)` \| [\d,]+ \| ([\d,]+) \|", output, re.M)
     assert [name for name, _ in streams] == ["pack", "overflow", "trunc"]

@@ -13,15 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY_LLAMA, assert_one_sentence, exact
+from conftest import NO_TORCHVISION, STAND_IN, TINY_LLAMA, assert_one_sentence, exact
 from runner import CHAPTER_4, REPOSITORY, Job, Run
 from test_streaming import WATCH, reference_rows
 from transformers import AutoTokenizer
 
 WRITE_MDS = REPOSITORY / "tools" / "write-mds.py"
-STAND_IN = REPOSITORY / "tests" / "stand-in"
 IMPORTABLE = ""
-if importlib.util.find_spec("torchvision") is None:  # which mosaicml-streaming imports for images
+if NO_TORCHVISION:
     IMPORTABLE = f"import sys; sys.path.append({str(STAND_IN)!r})\n"
     sys.path.append(str(STAND_IN))
 
