@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -92,6 +93,20 @@ def assert_one_sentence(output: str, part: str) -> None:
     errors = re.findall("^(?:[a-z-]+.py: )?error: .*", output, re.MULTILINE)
     assert len(errors) == 1, output
     assert part in errors[0], output
+
+
+# Debian's package of each program that some tests need
+PACKAGES = {"shellcheck": "shellcheck", "munged": "munge"}
+PACKAGES |= dict.fromkeys(("slurmctld", "slurmd", "sbatch"), "slurm-wlm")
+
+
+def require(*programs: str) -> None:
+    """Skips a test where a program is missing. In CI, which installs them all, it fails."""
+    path = f"{os.environ['PATH']}:/usr/sbin"  # where daemons are, which not every PATH has
+    for program in programs:
+        if not shutil.which(program, path=path):
+            missing = pytest.fail if os.environ.get("CI") else pytest.skip
+            missing(f"no {program}: apt install {PACKAGES[program]}")
 
 
 NOT_EXACT = ("tokens_per_second", "time/", "memory/")

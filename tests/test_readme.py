@@ -32,6 +32,7 @@ COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitli
 
 CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4]
 READMES = [f"{path.parent.name}/README.md" for path in CHAPTERS]
+LAUNCH = "launch/README.md"
 
 
 def page(file: str) -> str:
@@ -185,7 +186,7 @@ def anchors(markdown: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("file", ["README.md", *READMES, "outputs/README.md"])
+@pytest.mark.parametrize("file", ["README.md", *READMES, LAUNCH, "outputs/README.md"])
 def test_links_lead_somewhere(file):
     path = REPOSITORY / file
     for link in re.findall(r"\]\(([^)]+)\)", path.read_text()):
@@ -213,6 +214,38 @@ def test_chapter_readme_commands(tmp_path, readme, count):
         assert_one_sentence(run.output, "--log-freq")
         if launch.startswith("torchrun"):
             torchrun.get_args_parser().parse_args([*shlex.split(launch)[1:], "train-llm.py"])
+
+
+def test_launch_readme_commands(tmp_path):
+    """As above. What run.sh makes of the variables is in tests/test_launch.py."""
+    pattern = r"^.*launch/(?:run|slurm)\.sh (\d\d\S*) (.*)$"
+    commands = re.findall(pattern, page(LAUNCH), re.MULTILINE)
+    assert len(commands) == 11
+    for number, (chapter, flags) in enumerate(commands):
+        (script,) = REPOSITORY.glob(f"{chapter}*/train-llm.py")
+        run = Run(script, [*shlex.split(flags), "--log-freq", "none"], tmp_path / str(number))
+        assert run.wait() == 2
+        assert_one_sentence(run.output, "--log-freq")
+
+
+def test_the_launch_readme_explains_every_variable_and_line():
+    run, slurm = page("launch/run.sh"), page("launch/slurm.sh")
+    variables = [*re.findall(r"\$\{([A-Z_]+)(?::?-|\})", run), "NPROC_PER_NODE"]
+    table = re.findall(r"^\| `(\w+)` \| ", section(LAUNCH, "The variables"), re.MULTILINE)
+    assert set(table) == {*variables} - {"BASH_SOURCE", "VIRTUAL_ENV"}
+    defaults = re.findall(r"^\| `(\w+)` \| `(\w+)` \| ", page(LAUNCH), re.MULTILINE)
+    assert len(defaults) == 3
+    for variable, default in defaults:
+        assert f"${{{variable}:-{default}}}" in run, variable
+    lines = re.findall(r"^\| ((?:`.*?`,? ?)+)", section(LAUNCH, "Slurm, by the line"), re.MULTILINE)
+    parts = [part for line in lines for part in re.findall("`(.*?)`", line)]
+    assert len(parts) > 18
+    for part in parts:
+        for word in part.split("…"):
+            assert word.strip() in slurm, part
+    options = re.findall(r"^#SBATCH (--[\w-]+)", slurm, re.MULTILINE)
+    left = {option for option in options if not any(option in part for part in parts)}
+    assert left == {"--job-name", "--nodes"}, "these two need no explanation"
 
 
 def test_several_nodes_have_one_name_for_the_job():
@@ -277,7 +310,7 @@ def test_names_in_the_texts_are_those_of_the_scripts():
 
 
 def test_a_sample_is_no_block():
-    for file in (*READMES, "README.md", "outputs/README.md"):
+    for file in (*READMES, LAUNCH, "README.md", "outputs/README.md"):
         text = re.sub("```.*?```", "", page(file), flags=re.DOTALL)
         assert not re.search(r"\bblocks?\b", text), file
 
@@ -610,7 +643,7 @@ def test_symptoms_are_what_the_scripts_say():
 
 
 def test_scripts_and_flags_in_the_texts_exist():
-    files = [*READMES, "README.md", "outputs/README.md", "benchmarks/results.md"]
+    files = [*READMES, LAUNCH, "README.md", "outputs/README.md", "benchmarks/results.md"]
     mentions = 0
     for file in files:
         text = (REPOSITORY / file).read_text()

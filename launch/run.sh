@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Starts a chapter on the devices of this machine, or of several machines.
+#
+#   launch/run.sh CHAPTER [flags of the chapter]
+#   launch/run.sh 02 --demo
+#   NPROC_PER_NODE=2 launch/run.sh 03-fsdp --demo
+#   NNODES=2 MASTER_ADDR=node-0 NODE_RANK=0 launch/run.sh 02 -e alpaca    # on node-0
+#   NNODES=2 MASTER_ADDR=node-0 NODE_RANK=1 launch/run.sh 02 -e alpaca    # on node-1
+#
+# launch/README.md says what each variable does, and where to look when a job does not start.
+set -euo pipefail
+
+fail() {
+  echo "error: $1" >&2
+  exit 2
+}
+
+# The flags may name files relative to the folder of the caller, so this script never changes it.
+repository=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
+wanted=${1-}
+wanted=${wanted%/} # the shell completes the name of a folder with a slash
+script=
+chapters=()
+for file in "$repository"/[0-9][0-9]-*/train-llm.py; do
+  chapter=$(basename "$(dirname "$file")")
+  chapters+=("$chapter")
+  case $wanted in "$chapter" | "${chapter%%-*}") script=$file ;; esac
+done
+[ -n "$wanted" ] || fail "name a chapter, launch/run.sh CHAPTER [flags]: one of ${chapters[*]}"
+[ -n "$script" ] || fail "there is no chapter $wanted: take one of ${chapters[*]}"
+shift
+
+# An active virtual environment comes first, then the one of the repository. Conda, modules and
+# containers put a Python of their own on the PATH.
+python=python
+if [ -z "${VIRTUAL_ENV-}" ] && [ -x "$repository/.venv/bin/python" ]; then
+  python=$repository/.venv/bin/python
+fi
+command -v "$python" > /dev/null || fail "there is no python: activate a virtual environment"
+
+nnodes=${NNODES:-1}
+case $script in */01-*)
+  # On several devices, each process would train the same and write the same files.
+  if [ "$nnodes" != 1 ] || [ "${NPROC_PER_NODE:-1}" != 1 ]; then
+    fail "chapter 01 trains on one device: take another one for several processes or nodes"
+  fi
+  exec "$python" "$script" "$@"
+  ;;
+esac
+
+# Each restart gets a store on a new port. Otherwise, on several nodes, new workers would find the
+# addresses of dead ones in torchrun's own store (torch 2.13).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+if [ -z "${NPROC_PER_NODE-}" ]; then
+  # PyTorch counts, because it respects CUDA_VISIBLE_DEVICES and knows GPUs of all makers.
+  NPROC_PER_NODE=$("$python" -c "import torch; print(torch.cuda.device_count() or 1)") ||
+    fail "$python cannot import torch: activate the virtual environment that has it"
+fi
+options=(--nproc-per-node "$NPROC_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}")
+
+if [ "$nnodes" = 1 ]; then
+  options+=(--standalone) # meets on a free port, so jobs on one machine do not collide
+else
+  # A default such as localhost would let each node wait for the others on a port of its own.
+  [ -n "${MASTER_ADDR-}" ] ||
+    fail "NNODES=$nnodes needs MASTER_ADDR: one of the nodes, by a name or address that all reach"
+  options+=(--nnodes "$nnodes" --rdzv-backend c10d)
+  options+=(--rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}")
+  # Nodes meet only those with their id. By default, another chapter is another job.
+  options+=(--rdzv-id "${RDZV_ID:-$(basename "$(dirname "$script")")}")
+  # The c10d rendezvous numbers the nodes itself, and ignores --node-rank. NODE_RANK decides which
+  # node keeps the list of all nodes. Without NODE_RANK, the node recognises itself by its name or
+  # address, and does not know all of them: an alias or a second network card is unknown.
+  if [ -n "${NODE_RANK-}" ]; then
+    options+=(--rdzv-conf "is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)")
+  fi
+  # The address that the others use for rank 0, if rank 0 is here. The default is the host's name.
+  [ -z "${LOCAL_ADDR-}" ] || options+=(--local-addr "$LOCAL_ADDR")
+fi
+
+# The same as `torchrun`, which is a script for one Python, perhaps not this one. `exec` gives it the
+# process of this shell, so signals reach it.
+exec "$python" -m torch.distributed.run "${options[@]}" "$script" "$@"

@@ -1,0 +1,243 @@
+"""launch/run.sh: what it starts, what it refuses, and a job on two nodes whose workers die."""
+
+import itertools
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import assert_one_sentence, assert_same_model, exact, require
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, free_port
+from test_torchrun import Launch
+from torch.distributed import run as torchrun
+
+RUN = REPOSITORY / "launch" / "run.sh"
+CHAPTERS = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
+VARIABLES = ["NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"]
+VARIABLES += ["MAX_RESTARTS", "LOCAL_ADDR", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+CLEAN = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+# The Python that runs the tests, as that of an active virtual environment
+ACTIVE = {"VIRTUAL_ENV": sys.prefix}
+ACTIVE |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def test_shellcheck_finds_nothing():
+    require("shellcheck")
+    scripts = [*(REPOSITORY / "launch").glob("*.sh"), REPOSITORY / ".ci" / "run"]
+    assert len(scripts) == 3
+    done = subprocess.run(["shellcheck", *scripts], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+# Counts three GPUs, and prints all that it is asked to start.
+STUB = """#!/bin/sh
+if [ "$1" = -c ]; then echo 3; exit; fi
+echo "python $PYTHON_NAME" "store ${TORCH_DISABLE_SHARE_RDZV_TCP_STORE-}" "folder $PWD"
+for argument in "$@"; do echo "$argument"; done
+"""
+
+
+def write_stub(file: Path, name: str) -> None:
+    file.parent.mkdir(parents=True)
+    file.write_text(STUB.replace("$PYTHON_NAME", name))
+    file.chmod(0o755)
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Calls run.sh from another folder; returns what it would have started, line by line."""
+    write_stub(tmp_path / "venv" / "bin" / "python", "active")
+
+    def call(*arguments, status=0, **variables):
+        stub = {"VIRTUAL_ENV": "yes", "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}"}
+        options = {"env": CLEAN | stub | variables, "cwd": tmp_path, "text": True}
+        done = subprocess.run([RUN, *arguments], capture_output=True, timeout=30, **options)
+        assert done.returncode == status, done.stderr
+        return done.stderr if status else done.stdout.splitlines()
+
+    return call
+
+
+def understood(started: list[str]):
+    """The options as torchrun reads them, the script, and its flags."""
+    assert started[1:3] == ["-m", "torch.distributed.run"]
+    options = torchrun.get_args_parser().parse_args(started[3:])
+    return options, options.training_script, options.training_script_args
+
+
+@pytest.mark.parametrize("name", ["02", "02-ddp", "02-ddp/"])
+def test_one_node_needs_no_variable(start, tmp_path, name):
+    """Flags arrive as they are, and file names in them are still relative to the caller."""
+    flags = ["--demo", "-d", "a file.txt", "", "*", "$HOME"]
+    started = start(name, *flags)
+    assert started[0] == f"python active store 1 folder {tmp_path}"
+    options, script, arguments = understood(started)
+    assert (script, arguments) == (str(CHAPTER_2), flags)
+    assert options.standalone
+    assert (options.nproc_per_node, options.max_restarts) == ("3", 0)
+
+
+def test_variables(start):
+    variables = {"NPROC_PER_NODE": "5", "MAX_RESTARTS": "7", "MASTER_ADDR": "node-0"}
+    options, *_ = understood(start("03", **variables))  # of several nodes, but there is one
+    assert options.standalone
+    assert (options.nproc_per_node, options.max_restarts) == ("5", 7)
+
+    options, script, _ = understood(start("03", NNODES="2", **variables))
+    assert script == str(CHAPTER_3)
+    assert not options.standalone
+    assert (options.nnodes, options.rdzv_backend) == ("2", "c10d")
+    assert (options.rdzv_endpoint, options.rdzv_id) == ("node-0:29400", "03-fsdp")
+    assert (options.rdzv_conf, options.local_addr) == ("", None)
+
+    variables |= {"NNODES": "1:2", "MASTER_PORT": "1234", "RDZV_ID": "a job", "LOCAL_ADDR": "ib0"}
+    for rank, host in (("0", "true"), ("1", "false")):
+        options, *_ = understood(start("03", NODE_RANK=rank, **variables))
+        assert (options.nnodes, options.rdzv_conf) == ("1:2", f"is_host={host}")
+        assert (options.rdzv_endpoint, options.rdzv_id) == ("node-0:1234", "a job")
+        assert options.local_addr == "ib0"
+
+
+def test_chapter_1_is_started_by_python(start):
+    assert start("01", "--demo")[1:] == [str(CHAPTER_1), "--demo"]
+
+
+MISTAKES = [
+    ([], {}, " ".join(CHAPTERS)),
+    (["2"], {}, f"there is no chapter 2: take one of {' '.join(CHAPTERS)}"),
+    (["launch"], {}, "there is no chapter launch"),
+    (["02"], {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
+    (["02"], {"NNODES": "1:2", "NODE_RANK": "0"}, "NNODES=1:2 needs MASTER_ADDR"),
+    (["01"], {"NNODES": "2", "MASTER_ADDR": "node-0"}, "chapter 01 trains on one device"),
+    (["01"], {"NPROC_PER_NODE": "2"}, "chapter 01 trains on one device"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "variables", "sentence"), MISTAKES)
+def test_mistakes_end_in_one_sentence(start, arguments, variables, sentence):
+    assert_one_sentence(start(*arguments, status=2, **variables), sentence)
+
+
+def test_which_python(tmp_path):
+    """An active environment, or that of the repository, or the first on the PATH."""
+    repository, link = tmp_path / "a repository", tmp_path / "run"
+    for folder in ("launch", "02-ddp"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "02-ddp" / "train-llm.py").touch()
+    script = shutil.copy(RUN, repository / "launch")
+    assert os.stat(script).st_mode & stat.S_IXUSR
+    link.symlink_to(script)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("bash", "basename", "dirname", "readlink"):
+        (tools / name).symlink_to(shutil.which(name))
+
+    def call(**variables):
+        env = {"PATH": f"{tmp_path}/first/bin:{tools}", "NPROC_PER_NODE": "1"} | variables
+        return subprocess.run([link, "02"], env=env, capture_output=True, text=True)
+
+    done = call()
+    assert done.returncode == 2
+    assert_one_sentence(done.stderr, "there is no python")
+    write_stub(tmp_path / "first" / "bin" / "python", "first")
+    assert call().stdout.startswith("python first ")
+    write_stub(repository / ".venv" / "bin" / "python", "repository")
+    assert call().stdout.startswith("python repository ")
+    assert call(VIRTUAL_ENV="yes").stdout.startswith("python first ")
+
+
+def test_a_python_without_torch(start, tmp_path):
+    (tmp_path / "venv" / "bin" / "python").write_text("#!/bin/sh\nexit 1")
+    assert_one_sentence(start("02", status=2), "cannot import torch")
+
+
+class ByRun(Launch):
+    """A launch/run.sh, which becomes a torchrun with its workers."""
+
+    def __init__(self, trainer, output: str, *flags, chapter="02", name="run", **variables):
+        self.folder, self.file = trainer.folder / name, trainer.folder / output
+        env = CLEAN | ACTIVE | {"COMET_AUTO_LOG_DISABLE": "true", "OMP_NUM_THREADS": "1"}
+        env |= {name: str(value) for name, value in variables.items()}
+        command = [RUN, chapter, *trainer.defaults(name), *flags]
+        with self.file.open("w") as file:
+            self.process = subprocess.Popen(
+                [str(part) for part in command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=trainer.folder,
+            )
+
+
+def two_nodes(trainer, *flags, name="run", **variables) -> list[ByRun]:
+    """Both are this machine."""
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RDZV_ID": name}
+    variables |= {"NPROC_PER_NODE": 1, "LOCAL_ADDR": "127.0.0.1"}
+    nodes = [{"NODE_RANK": rank} | variables for rank in (0, 1)]
+    return [
+        ByRun(trainer, f"{name}-{node['NODE_RANK']}.txt", *flags, name=name, **node)
+        for node in nodes
+    ]
+
+
+def test_one_node(trainer):
+    """In a folder with a space."""
+    flags = ["--max-steps", 3, "--eval-freq", 0]
+    one = ByRun(trainer, "one.txt", *flags, name="a run", NPROC_PER_NODE=1)
+    assert one.wait(120) == 0, one.output
+    undisturbed = trainer(*flags, name="undisturbed", processes=1)
+    assert len(one.records) == 3
+    assert exact(one.records) == exact(undisturbed.records)
+
+
+KILLS = 10
+
+
+def test_restarts_on_two_nodes(trainer):
+    """A worker dies on either node in turn, ten times, each time after a new checkpoint.
+
+    The job is elastic, so nodes that missed each other after a restart would train on their own.
+    """
+    flags = ["--max-steps", 200, "--ckpt-freq", 5, "--eval-freq", 0, "--lr", 1e-3]
+    undisturbed = trainer(*flags, name="undisturbed", processes=2)
+    nodes = two_nodes(trainer, *flags, NNODES="1:2", MAX_RESTARTS=2 * KILLS)
+
+    def output() -> str:
+        return "".join(node.output for node in nodes)
+
+    def newest() -> int:
+        names = [path.name for path in nodes[0].folder.glob("step-*")]
+        return int(max(names, default="step-0").removeprefix("step-"))
+
+    reached = 0
+    for kill, node in zip(range(KILLS), itertools.cycle(nodes), strict=False):
+        end = time.monotonic() + 180
+        while newest() == reached or output().count("Continuing from") < kill:
+            assert time.monotonic() < end, f"kill {kill}: no progress in 180 s:\n{output()}"
+            assert all(node.process.poll() is None for node in nodes), output()
+            time.sleep(0.02)
+        reached = newest()
+        (worker,) = node.workers()
+        worker.kill()
+    assert [node.wait(180) for node in nodes] == [0, 0], output()
+    assert output().count("Continuing from") == KILLS
+    assert exact(nodes[0].records) == exact(undisturbed.records)
+    assert_same_model(nodes[0], undisturbed)
+
+
+def test_commands_in_the_scripts_are_understood(start):
+    """Those at the top of run.sh, except that its first line names no chapter."""
+    commands = [line[4:] for line in RUN.read_text().splitlines() if " launch/run.sh 0" in line]
+    assert len(commands) == 4
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        begin = words.index("launch/run.sh")
+        variables = dict(word.split("=") for word in words[:begin])
+        options, _, flags = understood(start(*words[begin + 1 :], **variables))
+        assert flags in (["--demo"], ["-e", "alpaca"])
+        assert options.nnodes == variables.get("NNODES", "1:1")

@@ -1,0 +1,287 @@
+"""launch/slurm.sh on a real Slurm: a controller and two nodes, all of them on this machine.
+
+Two addresses of this machine are the names of the nodes, so that names and addresses are looked up
+as on a cluster. Each test has a Slurm of its own, which starts in about two seconds.
+"""
+
+import getpass
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from conftest import assert_one_sentence, exact, require
+from runner import CHAPTER_3, REPOSITORY, free_port
+from test_launch import ACTIVE, CHAPTERS, CLEAN
+
+SCRIPT = REPOSITORY / "launch" / "slurm.sh"
+
+# Without cgroups, accounting and limits of resources. `config_overrides` allows more CPUs than the
+# machine has. `cred_expire` is how long a job that is queued again waits, at least.
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmUser={user}
+SlurmdUser={user}
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+FirstJobId={first_job}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
+NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.2 Port={ports[2]} CPUs=4
+PartitionName=all Nodes=ALL Default=YES State=UP
+"""
+
+
+class Slurm:
+    def __init__(self, folder: Path, work: Path):
+        self.folder, self.work, self.daemons = folder, work, []
+        (folder / "state").mkdir()
+        conf = folder / "slurm.conf"
+        facts = {"host": socket.gethostname().partition(".")[0], "user": getpass.getuser()}
+        facts["ports"] = [free_port() for _ in range(3)]
+        # slurm.sh derives the port of a job from its number, so numbers begin at a free port.
+        facts["first_job"], *_ = [free_port() % 10_000 for _ in range(4)]
+        conf.write_text(CONFIG.format(folder=folder, **facts))
+        # A session inside a job of another Slurm has its variables.
+        self.env = {name: x for name, x in (CLEAN | ACTIVE).items() if not name.startswith("SLURM")}
+        self.env |= {"SLURM_CONF": str(conf), "COMET_AUTO_LOG_DISABLE": "true"}
+        self.env |= {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
+
+    def start(self) -> None:
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o400)
+        files = {"socket": "socket", "key-file": "key", "pid-file": "pid"}
+        files |= {"log-file": "log", "seed-file": "seed"}
+        options = [f"--{option}={self.folder}/munge.{end}" for option, end in files.items()]
+        self.daemon("munged", "--foreground", "--force", *options)
+        self.wait_for(lambda: (self.folder / "munge.socket").exists(), "munge", 30)
+        self.daemon("slurmctld", "-D")
+        for node in ("127.0.0.1", "127.0.0.2"):
+            self.daemon("slurmd", "-D", "-N", node)
+        self.wait_for(lambda: self.ask("sinfo", "-h", "-o", "%T %D") == "idle 2\n", "nodes", 60)
+
+    def daemon(self, name: str, *options: str) -> None:
+        """In the foreground: its process id is that of the child, and its messages are kept."""
+        path = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin")
+        with (self.folder / f"{name}-{len(self.daemons)}.txt").open("w") as output:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            self.daemons.append(subprocess.Popen([path, *options], env=self.env, **streams))
+
+    def stop(self) -> None:
+        """First the jobs, whose processes are not children of ours, then our own children."""
+        if self.ask("squeue", "-h"):
+            self.ask("scancel", "--full", "--signal=KILL", "--user", getpass.getuser())
+            self.ask("scancel", "--user", getpass.getuser())
+            end = time.monotonic() + 60
+            while self.ask("squeue", "-h") and time.monotonic() < end:
+                time.sleep(0.5)
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+    def ask(self, *command) -> str:
+        """What a command of Slurm prints; nothing if it fails, as while the controller starts."""
+        words = [str(word) for word in command]
+        options = {"env": self.env, "cwd": self.work, "capture_output": True, "text": True}
+        return subprocess.run(words, timeout=60, **options).stdout
+
+    def wait_for(self, condition, name: str, timeout: float = 180) -> None:
+        end = time.monotonic() + timeout
+        while not condition():
+            late = time.monotonic() > end or any(daemon.poll() for daemon in self.daemons)
+            assert not late, f"no {name} within {timeout} s\n{self.report()}"
+            time.sleep(0.1)
+
+    def report(self) -> str:
+        files = [*self.work.glob("*.log"), *self.folder.glob("*.txt"), *self.folder.glob("*.log")]
+        texts = [f"== {file.name}\n{file.read_text()[-3000:]}" for file in files]
+        return "\n".join([self.ask("squeue"), *texts])
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    require("munged", "slurmctld", "slurmd", "sbatch")
+    work = tmp_path / "a folder"
+    work.mkdir()
+    # Not in `tmp_path`: Slurm's sockets need short names, of at most 108 characters.
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        slurm = Slurm(Path(folder), work)
+        try:
+            slurm.start()
+            yield slurm
+        finally:
+            slurm.stop()
+
+
+OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
+
+
+class BatchJob:
+    """A job of launch/slurm.sh, submitted from another folder than the repository."""
+
+    def __init__(self, slurm: Slurm, options: list, *arguments):
+        self.slurm = slurm
+        self.number = slurm.ask("sbatch", "--parsable", *options, SCRIPT, *arguments).strip()
+        assert self.number, slurm.report()
+
+    def show(self, name: str) -> str:
+        text = self.slurm.ask("scontrol", "--oneliner", "show", "job", self.number)
+        return re.search(rf"\b{name}=(\S+)", text)[1]
+
+    def log(self, node: int | None = None) -> str:
+        """Of the batch script, or of a node."""
+        pattern = f"slurm-{self.number}" + (".log" if node is None else f"-{node}-*.log")
+        return "".join(file.read_text() for file in self.slurm.work.glob(pattern))
+
+    @property
+    def output(self) -> str:
+        return self.log(0) + self.log(1)
+
+    def wait_for(self, text: str, timeout: float = 240) -> None:
+        def there() -> bool:
+            over = self.show("JobState") in OVER
+            found = text in self.output
+            assert found or not over, f"ended before {text!r}\n{self.slurm.report()}"
+            return found
+
+        self.slurm.wait_for(there, f"{text!r} in the logs of the nodes", timeout)
+
+    def end(self, state: str) -> None:
+        """Waits until the job is over, in this state."""
+        self.slurm.wait_for(lambda: self.show("JobState") in OVER, f"end of job {self.number}")
+        assert self.show("JobState") == state, self.slurm.report()
+
+
+TWO_NODES = ["--nodes", 2]
+
+
+def records(folder: Path) -> list[dict]:
+    return exact([json.loads(line) for line in (folder / "metrics.jsonl").open()])
+
+
+def test_a_job_runs_to_its_end(slurm, trainer):
+    """Chapter 3 on two nodes; a name with a space, and a folder relative to the caller's."""
+    flags = ["--max-steps", 3, "--eval-freq", 0]
+    defaults = trainer.defaults("a run")
+    job = BatchJob(slurm, TWO_NODES, "03", *defaults, *flags, "--save-dir", "runs")
+    job.end("COMPLETED")
+    assert job.show("ExitCode") == "0:0"
+    port = 20_000 + int(job.number) % 10_000
+    assert f"Nodes: 127.0.0.1 127.0.0.2; endpoint 127.0.0.1:{port}" in job.log()
+    logs = sorted(file.name for file in slurm.work.glob("*.log"))
+    assert len(logs) == 3
+    for node in "01":
+        assert any(re.fullmatch(rf"slurm-{job.number}-{node}-[^-]+.*\.log", log) for log in logs)
+    assert "Done: the model is in runs/a run/final" in job.output
+    trainer(*flags, name="undisturbed", processes=2, script=CHAPTER_3)
+    assert len(records(slurm.work / "runs" / "a run")) == 3
+    assert records(slurm.work / "runs" / "a run") == records(trainer.folder / "undisturbed")
+
+
+def test_time_limit_requeue_and_scancel(slurm, trainer):
+    """The run saves before the limit, is queued again, and goes on exactly. scancel saves, too."""
+    # Slurm looks at the clock every 30 s, and so sends the signal 29 to 59 s after the start.
+    limit = ["--time", 1, "--signal", "B:USR1@1"]
+    flags = ["--num-epochs", 100_000, "--lr-scheduler", "constant", "--eval-freq", 0]
+    flags += ["--gradient-accumulation-steps", 4, "--ckpt-freq", 100, "--keep-checkpoints", 1000]
+    job = BatchJob(slurm, TWO_NODES + limit, "02", *trainer.defaults("run"), *flags)
+    # Where a start takes longer, the first attempts end without a step.
+    job.wait_for("Continuing from", timeout=300)
+    stops = r"Stopped after step (\d+)"
+    (stop,) = map(int, re.findall(stops, job.output))
+    assert int(job.show("Restarts")) >= 1
+    assert job.log().count("Nodes: ") == int(job.show("Restarts")) + 1, "one log for all attempts"
+    assert "The time limit is near: the run saves, and the job is queued again" in job.log()
+    assert "Terminating" not in job.log(), "srun has killed a node that was saving"
+    assert (trainer.folder / "run" / f"step-{stop:08d}").exists()
+
+    job.wait_for(f"step {stop + 5}/")
+    slurm.ask("scancel", job.number)
+    job.end("CANCELLED")
+    last = int(re.findall(stops, job.output)[-1])
+    assert last >= stop + 5
+    assert (trainer.folder / "run" / f"step-{last:08d}").exists()
+    assert records(trainer.folder / "run")[-1]["step"] == last
+
+    # To save time, the undisturbed run begins at a checkpoint of long before.
+    regular = trainer.folder / "run" / f"step-{(stop - 1) // 100 * 100:08d}"
+    if regular.exists():
+        shutil.copytree(regular, trainer.folder / "undisturbed" / regular.name)
+    trainer(*flags, "--max-steps", last, name="undisturbed", processes=2)
+    assert records(trainer.folder / "run") == records(trainer.folder / "undisturbed")
+    assert len(records(trainer.folder / "run")) == last
+
+
+def test_a_failing_job(slurm, trainer):
+    """The status of the job is that of the run, and its log names the logs with the cause."""
+    wrong = BatchJob(slurm, [], "9", "--demo")
+    failing = BatchJob(slurm, TWO_NODES, "02", *trainer.defaults("run"), "-d", "/nowhere/*.txt")
+    wrong.end("FAILED")
+    assert wrong.show("ExitCode") == "2:0"
+    assert_one_sentence(wrong.log(0), f"there is no chapter 9: take one of {' '.join(CHAPTERS)}")
+    failing.end("FAILED")
+    assert failing.show("ExitCode") == "1:0"
+    assert "error: cannot load the dataset /nowhere/*.txt" in failing.output
+    logs = f"slurm-{failing.number}-*.log"
+    assert f"error: the run ended with status 1: {logs} say why" in failing.log()
+    assert failing.show("Restarts") == "0"
+
+
+def test_a_run_without_a_name_is_not_queued_again(slurm, trainer):
+    """It has saved nothing, and would begin at the first step for ever. Chapter 1, on one node."""
+    flags = [*trainer.defaults("run")[2:], "--max-steps", 600, "--eval-freq", 0]
+    job = BatchJob(slurm, [], "01", *flags)
+    job.wait_for("step 1/600")
+    slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
+    job.end("COMPLETED")
+    assert "warning: the time limit is near, and a run without -e NAME saves" in job.log()
+    assert "step 600/600" in job.output
+    assert job.show("Restarts") == "0"
+
+
+def test_without_slurm():
+    """Started by hand, it says how to start it."""
+    env = {name: x for name, x in CLEAN.items() if not name.startswith("SLURM")}
+    done = subprocess.run([SCRIPT, "02"], env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert_one_sentence(done.stderr, "start it with sbatch: sbatch launch/slurm.sh CHAPTER")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_first_node_without_address_ends_the_job(tmp_path, known):
+    """Nothing is started, on this machine or on another. `scontrol` and `srun` are stubs."""
+    hosts = "echo node-0.invalid; echo node-1.invalid" if known else "exit 1"
+    stub = f'#!/bin/sh\nif [ "$2" = hostnames ]; then {hosts}; else echo " Command={SCRIPT} 02"; fi'
+    for name, text in (("scontrol", stub), ("srun", f"#!/bin/sh\ntouch {tmp_path}/started")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    env = CLEAN | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
+    env |= {"SLURM_JOB_NODELIST": "node-[0-1].invalid", "SLURM_JOB_NUM_NODES": "2"}
+    done = subprocess.run([SCRIPT, "02"], env=env, capture_output=True, text=True, timeout=60)
+    if known:
+        assert_one_sentence(done.stderr, "the first node, 'node-0.invalid', has no address")
+    assert done.returncode == (2 if known else 1)
+    assert not (tmp_path / "started").exists()
