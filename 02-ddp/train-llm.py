@@ -261,11 +261,12 @@ def build_model(args, config, device, checkpoint):
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
+    transformers.modeling_utils.log_state_dict_report = dict  # do nothing there: it may raise
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    if unfit := report["missing_keys"] | report["mismatched_keys"]:  # Transformers only warns
-        fail(f"the files of {name} lack a tensor of this shape: {sorted(unfit, key=str)[0]}")
+    if unfit := report["missing_keys"] | report["mismatched_keys"]:
+        fail(f"the files of {name} lack a tensor of this shape: {min(unfit, key=str)}")
     return model
 
 
@@ -741,7 +742,7 @@ def parse_args():
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
-    add("--save-dir", type=Path, default=REPOSITORY / "outputs", help="the folder of all runs")
+    add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
     add("--seed", type=count, default=0, help="of random weights and the order of samples")
     # DDP: No --device, because torchrun hands out the devices.
     add("--demo", action="store_true", help="a small preset; other flags override it")

@@ -509,19 +509,24 @@ def test_checkpoints_that_cannot_be_read(trainer):
     assert result.checkpoints == ["step-00000002"]
 
 
-@pytest.mark.parametrize("damage", ["no file", "a tensor lacks", "another shape"])
+@pytest.mark.parametrize("damage", ["no file", "a tensor lacks", "another shape", "an expert"])
 def test_weights_that_cannot_be_loaded(trainer, model, pretrained, tmp_path, damage):
     """In every chapter, one sentence names the tensor; random values are never trained."""
     source, sentence = model, f"cannot load the weights of {model}: "
     if damage != "no file":
         source, name = tmp_path / "damaged", "model.layers.1.mlp.up_proj.weight"
-        shutil.copytree(pretrained, source)
+        if damage == "an expert":  # which is merged with the others while it is loaded
+            write_model(source, model_type="mixtral", **FAMILIES["mixtral"])
+            save_weights(source)
+            name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+        else:
+            shutil.copytree(pretrained, source)
         tensors = load_file(source / "model.safetensors")
         tensor = tensors.pop(name)
         if damage == "another shape":
             tensors[name] = tensor[1:].clone()
         save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-        sentence = name
+        sentence = name if damage != "an expert" else "model.layers.1.mlp.experts.gate_up_proj"
     flags = ["-m", source, "--max-steps", 1, "--no-from-scratch"]
     single = trainer(*flags, status=1)
     assert_one_sentence(single.output, sentence)
