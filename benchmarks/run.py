@@ -23,6 +23,7 @@ ratio        of tokens/s to chapter 1 within each round: median, and least to mo
 import argparse
 import datetime
 import json
+import math
 import os
 import platform
 import shlex
@@ -105,7 +106,8 @@ class Contender:
 
 
 METHODS = ("chapters", "comet", "trainer", "trainer-tuned", "trainer-fsdp", "accelerate")
-METHODS += ("lightning",)
+METHODS += ("lightning", "transformers-tp")
+TP = "06-tensor-parallel"
 
 
 def contenders(args) -> list[Contender]:
@@ -122,8 +124,25 @@ def contenders(args) -> list[Contender]:
                 flag, name = ("--compile", ", compiled") if compiled else ("--no-compile", "")
                 if devices == 1:
                     add(f"chapter 1{name}", CHAPTERS[0], flag)
-                for number, script in enumerate(CHAPTERS[1:], 2):
-                    add(f"chapter {number}{name}", script, flag, torchrun=True)
+                for script in CHAPTERS[1:]:
+                    flags = [flag]
+                    if script.parent.name == TP:
+                        if SHAPES[args.shape]["model_type"] != "llama":
+                            continue  # a family without a plan
+                        # The largest groups that this shape allows; each has a share of the batch
+                        size = math.gcd(devices, SHAPES[args.shape]["num_key_value_heads"])
+                        flags += [
+                            "--tensor-parallel",
+                            size,
+                            "-b",
+                            args.batch_size * size // devices,
+                        ]
+                    add(
+                        f"chapter {int(script.parent.name[:2])}{name}",
+                        script,
+                        *flags,
+                        torchrun=True,
+                    )
         if "comet" in args.methods and devices == 1:
             add("chapter 1, Comet offline", CHAPTERS[0], "--no-compile", comet=True)
         if "trainer" in args.methods:
@@ -138,6 +157,11 @@ def contenders(args) -> list[Contender]:
             add(f"Accelerate{ddp}{name}", PEERS / "accelerate_loop.py", flag)
         if "lightning" in args.methods:
             add(f"Lightning{ddp}{name}", PEERS / "lightning_fit.py", flag)
+        # It does not clip: only where nobody does. It splits the kv heads, as chapter 6 does.
+        heads = SHAPES[args.shape].get("num_key_value_heads", 1)
+        unclipped = "--max-grad-norm 0" in args.flags and args.dtype == "fp32"
+        if "transformers-tp" in args.methods and sharded and unclipped and heads % devices == 0:
+            add("Transformers TP", PEERS / "transformers_tp.py")
     return found
 
 

@@ -22,6 +22,7 @@ CHAPTER_1 = REPOSITORY / "01-single-gpu" / "train-llm.py"
 CHAPTER_2 = REPOSITORY / "02-ddp" / "train-llm.py"
 CHAPTER_3 = REPOSITORY / "03-fsdp" / "train-llm.py"
 CHAPTER_4 = REPOSITORY / "04-streaming" / "train-llm.py"
+CHAPTER_6 = REPOSITORY / "06-tensor-parallel" / "train-llm.py"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(

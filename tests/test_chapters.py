@@ -86,6 +86,17 @@ STEPS = [
         rewritten={"load_samples"},
         sentences={'say(f"{args.dataset_name}: ', 'fail(f"{args.dataset_name} is too small'},
     ),
+    Step(
+        after="06-tensor-parallel",
+        marker="TP",
+        ideas=11,
+        tokens=1_050,
+        lines=90,
+        may_differ={"docstring", "imports", "main", "build_model", "load_config_and_tokenizer"}
+        | {"evaluate", "DEMO", "parse_args"},
+        added={"TOKENS", "WHOLE", "PLAN", "HEAD_NORMS", "PLANS", "loss_of", "check_plan"}
+        | {"check_groups"},
+    ),
 ]
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.after)
 

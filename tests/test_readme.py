@@ -4,7 +4,6 @@ Their wording is free: the tests look for a number with its unit in the section 
 """
 
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -18,8 +17,17 @@ import sys
 import pytest
 import torch
 from conftest import assert_one_sentence, assert_same_losses
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, REPOSITORY, Job, Run
-from test_chapters import STEPS, changed_code_lines
+from runner import (
+    CHAPTER_1,
+    CHAPTER_2,
+    CHAPTER_3,
+    CHAPTER_4,
+    CHAPTER_6,
+    REPOSITORY,
+    Job,
+    Run,
+)
+from test_chapters import STEPS, changed_code_lines, read
 from torch.distributed import run as torchrun
 from torch.distributed.distributed_c10d import Backend, _get_default_timeout
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -30,7 +38,7 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitlines()]
 
 
-CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4]
+CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_6]
 READMES = [f"{path.parent.name}/README.md" for path in CHAPTERS]
 LAUNCH = "launch/README.md"
 
@@ -93,9 +101,10 @@ def test_demo_and_the_commands_after_it(tmp_path):
         assert done.returncode == 0, done.stderr
         return done
 
-    chapters = ("01-single-gpu", "02-ddp", "03-fsdp", "04-streaming")
+    chapters = [path.parent.name for path in CHAPTERS]
     curves = []
-    for chapter, command, steps in zip(chapters, (demo, *others), (100, 20, 20, 20), strict=True):
+    lengths = (100, 20, 20, 20, 20)
+    for chapter, command, steps in zip(chapters, (demo, *others), lengths, strict=True):
         command = command.replace(chapter, f"{REPOSITORY}/{chapter}")
         # Not into outputs/, where somebody's demo may stand
         done = run(f"{command} --save-dir {tmp_path} --max-steps {steps}")
@@ -110,6 +119,7 @@ def test_demo_and_the_commands_after_it(tmp_path):
     assert curves[0][-1] < 6
     assert curves[1] == pytest.approx(curves[0][:2], rel=1e-4)
     assert curves[2] == pytest.approx(curves[0][:2], rel=1e-4)
+    assert curves[4] == pytest.approx(curves[0][:2], rel=1e-4)
 
     done = run(generate.replace("outputs/", f"{tmp_path}/"), folder=REPOSITORY)
     assert done.stdout.startswith("def ")
@@ -132,14 +142,17 @@ DECIDED_LATER = {
     ("--comet-workspace",): "the account's own default",
     ("--dtype",): "bf16 on GPUs, fp32 on CPU",
     ("--compile",): "on for CUDA, off elsewhere",
+    ("--tensor-parallel",): "the devices of a node",
 }
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.parent.name)
 def test_flags_are_those_of_help(tmp_path, chapter):
-    adds = {CHAPTER_3: "Chapter 4 adds", CHAPTER_4: "\n## "}.get(chapter, "Chapter 3 adds")
-    begin = README.index("| flag | default |")
-    tables = README[begin : README.index(adds, begin)]
+    # The chapters of one branch after the other; a chapter has the flags of those it continues
+    text = README[README.index("| flag | default |") :].partition("\n## ")[0]
+    common, third, fourth, sixth = re.split("Chapter [346] adds", text)
+    more = {CHAPTER_3: third, CHAPTER_4: third + fourth, CHAPTER_6: third + sixth}
+    tables = common + more.get(chapter, "")
     rows = re.findall(r"^\| ((?:`-[^|]+)) \| ([^|]+) \| [^|]+ \|$", tables, re.MULTILINE)
     table = {tuple(re.findall("`(.*?)`", flags)): default.strip("`") for flags, default in rows}
     run = Run(chapter, ["--help"], tmp_path / "help", env={"COLUMNS": "200"})
@@ -198,7 +211,7 @@ def test_links_lead_somewhere(file):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
-@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3, 5), strict=True)])
+@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3, 5, 3), strict=True)])
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
     text = (REPOSITORY / readme).read_text()
@@ -324,7 +337,7 @@ REMEDIES = {
     "offload": "--cpu-offload",
 }
 IN_ORDER = {1: [*REMEDIES][:4], 2: [*REMEDIES][:4], 3: [*REMEDIES][:3] + [*REMEDIES][4:]}
-IN_ORDER[4] = IN_ORDER[3]
+IN_ORDER[4] = IN_ORDER[5] = IN_ORDER[3]
 
 
 def remedies(text: str) -> list[str]:
@@ -348,8 +361,8 @@ def test_remedies_for_too_little_memory_have_one_order():
 
 def test_changed_lines_in_the_readme():
     said = [int(number) for number in re.findall(r"(\d+) changed lines of code", README)]
-    texts = [chapter.read_text() for chapter in CHAPTERS]
-    assert said == [changed_code_lines(*pair) for pair in itertools.pairwise(texts)]
+    pairs = [[read(name) for name in (step.before, step.after)] for step in STEPS]
+    assert said == [changed_code_lines(*pair) for pair in pairs]
 
 
 # -- Figures ---------------------------------------------------------------------------------------
@@ -456,7 +469,7 @@ def test_1b_on_24_gb_is_the_same_in_both_places(estimator):
 
 def arithmetic() -> list[tuple[str, str, list[str]]]:
     """What the texts work out in passing: file, section, numbers with their units."""
-    one, two, three, _ = READMES
+    one, two, three, _, six = READMES
     whole, root, layer = parameters(MODELS["Llama-2-7B"])
     states, gathered = 16 * whole / 1e9, 2 * (root + 2 * layer) / 1e9
     largest = parameters(MODELS["Llama-3.1-70B"])[0]
@@ -468,6 +481,10 @@ def arithmetic() -> list[tuple[str, str, list[str]]]:
     medium = 16 * 355e6 / 1e9
     timeout = _get_default_timeout(Backend("cpu:gloo,cuda:nccl")).total_seconds() / 60
     eight_nodes = 8 * 4 * float(f"{largest / 1e9:.3g}")  # processes × bytes
+    tokens, hidden = 8192, 4096  # Korthikanti et al.; bytes per token and hidden size
+    kept = [tokens * hidden * n for n in (34, 10 + 24 / 8, 34 / 8)]
+    logits, sent = 4 * tokens * 128256, 2 * tokens * hidden
+    in_a_step = 32 * 8 * 7 / 8 * sent
     bits = 2 - math.log2(torch.finfo(torch.bfloat16).eps) - 1
     return [
         (one, "What the output looks like", [f"{math.log(2048):.1f}"]),
@@ -497,6 +514,28 @@ def arithmetic() -> list[tuple[str, str, list[str]]]:
             ],
         ),
         (three, "Exercises", [f"{medium / 2:.1f} GB", f"{medium:.1f} GB"]),
+        (
+            six,
+            "What splitting the tokens saves",
+            [
+                f"{layer * n / 1e9:.{digits}f} GB"
+                for layer in kept
+                for n, digits in ((1, 2), (32, 1))
+            ]
+            + [f"{logits / 1e9:.1f} GB", f"{logits / 8e9:.2f} GB"],
+        ),
+        (
+            six,
+            "Why inside a node",
+            [
+                f"{sent / 1e6:.0f} MB",
+                f"{8 * 7 / 8 * sent / 1e6:.0f} MB",
+                f"{in_a_step / 1e9:.1f} GB",
+                f"{6 * 8.03e9 * 8192 / 8 / 400e12 * 1e3:.0f} ms",
+                f"{in_a_step / 450e9 * 1e3:.0f} ms",
+                f"{in_a_step / 50e9 * 1e3:.0f} ms",
+            ],
+        ),
     ]
 
 
@@ -587,7 +626,10 @@ def test_figures_of_the_recorded_demos():
             assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
-@pytest.mark.parametrize(("readme", "run"), [*zip(READMES, (*RUNS, "demo-streaming"), strict=True)])
+ALL_RUNS = (*RUNS, "demo-streaming", "demo-tensor-parallel")
+
+
+@pytest.mark.parametrize(("readme", "run"), [*zip(READMES, ALL_RUNS, strict=True)])
 def test_output_in_the_readme_is_that_of_the_recorded_demo(readme, run):
     """Up to step 20, and from the last step on; the recording has `...` for the folders."""
     output = (RECORDED / run / "output.txt").read_text()
