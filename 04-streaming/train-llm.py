@@ -2,8 +2,8 @@
 
 Nothing is downloaded or tokenized beforehand. A thread reads documents from files or from the Hub,
 tokenizes them, packs them into rows and shuffles the rows, while the devices train on the rows
-before. Or the rows were written as MDS shards, and any number of ranks reads them. A checkpoint
-holds the place in the stream. Comments with STREAM 1 to 13 mark the ideas.
+before. Rows can also come from MDS shards, which any number of ranks can read. A checkpoint holds
+the place in the stream. Comments with STREAM 1 to 13 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e c4 -m meta-llama/Llama-3.2-1B \
@@ -115,6 +115,8 @@ def main():
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
     tokens = []  # STREAM: of each step since the last logged one, without padding
+    rows_per_step = global_batch // WORLD_SIZE
+    last_step_of_pass = 0  # STREAM: a pass without a step would be followed by others like it
     timer = PhaseTimer(device)
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
@@ -124,21 +126,21 @@ def main():
     while state.step < total_steps and not stop_signal:
         # STREAM 2: Read the whole step first, because its loss is a mean over all of its labels.
         with timer("data"):
-            rows = list(takewhile(len, islice(train_samples.rows, global_batch // WORLD_SIZE)))
-        # STREAM 3: A pass ends for all ranks when one runs out of rows, since the others need it.
-        short = len(rows) < global_batch // WORLD_SIZE
-        report = [short, train_samples.broken, np.sum(np.array(rows) >= 0), train_samples.place]
-        short_ranks, broken_ranks, token_counts, places = zip(*gather(report), strict=True)
-        if any(broken_ranks):
+            rows = list(takewhile(len, islice(train_samples.rows, rows_per_step)))
+            report = [len(rows), np.sum(np.array(rows) >= 0), train_samples.place]
+            row_counts, token_counts, places = zip(*gather(report), strict=True)
+        if None in places:
             if run_folder:  # STREAM: what was learned so far is not lost
                 save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
             fail(f"a stream broke off after step {state.step}: the warning above says why")
-        if any(short_ranks):
-            rows += [] if short else takewhile(len, train_samples.rows)
-            left = sum(gather(len(rows)))
+        # STREAM 3: A pass ends for all ranks when one runs out of rows, since the others need it.
+        if min(row_counts) < rows_per_step:
+            rest = takewhile(len, train_samples.rows) if len(rows) == rows_per_step else []
+            left = sum(gather(len(rows) + sum(1 for _ in rest)))
             say(f"Pass {state.places[0]['pass'] + 1} is over: {left} rows are left out")
-            if state.samples == 0:
+            if state.step == last_step_of_pass:
                 fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
+            last_step_of_pass = state.step
             continue
         # STREAM 4: A checkpoint has the place of each rank, as each reads documents of its own.
         state.places = places
@@ -429,7 +431,7 @@ def tokenized(documents, tokenizer):
 def load_samples(args, tokenizer, state):
     """The stream of this rank; and the first held-out documents, each in rows of its own."""
     name = args.dataset_name
-    if os.path.exists(f"{name}/index.json") or ("://" in name and Path(name).suffix not in FORMATS):
+    if os.path.exists(f"{name}/index.json") or ("://" in name and not name.startswith("http")):
         splits = {}
         mds = open_mds(name, args, tokenizer)
         train_samples = Stream(mds_windows(mds, state.samples, args), START, mds.size)
@@ -484,13 +486,13 @@ class Stream:
     """The rows of this rank, from a place on. A thread reads them a window ahead.
 
     `rows` yields the rows of pass after pass, and an empty row after each pass. `place` is the
-    place before the window of the last row, and how many rows of this window are used.
+    place before the window of the last row, and how many rows of this window are used. It is None
+    when the stream has broken off.
     """
 
     def __init__(self, windows, place, count=0):
         self.place = place
         self.count = count
-        self.broken = False
         self.rows = self.read_ahead(windows, place)
 
     def __len__(self):
@@ -507,7 +509,7 @@ class Stream:
                 self.place = place | {"used": used + 1}
                 yield rows[used]
             place = after
-        self.broken = True
+        self.place = None
 
 
 # The beginning of a stream: this pass, this window, this position in the files.
@@ -542,7 +544,7 @@ def text_windows(documents, place, args):
                 yield rows, place
                 pause = 1
         except Exception as error:  # such as a server that does not answer
-            if pause > 32 or "shutdown" in str(error):  # of this script, which has come to its end
+            if pause > 32 or "interpreter shutdown" in str(error):  # the script has come to its end
                 return
             if pause == 1:
                 tqdm.write(f"warning: a stream is opened again ({error!r:.300})", sys.stderr)
@@ -555,25 +557,27 @@ def open_mds(name, args, tokenizer):
     with explain(f"cannot open the MDS shards of {name}: see the README of this chapter"):
         import streaming  # an optional package
 
-        where = {"local": name}
+        folder = os.path.abspath(name)
+        options = {}
         if "://" in name:
-            where = {"remote": name, "cache_limit": args.cache_limit, "validate_hash": "xxh3_64"}
-            where["local"] = f"{args.local_cache}/{name.replace('://', '/')}"
-        file = f"{where['local']}/rows.json"
-        if os.environ["LOCAL_RANK"] == "0":  # the other ranks wait for it below
-            streaming.base.storage.CloudDownloader.direct_download(f"{name}/rows.json", file)
-        try:
-            mds = streaming.StreamingDataset(**where)
-        except ValueError:  # perhaps a killed run still claims the folder, in shared memory
-            dist.barrier()
+            folder = os.path.abspath(f"{args.local_cache}/{name.replace('://', '/')}")
+            options = {"remote": name, "cache_limit": args.cache_limit, "validate_hash": "xxh3_64"}
+        file = Path(folder, "rows.json")
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            # A run that was killed leaves its claim on the folder in shared memory.
             for claim in Path("/dev/shm").glob("*_locals"):
-                claim.unlink(missing_ok=True)
-            dist.barrier()
-            mds = streaming.StreamingDataset(**where)
-        rows = json.loads(Path(file).read_text())
-    flags = vars(args) | {"probe": tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"]}
-    if not rows.items() <= flags.items():
-        fail(f"the rows of {name} need these flags, or write other rows: {rows}")
+                with suppress(OSError):  # the claims of other users
+                    if f"{folder}\0".encode() in claim.read_bytes():
+                        claim.unlink()
+            streaming.base.storage.CloudDownloader.direct_download(f"{name}/rows.json", str(file))
+        dist.barrier()
+        mds = streaming.StreamingDataset(local=folder, **options)
+        rows = json.loads(file.read_text())
+    if options and not mds.shards[0].compression:
+        fail(f"{name} needs --compression zstd: without it a damaged shard is not found again")
+    probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
+    if not rows.items() <= (vars(args) | {"tokenizer_probe": probe}).items():
+        fail(f"{name} has rows for these flags and another tokenizer, or other flags: {rows}")
     return mds
 
 
@@ -587,14 +591,14 @@ def mds_windows(mds, first, args):
         # 64 parts of the shards take turns. So a rank reads some of the shards, and not all.
         options = [64, args.seed, epoch, max(args.shuffle_window, 2)]
         order = get_shuffle("py1br", mds.samples_per_shard, *options)
-        turn = np.arange(mds.size) % math.ceil(mds.size / 64)
-        return order[np.argsort(turn, kind="stable")]
+        turns = math.ceil(mds.size / 64)
+        return np.concatenate([order[i::turns] for i in range(turns)])
 
     while True:
         # STREAM 13: Row number n of a run is the same on any number of ranks.
         numbers = range(first + RANK, first + args.shuffle_window * WORLD_SIZE, WORLD_SIZE)
         first = numbers.stop
-        with explain("cannot read a shard: check disk, network and --cache-limit"):
+        with explain("cannot read a shard: check disk and network, or delete --local-cache"):
             rows = [mds[order(n // mds.size)[n % mds.size]]["tokens"] for n in numbers]
         yield rows, START
 
@@ -977,7 +981,7 @@ def parse_args():
     add("--shuffle-window", type=positive, default=1024, help="rows that are shuffled together")
     add("--max-documents", type=positive, help="read only the first ones, over all ranks")
     add("--local-cache", default="/tmp/mds", help="folder for MDS shards, one per node")
-    add("--cache-limit", default="100gb", help="of disk space for MDS shards of an address")
+    add("--cache-limit", default="100gb", help="disk space for downloaded MDS shards")
     add("--eval-dataset", help="held-out documents, or else the validation split of -d")
     add("--eval-dataset-subset", help="configuration name on the Hub")
     add("--eval-documents", type=positive, default=1000, help="how many of them, the first ones")

@@ -82,6 +82,13 @@ def shards(write, few):
     return write("shards", "-d", few, "--processes", 1, "--part-rows", 30).folder
 
 
+@pytest.fixture(scope="module")
+def zipped(write, few):
+    """The same rows, as an address needs them."""
+    flags = ["-d", few, "--processes", 1, "--part-rows", 30, "--compression", "zstd"]
+    return write("zipped", *flags).folder
+
+
 def rows_in(folder) -> list[list[int]]:
     from streaming import LocalDataset
 
@@ -196,35 +203,39 @@ def test_another_number_of_ranks(train, shards, trainer):
 
 def test_a_remote_and_its_cache(train, write, trainer):
     """Each shard is fetched once, or again where the cache is smaller; errors are one sentence."""
-    shards = write("many", "--processes", 1, "--part-rows", 1).folder
+    many = ["--processes", 1, "--part-rows", 1]
+    shards = write("many", *many).folder
+    zipped = write("many-zipped", *many, "--compression", "zstd").folder
     flags = ["--max-steps", 30, "-b", 4, "--local-cache", trainer.folder / "cache"]
     local = train(shards, *flags, name="local")
     requests = trainer.folder / "requests"
-    remote = train(f"test://{shards}", *flags, name="remote", before=REMOTE)
+    remote = train(f"test://{zipped}", *flags, name="remote", before=REMOTE)
     assert exact(remote.records) == exact(local.records)
     fetched = [line for line in requests.read_text().splitlines() if "part-" in line]
     assert len(fetched) == len(set(fetched)) == len([*shards.glob("part-*/shard*")])
 
-    largest = max(file.stat().st_size for file in shards.glob("part-*/shard*"))
+    largest = 2 * max(file.stat().st_size for file in shards.glob("part-*/shard*"))
     requests.unlink()
     flags[-1] = small = trainer.folder / "small"
     limit = ["--cache-limit", f"{5 * largest}b"]
-    run = train(f"test://{shards}", *flags, *limit, name="small", before=REMOTE)
+    run = train(f"test://{zipped}", *flags, *limit, name="small", before=REMOTE)
     assert exact(run.records) == exact(local.records)
     kept = sum(file.stat().st_size for file in small.rglob("*.mds"))
     assert kept <= 5 * largest
     fetched = [line for line in requests.read_text().splitlines() if "part-" in line]
     assert len(fetched) > len(set(fetched))
     limit = ["--cache-limit", "2b"]
-    run = train(f"test://{shards}", *flags, *limit, name="tiny", before=REMOTE, status=1)
+    run = train(f"test://{zipped}", *flags, *limit, name="tiny", before=REMOTE, status=1)
     assert_one_sentence(run.run.ranks[0].output, "cache limit")
+    run = train(f"test://{shards}", *flags, name="plain", before=REMOTE, status=1)
+    assert_one_sentence(run.run.ranks[0].output, "needs --compression zstd")
 
 
 @pytest.mark.parametrize("damage", ["refuse", "damaged", "full"])
-def test_a_shard_that_cannot_be_read(train, shards, trainer, tmp_path, damage):
-    """Within a run: one sentence on the rank that finds it."""
+def test_a_shard_that_cannot_be_read(train, zipped, trainer, tmp_path, damage):
+    """One sentence, also of the next start, which finds the shard in the cache."""
     data = tmp_path / "copy"
-    shutil.copytree(shards, data)
+    shutil.copytree(zipped, data)
     options = {"before": REMOTE}
     if damage == "refuse":
         (trainer.folder / "requests-refuse").touch()
@@ -234,10 +245,11 @@ def test_a_shard_that_cannot_be_read(train, shards, trainer, tmp_path, damage):
             content[-5] ^= 1
             shard.write_bytes(content)
     if damage == "full":
-        options["largest_file"] = 3000
+        options["largest_file"] = 2000
     flags = ["--max-steps", 5, "--local-cache", trainer.folder / "cache"]
-    run = train(f"test://{data}", *flags, processes=1, status=1, **options)
-    assert_one_sentence(run.output, "cannot read a shard")
+    for _ in range(2 if damage == "damaged" else 1):
+        run = train(f"test://{data}", *flags, processes=1, status=1, **options)
+        assert_one_sentence(run.output, "cannot read a shard")
 
 
 KILLED = """
@@ -254,9 +266,9 @@ streaming.StreamingDataset.__init__ = construct_and_die
 """
 
 
-def test_after_sigkill(shards, trainer):
+def test_after_sigkill(zipped, trainer):
     """Shared memory that a killed run has left behind does not stop the next one."""
-    flags = ["-d", f"test://{shards}", "--eval-freq", 0, "--max-steps", 2]
+    flags = ["-d", f"test://{zipped}", "--eval-freq", 0, "--max-steps", 2]
     flags += ["--local-cache", trainer.folder / "cache"]
     env = {"REQUESTS": str(trainer.folder / "requests")}
     options = {"script": CHAPTER_4, "processes": 2, "env": env}
@@ -286,9 +298,9 @@ def test_other_rows_are_refused(train, shards, trainer, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(shards, other)
     facts = json.loads((other / "rows.json").read_text())
-    (other / "rows.json").write_text(json.dumps(facts | {"probe": [1, 2, 3]}))
+    (other / "rows.json").write_text(json.dumps(facts | {"tokenizer_probe": [1, 2]}))
     run = train(other, "--max-steps", 1, processes=1, status=1, name="refused")
-    assert_one_sentence(run.output, "'probe': [1, 2, 3]")
+    assert_one_sentence(run.output, "'tokenizer_probe': [1, 2]")
     # A run that goes on with other shards
     data = tmp_path / "data"
     shutil.copytree(shards, data)

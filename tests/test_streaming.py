@@ -358,6 +358,9 @@ def test_another_number_of_ranks_is_refused(stream):
     for processes in (1, 3):
         result = stream("--max-steps", 4, "--eval-freq", 0, processes=processes, status=1)
         assert_one_sentence(result.run.ranks[0].output, "needs 2 ranks")
+    # Nor do passes without a step follow each other for ever
+    result = stream("--max-steps", 4, "--eval-freq", 0, "-b", 5000, status=1)
+    assert_one_sentence(result.run.ranks[0].output, "too small: lower --batch-size")
 
 
 def test_a_stream_that_breaks(stream, server, files):

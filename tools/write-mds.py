@@ -5,8 +5,8 @@
 
 One MDS sample is one row: `tokens`, int32 of shape (seq_length,), with -100 where `--packing` pads.
 `rows.json` beside `index.json` has the flags that a training must repeat. Rows are those of chapter
-4 in the order of the documents, whatever the number of processes. The last rest of the packer,
-which is shorter than a row, is dropped.
+4 in the order of the documents, whatever the number of processes. The packer's last tokens, fewer
+than a row, are dropped.
 
 The rows are written in parts. A part gets its name when it is complete, with the place in the
 documents after it. The same command goes on after the last complete part.
@@ -23,8 +23,9 @@ import sys
 import sysconfig
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import datasets
@@ -55,7 +56,12 @@ def parse_args() -> argparse.Namespace:
     add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
     add("--max-documents", type=int, help="only the first ones")
     add("--compression", choices=["zstd", "gz", "bz2"], help="of shards for slow networks")
-    add("--part-rows", type=int, default=65_536, help="what a stopped run writes again, at most")
+    add(
+        "--part-rows",
+        type=int,
+        default=65_536,
+        help="of a part; a stopped run repeats one part at most",
+    )
     add("--processes", type=int, default=os.cpu_count(), help="that tokenize")
     add("--demo", action="store_true", help="the text, tokenizer and rows of the chapters' --demo")
     if "--demo" in sys.argv[1:]:
@@ -97,16 +103,16 @@ def tokenize(texts: list[str]) -> list[list[int]]:
     return [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
 
 
-def in_order(pool, batches: Iterator[tuple[list[str], dict]], ahead: int) -> Iterator:
+def in_order(pool: Executor, batches: Iterator[tuple[list[str], dict]], ahead: int) -> Iterator:
     """The token ids of each batch and the place after it; `ahead` batches wait or are worked on."""
     waiting = deque()
     for texts, place in batches:
-        waiting.append((pool.apply_async(tokenize, (texts,)), place))
+        waiting.append((pool.submit(tokenize, texts), place))
         if len(waiting) > ahead:
             result, place = waiting.popleft()
-            yield result.get(), place
+            yield result.result(), place
     for result, place in waiting:
-        yield result.get(), place
+        yield result.result(), place
 
 
 def batches_of(documents: datasets.IterableDataset, column: str) -> Iterator[tuple[list, dict]]:
@@ -142,34 +148,38 @@ def write(args: argparse.Namespace) -> int:
     with chapter["explain"](f"cannot load the tokenizer of {args.model_name}"):
         tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     rows_file = {"seq_length": args.seq_length, "packing": args.packing}
-    rows_file |= {"max_documents": args.max_documents, "probe": tokenizer(PROBE)["input_ids"]}
+    probe = [*tokenizer(PROBE)["input_ids"], tokenizer.eos_token_id]
+    rows_file |= {"max_documents": args.max_documents, "tokenizer_probe": probe}
     source = {name: getattr(args, name) for name in ("dataset_name", "dataset_subset")}
     source |= {"tokenizer": args.model_name, "compression": args.compression} | rows_file
     args.output.mkdir(parents=True, exist_ok=True)
-    written = args.output / "source.json"  # also while the index is missing
-    if written.exists() and json.loads(written.read_text()) != source:
-        sys.exit(f"error: {args.output} has rows of other flags: choose another --output")
-    if not written.exists() and any(args.output.iterdir()):
+    parts = sorted(args.output.glob("part-*"))
+    place = {"position": None, "rest": [], "documents": 0, "source": source}
+    if parts:
+        place = json.loads((parts[-1] / "place.json").read_text())
+    elif {file.name for file in args.output.iterdir()} - {"incomplete"}:
         sys.exit(f"error: {args.output} has other files: choose another --output")
-    written.write_text(json.dumps(source, indent=2))
+    if place["source"] != source:
+        sys.exit(f"error: {args.output} has rows of other flags: choose another --output")
     if (args.output / "index.json").exists():
         print(f"{args.output} is complete")
         return rows_in(args.output / "index.json")
 
     documents, column = load_documents(chapter, args)
-    place = {"position": None, "rest": [], "documents": 0}
-    parts = sorted(args.output.glob("part-*"))
     if parts:
-        place = json.loads((parts[-1] / "place.json").read_text())
         documents.load_state_dict(place["position"])
         print(f"Continuing after {len(parts)} parts, {place['documents']} documents")
     rows = []
     rest = place["rest"]
     count = place["documents"]
-    context = multiprocessing.get_context("spawn")
-    processes = ThreadPool if args.processes == 1 else context.Pool
+    options = {"initializer": start_process, "initargs": [args.model_name]}
+    if args.processes == 1:
+        executor = ThreadPoolExecutor(1, **options)
+    else:
+        context = multiprocessing.get_context("spawn")
+        executor = ProcessPoolExecutor(args.processes, context, **options)
     with (
-        processes(args.processes, start_process, [args.model_name]) as pool,
+        executor as pool,
         tqdm(unit=" documents", initial=count, total=args.max_documents, unit_scale=True) as bar,
     ):
         for ids, position in in_order(pool, batches_of(documents, column), 2 * args.processes):
@@ -179,12 +189,12 @@ def write(args: argparse.Namespace) -> int:
             count += len(ids)
             bar.update(len(ids))
             if len(rows) >= args.part_rows:
-                place = {"position": position, "rest": rest, "documents": count}
+                place |= {"position": position, "rest": rest, "documents": count}
                 write_part(args.output / f"part-{len(parts):05d}", rows, place, args)
                 parts.append(None)
                 rows = []
     if rows:
-        place = {"position": documents.state_dict(), "rest": rest, "documents": count}
+        place |= {"position": documents.state_dict(), "rest": rest, "documents": count}
         write_part(args.output / f"part-{len(parts):05d}", rows, place, args)
         parts.append(None)
     if not parts:
@@ -192,7 +202,10 @@ def write(args: argparse.Namespace) -> int:
     (args.output / "rows.json").write_text(json.dumps(rows_file, indent=2))
     indices = sorted(map(str, args.output.glob("part-*/index.json")))
     logging.disable(logging.WARNING)  # that folders exist, and where a temporary one is
-    merge_index(indices, str(args.output))
+    # A folder of its own, so that the index appears at once and whole.
+    merge_index(indices, str(args.output / "incomplete"))
+    (args.output / "incomplete" / "index.json").rename(args.output / "index.json")
+    shutil.rmtree(args.output / "incomplete")
     return rows_in(args.output / "index.json")
 
 
@@ -206,7 +219,12 @@ def main() -> None:
     datasets.disable_progress_bars()
     if args.processes > 1:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
-    count = write(args)
+    try:
+        count = write(args)
+    except BrokenProcessPool:
+        sys.exit("error: a process was killed, perhaps for memory: lower --processes, and go on")
+    except OSError as error:
+        sys.exit(f"error: cannot write to {args.output} ({error})")
     print(f"{count:,} rows of {args.seq_length} tokens in {args.output}")
 
 
