@@ -576,7 +576,8 @@ def open_mds(name, args, tokenizer):
     if options and not mds.shards[0].compression:
         fail(f"{name} needs --compression zstd: without it a damaged shard is not found again")
     probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
-    if not rows.items() <= (vars(args) | {"tokenizer_probe": probe}).items():
+    flags = vars(args) | {"tokenizer_probe": probe}
+    if flags | rows != rows | flags:
         fail(f"{name} has rows for these flags and another tokenizer, or other flags: {rows}")
     return mds
 

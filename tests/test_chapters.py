@@ -78,7 +78,7 @@ STEPS = [
         marker="STREAM",
         ideas=13,
         tokens=1_850,
-        lines=182,
+        lines=183,
         may_differ={"docstring", "imports", "main", "load_documents", "tokenized", "load_samples"}
         | {"evaluate", "LASTING", "RunState", "DEMO", "parse_args"},
         added={"to_rows", "Stream", "START", "text_windows", "open_mds", "mds_windows"},

@@ -108,6 +108,7 @@ def test_rows(write, texts, packing):
     assert f"{len(expected):,} rows of 32 tokens in" in run.output
     facts = json.loads((run.folder / "rows.json").read_text())
     assert (facts["seq_length"], facts["packing"]) == (32, packing)
+    assert facts["tokenizer"] == str(TINY_LLAMA)  # which the model of the tests below is not
 
 
 def test_the_tool_goes_on(write):

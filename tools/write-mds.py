@@ -150,8 +150,9 @@ def write(args: argparse.Namespace) -> int:
     rows_file = {"seq_length": args.seq_length, "packing": args.packing}
     probe = [*tokenizer(PROBE)["input_ids"], tokenizer.eos_token_id]
     rows_file |= {"max_documents": args.max_documents, "tokenizer_probe": probe}
+    rows_file |= {"tokenizer": args.model_name}  # for people: another name is no other tokenizer
     source = {name: getattr(args, name) for name in ("dataset_name", "dataset_subset")}
-    source |= {"tokenizer": args.model_name, "compression": args.compression} | rows_file
+    source |= {"compression": args.compression} | rows_file
     args.output.mkdir(parents=True, exist_ok=True)
     parts = sorted(args.output.glob("part-*"))
     place = {"position": None, "rest": [], "documents": 0, "source": source}
