@@ -127,8 +127,8 @@ def main():
         # STREAM 2: Read the whole step first, because its loss is a mean over all of its labels.
         with timer("data"):
             rows = list(takewhile(len, islice(train_samples.rows, rows_per_step)))
-            report = [len(rows), np.sum(np.array(rows) >= 0), train_samples.place]
-            row_counts, token_counts, places = zip(*gather(report), strict=True)
+        report = [len(rows), np.sum(np.array(rows) >= 0), train_samples.place]
+        row_counts, token_counts, places = zip(*gather(report), strict=True)
         if None in places:
             if run_folder:  # STREAM: what was learned so far is not lost
                 save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
