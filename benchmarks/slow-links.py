@@ -1,0 +1,347 @@
+"""Chapters on two "nodes" with a slow link between them: their speed, and the bytes on the link.
+
+    sudo .venv/bin/python benchmarks/slow-links.py                  # Linux, iproute2; no GPU
+    sudo .venv/bin/python benchmarks/slow-links.py --rates 100 --methods DDP FSDP --rounds 1
+
+The nodes are network namespaces of this machine, with two processes each. Linux's traffic control
+(`tc`, a token bucket with a burst of 4 ms) slows the link between them down in both directions.
+Each round runs all methods at all rates, in an order that alternates. All train the same model on
+the same global batches in fp32, and the script ends with an error where the losses differ.
+
+link       asked for; and Mbit/s that a stream of bytes gets through it, measured
+tokens/s   of the median step, relative to the same method over the link as it is: median of the
+           rounds. Only this ratio counts: the processes share the cores of one machine
+MB         per step that leave the first node, by the counters of its interface; computed for gloo,
+           which runs here; and for NCCL, whose reduce-scatter sends half as much
+"""
+
+import argparse
+import datetime
+import importlib.util
+import itertools
+import json
+import os
+import re
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+WARMUP = 3  # steps; DDP rebuilds its buckets after the first one
+SAMPLES, LENGTH = 8, 256  # global batch
+NODES = 2
+ADDRESS = "10.77.0.{}"  # of node 1 and 2, in namespaces that nobody else sees
+
+
+def load_formulae():
+    path = REPOSITORY / "tools" / "estimate-scaling.py"
+    spec = importlib.util.spec_from_file_location("estimate_scaling", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+FORMULAE = load_formulae()
+
+
+# -- In the process of a rank ----------------------------------------------------------------------
+
+
+def sent_over_link() -> int:
+    """Bytes that have left this namespace."""
+    (line,) = (x for x in Path("/proc/self/net/dev").read_text().splitlines() if "eth0:" in x)
+    return int(line.partition(":")[2].split()[8])
+
+
+def run_chapter(chapter: str, flags: list[str]) -> None:
+    """Runs it; rank 0 prints the time, and the bytes sent so far, after each optimizer step."""
+    import torch
+
+    seen = []
+    original = torch.optim.AdamW.step
+
+    def step(self, *args, **options):
+        result = original(self, *args, **options)
+        seen.append((time.perf_counter(), sent_over_link()))
+        return result
+
+    torch.optim.AdamW.step = step
+    sys.argv = [chapter, *flags]
+    runpy.run_path(chapter, run_name="__main__")
+    if os.environ["RANK"] == "0":
+        print("\nseen " + json.dumps(seen), flush=True)
+
+
+# -- The methods, and what they send ---------------------------------------------------------------
+
+
+@dataclass
+class Method:
+    name: str
+    chapter: str
+    flags: list = field(default_factory=list)
+    groups: int = 0  # that share the global batch; 0: as many as there are ranks
+
+    @property
+    def script(self) -> Path:
+        return REPOSITORY / self.chapter / "train-llm.py"
+
+
+METHODS = [
+    Method("DDP", "02-ddp"),
+    Method("FSDP", "03-fsdp"),
+    Method("HSDP", "05-multi-node"),
+]
+
+
+def computed(method: Method, model, processes: int, library: str) -> float:
+    """Bytes per step that leave a node, in fp32."""
+    ranks = NODES * processes
+    args = argparse.Namespace(batch_size=SAMPLES // ranks, seq_length=LENGTH, dtype="fp32")
+    args.gradient_accumulation_steps, args.activation_checkpointing = 1, False
+    cluster = FORMULAE.Cluster(processes, 1e12, 1e9, 1e9)  # the bytes do not depend on speeds
+    return FORMULAE.estimate(method.name, model, NODES, cluster, args).over_link(processes, library)
+
+
+# -- Two nodes -------------------------------------------------------------------------------------
+
+
+class Link:
+    """Two namespaces with a link between them."""
+
+    def __init__(self):
+        self.names = [f"node{n}-{os.getpid()}" for n in range(NODES)]
+
+    def ip(self, *arguments) -> None:
+        done = subprocess.run(["ip", *map(str, arguments)], capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(done.stderr.strip().splitlines()[-1])
+
+    def __enter__(self):
+        try:
+            for name in self.names:
+                self.ip("netns", "add", name)
+            peer = ["peer", "name", "eth0", "netns", self.names[1]]
+            self.ip("link", "add", "eth0", "netns", self.names[0], "type", "veth", *peer)
+            for n, name in enumerate(self.names):
+                self.ip("-n", name, "addr", "add", ADDRESS.format(n + 1) + "/24", "dev", "eth0")
+                for interface in ("eth0", "lo"):
+                    self.ip("-n", name, "link", "set", interface, "up")
+            self.throttle(0)
+        except OSError as error:
+            self.__exit__()
+            sys.exit(
+                f"error: cannot make two nodes of this machine: {error}. Network namespaces need "
+                "Linux, root and iproute2 (ip, tc)"
+            )
+        return self
+
+    def __exit__(self, *_):
+        for name in self.names:
+            with suppress(OSError):
+                self.ip("netns", "del", name)
+
+    def start(self, node: int, command: list, **options) -> subprocess.Popen:
+        command = ["ip", "netns", "exec", self.names[node], *map(str, command)]
+        return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, **options)
+
+    def throttle(self, rate: int) -> None:
+        """To so many Mbit/s in each direction; 0 is as fast as the machine is."""
+        for node in range(NODES):
+            tc = ["tc", "qdisc", "replace", "dev", "eth0", "root"]
+            # A smaller burst than 4 ms slows down more than asked for
+            bucket = ["tbf", "rate", f"{rate}mbit", "burst", 500 * rate, "latency", "400ms"]
+            done = self.start(node, tc + (bucket if rate else ["noqueue"]))
+            if done.wait():
+                raise OSError(f"tc cannot set {rate} Mbit/s")
+
+    def measure(self) -> float:
+        """Mbit/s that a stream gets from the first node to the second."""
+        code = f"""
+import socket, time
+server = socket.create_server(("{ADDRESS.format(2)}", 29400))
+print("ready", flush=True)
+stream, _ = server.accept()
+total, begin, buffer = 0, None, bytearray(1 << 20)
+while count := stream.recv_into(buffer):
+    total += count
+    if begin is None and total > 1 << 20:  # after the first burst
+        begin, first = time.perf_counter(), total
+print((total - first) * 8e-6 / (time.perf_counter() - begin))
+"""
+        receiver = self.start(1, [sys.executable, "-c", code])
+        receiver.stdout.readline()
+        code = f"""
+import socket, time
+stream = socket.create_connection(("{ADDRESS.format(2)}", 29400))
+end = time.perf_counter() + 1
+while time.perf_counter() < end:
+    stream.sendall(bytes(1 << 18))
+"""
+        self.start(0, [sys.executable, "-c", code]).wait()
+        return float(receiver.communicate()[0])
+
+
+def run(link: Link, method: Method, processes: int, steps: int, folder: Path) -> dict:
+    """One run: seconds and bytes per step, and the losses."""
+    name = f"run-{len([*folder.glob('run-*')])}"
+    ranks = NODES * processes
+    batch = SAMPLES // (method.groups or ranks)
+    flags = ["-m", folder / "model", "--from-scratch", "-d", REPOSITORY / "0*" / "*.py"]
+    flags += ["-b", batch, "-s", LENGTH, "--max-steps", WARMUP + steps, "--lr", 1e-3]
+    flags += ["--eval-freq", 0, "--log-freq", 1, "--dtype", "fp32", "--no-compile"]
+    flags += ["-e", name, "--save-dir", folder, *method.flags]
+    together = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": processes, "GROUP_WORLD_SIZE": NODES}
+    together |= {"MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1}
+    together |= {"GLOO_SOCKET_IFNAME": "eth0", "GOMP_SPINCOUNT": 10000, "CUDA_VISIBLE_DEVICES": ""}
+    together |= {"COMET_AUTO_LOG_DISABLE": "true", "TORCHELASTIC_RESTART_COUNT": 0}
+    running, logs = [], []
+    for rank in range(ranks):
+        env = together | {"RANK": rank, "LOCAL_RANK": rank % processes}
+        env |= {"GROUP_RANK": rank // processes}
+        env = os.environ | {key: str(value) for key, value in env.items()}
+        logs.append(folder / f"{name}-{rank}.log")
+        command = [sys.executable, __file__, "--run", method.script, *flags]
+        running.append(link.start(rank // processes, command, env=env, stderr=logs[-1].open("w")))
+    outputs = [process.communicate()[0] for process in running]
+    for process, output, log in zip(running, outputs, logs, strict=True):
+        if process.returncode:
+            sys.exit(f"{output}{log.read_text()}\nerror: {method.name} failed")
+    (seen,) = re.findall("^seen (.*)$", outputs[0], re.MULTILINE)
+    seen = json.loads(seen)[WARMUP - 1 :]
+    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").open()]
+    return {
+        "seconds": statistics.median(b[0] - a[0] for a, b in itertools.pairwise(seen)),
+        "bytes": (seen[-1][1] - seen[0][1]) / steps,
+        "losses": [record["loss"] for record in records],
+    }
+
+
+def check_losses(results: dict) -> None:
+    (first, expected), *others = ((key, r["losses"]) for key, rs in results.items() for r in rs)
+    for key, losses in others:
+        if any(abs(a - b) > 1e-4 * b for a, b in zip(losses, expected, strict=True)):
+            sys.exit(f"error: the losses differ: {first} has {expected}, {key} {losses}")
+
+
+# -- The table -------------------------------------------------------------------------------------
+
+
+def link_name(rate: int) -> str:
+    return f"{rate:,} Mbit/s" if rate else "as it is"
+
+
+def table(methods: list[Method], rates: list[int], results: dict, measured: dict, model, processes):
+    header = "method | link | Mbit/s, measured | tokens/s, relative | least to most | ms per step |"
+    lines = [f"| {header} MB per step, measured | gloo, computed | NCCL, computed |"]
+    lines.append("|---" * 9 + "|")
+    for method in methods:
+        gloo, nccl = (computed(method, model, processes, name) for name in ("gloo", "nccl"))
+        for rate in rates:
+            mine = results[method.name, rate]
+            free = results[method.name, rates[0]]
+            pairs = zip(free, mine, strict=True)
+            ratios = [a["seconds"] / b["seconds"] for a, b in pairs]
+            cells = [method.name, link_name(rate), f"{statistics.median(measured[rate]):,.0f}"]
+            cells += [f"{statistics.median(ratios):.2f}"]
+            cells += [f"{min(ratios):.2f} to {max(ratios):.2f}"]
+            cells += [f"{1e3 * statistics.median(r['seconds'] for r in mine):,.0f}"]
+            cells += [f"{statistics.median(r['bytes'] for r in mine) / 1e6:.2f}"]
+            lines.append(
+                "| " + " | ".join([*cells, f"{gloo / 1e6:.2f}", f"{nccl / 1e6:.2f}"]) + " |"
+            )
+    return "\n".join(lines)
+
+
+def draw(methods: list[Method], rates: list[int], results: dict, measured: dict, output: Path):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        sys.exit('error: --plot needs matplotlib: pip install -c constraints.txt ".[tools]"')
+    colors = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07800", "#000000", "#56b4e9"]
+    styles = ["-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1))]
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    slow = rates[1:]
+    for n, method in enumerate(methods):
+        shares = [
+            statistics.median(
+                a["seconds"] / b["seconds"]
+                for a, b in zip(results[method.name, 0], results[method.name, rate], strict=True)
+            )
+            for rate in slow
+        ]
+        speeds = [statistics.median(measured[rate]) for rate in slow]
+        look = {"color": colors[n % 7], "linestyle": styles[n % 6], "marker": "osD^vPX"[n % 7]}
+        axes.plot(speeds, shares, label=method.name, **look)
+    axes.set(xscale="log", ylim=(0, 1.1), xlabel="Mbit/s over the link between two nodes, measured")
+    axes.set_ylabel("tokens/s, relative to the link as it is")
+    axes.grid(color="#dddddd")
+    axes.legend()
+    figure.savefig(output, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    methods = [m for m in METHODS if m.script.exists()]
+    names = [m.name for m in methods]
+    parser.add_argument("--methods", nargs="+", choices=names, default=names, help="[all]")
+    rates = [10_000, 1_000, 100]
+    parser.add_argument(
+        "--rates", type=int, nargs="*", default=rates, help="Mbit/s [10000 1000 100]"
+    )
+    parser.add_argument("--processes", type=int, default=2, choices=[1, 2, 4], help="per node [2]")
+    parser.add_argument("--rounds", type=int, default=3, help="[3]")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each run [10]")
+    parser.add_argument("--json", type=Path, help="also writes what was measured there")
+    parser.add_argument("--plot", type=Path, help="also draws tokens/s against the link there")
+    args = parser.parse_args()
+    if min([args.rounds, args.steps, *args.rates]) < 1:
+        parser.error("--rates, --rounds and --steps must be at least 1")
+    methods = [m for m in methods if m.name in args.methods]
+    rates = [0, *sorted(set(args.rates), reverse=True)]  # as it is, then slower and slower
+    results = {(m.name, rate): [] for m in methods for rate in rates}
+    measured = {rate: [] for rate in rates}
+    with Link() as link, tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        (folder / "model").symlink_to(REPOSITORY / "tiny-llama")
+        model = FORMULAE.load_model(str(folder / "model" / "config.json"))
+        for number in range(args.rounds):
+            for rate in rates:
+                link.throttle(rate)
+                measured[rate].append(link.measure())
+                for method in methods[:: 1 if number % 2 == 0 else -1]:
+                    found = run(link, method, args.processes, args.steps, folder)
+                    results[method.name, rate].append(found)
+                    what = f"{method.name}, link {link_name(rate)}: {found['seconds']:.3f} s a step"
+                    print(f"round {number + 1}: {what}", file=sys.stderr)
+    check_losses(results)
+    if args.json:
+        rows = [
+            {"method": m.name, "rate": rate, "runs": results[m.name, rate]}
+            | {n: computed(m, model, args.processes, n) for n in ("gloo", "nccl")}
+            for m in methods
+            for rate in rates
+        ]
+        args.json.write_text(json.dumps(rows))
+    print(f"{datetime.date.today()}, two nodes with {args.processes} processes each, ", end="")
+    print(f"{model.parameters / 1e6:.1f}M parameters, {SAMPLES} × {LENGTH} tokens per step, fp32\n")
+    print(table(methods, rates, results, measured, model, args.processes))
+    if args.plot:
+        draw(methods, rates, results, measured, args.plot)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        run_chapter(sys.argv[2], sys.argv[3:])
+    else:
+        main()

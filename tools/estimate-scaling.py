@@ -1,0 +1,347 @@
+"""Estimates, on paper, how a training scales: bytes, times and efficiency on 1 to 1,024 nodes.
+
+    python tools/estimate-scaling.py -m meta-llama/Llama-3.1-8B -b 2 -s 8192
+    python tools/estimate-scaling.py -m my-model/config.json --link 25 --explain -o scaling
+
+Nothing is measured here. Give the rate that your devices reach on one node, and the speed of your
+links; the rest follows from formulae, which --explain prints. Only the config of the model is
+needed. The methods are those of the chapters: DDP (2), FSDP (3) and HSDP, which shards within a
+node and averages between nodes (5).
+
+GB are 1e9 bytes, Gbit/s are 1e9 bits per second.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+# Microseconds for each hop of a collective, and for its launch: NCCL's own constants for its
+# "simple" protocol, in src/graph/tuning.cc (baseLatencies, hwLatencies; June 2026).
+LAUNCH, NVLINK, NVLINK_TREE, NETWORK = 8.4e-6, 3.4e-6, 4.0e-6, 14.0e-6
+BUCKET = 25 * 2**20  # bytes: bucket_cap_mb of DistributedDataParallel
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+FORMULAE = """\
+P      parameters; a unit is a layer, or the root with the embeddings and the head
+n      ranks of a group, on N nodes with D ranks each; L_in and L_net: bytes per second that a
+       device can send within its node and to other nodes
+S      bytes of the whole tensor: of weights in the precision that they are gathered in, of
+       gradients in fp32
+
+Bytes that a rank sends in a ring, and receives: all-gather and reduce-scatter (n - 1)/n * S,
+       all-reduce twice as many (the "bus bandwidth" of nccl-tests, doc/PERFORMANCE.md). Gloo's
+       reduce-scatter is an all-reduce, and sends twice as many as NCCL's.
+Time   = bytes / min(L_in, D * L_net) + latency: D rings leave a node on D network cards, and the
+       links within the node carry all of them. Groups with one rank per node: bytes / L_net.
+Latency of a ring = launch + (n - N) * NVLink hop + (N - 1) * network hop, twice for an all-reduce,
+       which takes a tree instead where that is faster: 2 (D - 1) hops and 2 log2(N) hops. The
+       constants are NCCL's (src/graph/tuning.cc).
+
+Computation: 6 P + 12 * layers * hidden size * sequence length FLOPs per token (Kaplan et al.,
+       arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B), a third of it forward, and a third
+       more with activation checkpointing; divided by the rate.
+DDP    all-reduces buckets of 25 MB of fp32 gradients (Li et al., arXiv 2006.15704), while the
+       backward pass of the last micro-batch computes the next ones.
+FSDP   gathers each unit in the forward pass, each layer again in the backward pass, and
+       reduce-scatters the gradients of each, for every micro-batch (Zhao et al., arXiv 2304.11277).
+       A gather hides behind the layer before it; both collectives share a link.
+HSDP   does so within a node, and all-reduces each rank's shard of the gradients between the
+       nodes, in the last micro-batch only. The two kinds of links work at the same time.
+
+Efficiency = time of the computation / time of the step."""
+
+
+@dataclass
+class Cluster:
+    devices: int  # per node
+    rate: float  # FLOPs per second that a device computes with, where nothing waits
+    link_in: float  # bytes per second and direction from a device to others of its node
+    link: float  # bytes per second and direction from a device to other nodes
+
+
+@dataclass
+class Group:
+    """Ranks that communicate: `ranks` of them on `nodes` nodes, equally many on each."""
+
+    ranks: int
+    nodes: int
+
+
+@dataclass
+class Collective:
+    kind: str  # all-gather, reduce-scatter or all-reduce
+    size: float  # bytes of the whole tensor
+    group: Group
+
+    def sent(self, library: str = "nccl") -> float:
+        """Bytes that each rank sends, and receives."""
+        twice = self.kind == "all-reduce" or (library, self.kind) == ("gloo", "reduce-scatter")
+        return (2 if twice else 1) * (self.group.ranks - 1) / self.group.ranks * self.size
+
+    def over_link(self, devices: int, library: str = "nccl") -> float:
+        """Bytes that leave a node of so many devices, for all groups of this kind together."""
+        per_node = self.group.ranks // self.group.nodes
+        return self.sent(library) * devices / per_node if self.group.nodes > 1 else 0.0
+
+    def time(self, cluster: Cluster) -> float:
+        """Seconds."""
+        ranks, nodes = self.group.ranks, self.group.nodes
+        if ranks == 1:
+            return 0.0
+        per_node = ranks // nodes
+        speed = cluster.link_in
+        if nodes > 1:
+            net = per_node * cluster.link
+            speed = net if per_node == 1 else min(speed, net)
+        ring = (ranks - nodes) * NVLINK + (nodes - 1) * NETWORK
+        if self.kind == "all-reduce":
+            tree = (per_node - 1) * NVLINK_TREE + math.log2(nodes) * NETWORK
+            ring = 2 * min(ring, tree)
+        return LAUNCH + ring + self.sent() / speed
+
+
+@dataclass
+class Model:
+    layers: int
+    layer: int  # parameters of a layer
+    root: int  # the other parameters
+    hidden_size: int
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer + self.root
+
+
+@dataclass
+class Estimate:
+    nodes: int
+    method: str
+    counts: dict[str, tuple[int, Collective]]  # of one optimizer step, by name
+    compute: float  # seconds of a step
+    step: float
+
+    def sent(self, library: str = "nccl") -> float:
+        """Bytes that a rank sends in a step."""
+        return sum(count * c.sent(library) for count, c in self.counts.values())
+
+    def over_link(self, devices: int, library: str = "nccl") -> float:
+        """Bytes that leave a node in a step."""
+        return sum(count * c.over_link(devices, library) for count, c in self.counts.values())
+
+
+def compute_times(model: Model, cluster: Cluster, args) -> tuple[float, float]:
+    """Seconds of a layer and of the rest, forward, for one micro-batch."""
+    tokens = args.batch_size * args.seq_length
+    layer = 2 * model.layer + 4 * model.hidden_size * args.seq_length
+    return tokens * layer / cluster.rate, tokens * 2 * model.root / cluster.rate
+
+
+def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> Estimate:
+    """One optimizer step of a method: its collectives, and how long they and the step take."""
+    devices, accumulation = cluster.devices, args.gradient_accumulation_steps
+    everyone = Group(nodes * devices, nodes)
+    node = Group(devices, 1) if method == "HSDP" else everyone
+    layer_forward, root_forward = compute_times(model, cluster, args)
+    again = 3 if args.activation_checkpointing else 2  # the backward pass of a layer, in forwards
+    layer_backward, root_backward = again * layer_forward, 2 * root_forward
+    forward = model.layers * layer_forward + root_forward
+    backward = model.layers * layer_backward + root_backward
+    compute = accumulation * (forward + backward)
+
+    if method == "DDP":
+        gradients = 4 * model.parameters
+        buckets = math.ceil(gradients / BUCKET)
+        bucket = Collective("all-reduce", gradients / buckets, everyone)
+        time = bucket.time(cluster)
+        # The first bucket is ready after its share of the backward pass, the last one at its end
+        late = max(time, buckets * time - backward * (1 - 1 / buckets))
+        counts = {"all-reduce, gradients": (buckets, bucket)}
+        return Estimate(nodes, method, counts, compute, compute + late * (everyone.ranks > 1))
+
+    weights = BYTES[args.dtype]
+    gather = Collective("all-gather", weights * model.layer, node)
+    gather_root = Collective("all-gather", weights * model.root, node)
+    scatter = Collective("reduce-scatter", 4 * model.layer, node)
+    scatter_root = Collective("reduce-scatter", 4 * model.root, node)
+    g, g_root, r, r_root = (c.time(cluster) for c in (gather, gather_root, scatter, scatter_root))
+    between = model.layers - 1
+    # The next layer's weights come while this one computes. The root's come before everything.
+    forward = g_root + g + between * max(layer_forward, g) + layer_forward + root_forward
+    # And the gradients of the layer before leave meanwhile. The last ones leave at the end.
+    backward = root_backward + between * max(layer_backward, g + r) + max(layer_backward, r)
+    tail = r + r_root
+    counts = {
+        "all-gather, layers": (2 * model.layers * accumulation, gather),
+        "all-gather, root": (accumulation, gather_root),
+        "reduce-scatter, layers": (model.layers * accumulation, scatter),
+        "reduce-scatter, root": (accumulation, scatter_root),
+    }
+    step = accumulation * (forward + backward + tail)
+    if method == "HSDP" and nodes > 1:
+        copies = Group(nodes, nodes)
+        reduce = Collective("all-reduce", 4 * model.layer / devices, copies)
+        reduce_root = Collective("all-reduce", 4 * model.root / devices, copies)
+        a, a_root = reduce.time(cluster), reduce_root.time(cluster)
+        counts["all-reduce, layers"] = (model.layers, reduce)
+        counts["all-reduce, root"] = (1, reduce_root)
+        last = root_backward + between * max(layer_backward, g + r, a)
+        step += last + max(layer_backward, r, a) - backward + a + a_root
+    return Estimate(nodes, method, counts, compute, step)
+
+
+# -- What is printed -------------------------------------------------------------------------------
+
+
+def summary(estimates: list[Estimate], cluster: Cluster) -> str:
+    header = "nodes | devices | method | GB sent per device | GB leaving a node | s communicating |"
+    lines = [f"| {header} s computing | s a step | hidden | efficiency |", "|---" * 10 + "|"]
+    for e in estimates:
+        busy = sum(count * c.time(cluster) for count, c in e.counts.values())
+        # Two kinds of links at work at once can hide each other, too
+        hidden = f"{1 - min(e.step - e.compute, busy) / busy:.0%}" if busy else ""
+        cells = [e.nodes, e.nodes * cluster.devices, e.method, f"{e.sent() / 1e9:.1f}"]
+        cells += [f"{e.over_link(cluster.devices) / 1e9:.1f}", f"{busy:.3f}"]
+        cells += [f"{e.compute:.3f}", f"{e.step:.3f}", hidden, f"{e.compute / e.step:.1%}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def details(estimates: list[Estimate], cluster: Cluster) -> str:
+    """The collectives of a step, on the largest number of nodes."""
+    lines = [
+        "| method | collective | number | MB each | MB sent each | ms each |",
+        "|---" * 6 + "|",
+    ]
+    for e in estimates:
+        for name, (count, c) in e.counts.items():
+            cells = [e.method, name, count, f"{c.size / 1e6:,.1f}", f"{c.sent() / 1e6:,.1f}"]
+            cells += [f"{1e3 * c.time(cluster):,.2f}"]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def draw(estimates: list[Estimate], title: str, output: Path) -> None:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        fail('-o needs matplotlib: pip install -c constraints.txt ".[tools]"')
+    styles = {"DDP": ("#0072b2", "-", "o"), "FSDP": ("#d55e00", (0, (5, 2)), "s")}
+    styles["HSDP"] = ("#009e73", (0, (1, 1.2)), "^")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for method in dict.fromkeys(e.method for e in estimates):
+        color, line, marker = styles[method]
+        mine = [e for e in estimates if e.method == method]
+        points = [e.nodes for e in mine], [e.compute / e.step for e in mine]
+        axes.plot(*points, color=color, linestyle=line, marker=marker, label=method)
+    axes.set(xscale="log", xlabel="nodes", ylabel="computation / step", ylim=(0, 1.05))
+    nodes = sorted({e.nodes for e in estimates})
+    axes.set_xticks(nodes, [f"{n:,}" for n in nodes])
+    axes.minorticks_off()
+    axes.set_title(title, fontsize=11)
+    axes.grid(color="#dddddd")
+    axes.legend()
+    for suffix in (".png", ".svg"):
+        figure.savefig(
+            output.with_suffix(suffix),
+            dpi=150,
+            metadata={"Date": None} if suffix == ".svg" else None,
+        )
+    print(f"\nDrawn in {output.with_suffix('.png')} and {output.with_suffix('.svg')}")
+
+
+def fail(message: str) -> None:
+    sys.exit(f"error: {message}")
+
+
+def load_model(name: str) -> Model:
+    """The sizes of a model on the Hub, in a folder, or of a config.json."""
+    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "10")
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    transformers.logging.set_verbosity_error()
+    try:
+        if os.path.isfile(name):
+            values = json.loads(Path(name).read_text())
+            config = AutoConfig.for_model(values.pop("model_type"), **values)
+        else:
+            config = AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        fail(f"cannot build a causal LM from the config of {name}: {reason}")
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not layers:
+        fail(f"{name} has no decoder layers that the chapters know")
+    inside = sum(p.numel() for layer in layers for p in layer.parameters())
+    root = sum(p.numel() for p in model.parameters()) - inside
+    return Model(len(layers), inside // len(layers), root, config.get_text_config().hidden_size)
+
+
+def positive(kind):
+    def number(text: str):
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    number.__name__ = kind.__name__
+    return number
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, count, real = parser.add_argument, positive(int), positive(float)
+    add("-m", "--model-name", default="meta-llama/Llama-3.1-8B", help="[meta-llama/Llama-3.1-8B]")
+    add("-b", "--batch-size", type=count, default=2, help="samples per device [2]")
+    add("-s", "--seq-length", type=count, default=8192, help="tokens per sample [8192]")
+    add("--gradient-accumulation-steps", type=count, default=1, help="[1]")
+    add("--activation-checkpointing", action="store_true")
+    add("--dtype", choices=BYTES, default="bf16", help="in which weights are gathered [bf16]")
+    add("--methods", nargs="+", choices=["DDP", "FSDP", "HSDP"], default=["DDP", "FSDP", "HSDP"])
+    nodes = [4**k for k in range(6)]
+    add("--nodes", type=count, nargs="+", default=nodes, help=f"[{' '.join(map(str, nodes))}]")
+    add("--devices-per-node", type=count, default=8, help="[8]")
+    add("--rate", type=real, default=400, help="TFLOP/s that a device reaches, on one node [400]")
+    add("--link-in-node", type=real, default=450, help="GB/s per device, one way [450: NVLink 4]")
+    add("--link", type=real, default=400, help="Gbit/s per device between nodes, one way [400]")
+    add("--explain", action="store_true", help="the formulae, each with its source")
+    add("-o", "--output", type=Path, help="draws the efficiency, as OUTPUT.png and OUTPUT.svg")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    model = load_model(args.model_name)
+    rate, link_in, link = args.rate * 1e12, args.link_in_node * 1e9, args.link * 1e9 / 8
+    cluster = Cluster(args.devices_per_node, rate, link_in, link)
+    nodes = sorted(dict.fromkeys(args.nodes))
+    estimates = [estimate(m, model, n, cluster, args) for n in nodes for m in args.methods]
+    size = f"{args.model_name}: {model.parameters / 1e9:,.2f}e9 parameters"
+    batch = f"{args.batch_size} × {args.seq_length} tokens per device"
+    if args.gradient_accumulation_steps > 1:
+        batch += f", {args.gradient_accumulation_steps} micro-batches"
+    links = f"{args.rate:g} TFLOP/s per device, {args.link_in_node:g} GB/s per device within a node"
+    links += f", {args.link:g} Gbit/s per device between nodes"
+    print(f"Computed, not measured. {size}, {batch}, {args.dtype}.\n{links}.\n")
+    print(summary(estimates, cluster))
+    print(f"\nThe collectives of a step on {nodes[-1]:,} nodes\n")
+    print(details([e for e in estimates if e.nodes == nodes[-1]], cluster))
+    if args.explain:
+        print(f"\n{FORMULAE}")
+    if args.output:
+        draw(estimates, f"Computed, not measured. {size}\n{batch}, {links}", args.output)
+
+
+if __name__ == "__main__":
+    main()
