@@ -87,7 +87,7 @@ def test_legible_in_print_and_on_a_dark_page(tmp_path):
     bars = [bars[0] for bars in figure.axes[3].containers]
     assert len({(bar.get_hatch(), round(luminance(bar.get_facecolor()), 1)) for bar in bars}) == 5
     status, output = plot(tmp_path, RECORDED[0])
-    assert (status, output) == (0, "wrote runs.svg\nwrote runs.png\n")
+    assert (status, output) == (0, "wrote runs.png\nwrote runs.svg\n")
     image = Image.open(tmp_path / "runs.png")
     assert min(image.size) > 1000
     for corner in [(0, 0), (image.width - 1, image.height - 1)]:
@@ -140,7 +140,7 @@ def test_a_running_run(tmp_path):
     for arguments, part in [
         ([tmp_path / "a" / "run"], "no logged step yet"),
         ([tmp_path / "nothing"], "nothing"),
-        ([tmp_path / "b" / "run", "-o", "no/folder"], "no/folder.svg"),
+        ([tmp_path / "b" / "run", "-o", "no/folder"], "no/folder.png"),
     ]:
         status, output = plot(tmp_path, *arguments)
         assert status == 1
