@@ -23,6 +23,7 @@ CHAPTER_2 = REPOSITORY / "02-ddp" / "train-llm.py"
 CHAPTER_3 = REPOSITORY / "03-fsdp" / "train-llm.py"
 CHAPTER_4 = REPOSITORY / "04-streaming" / "train-llm.py"
 CHAPTER_6 = REPOSITORY / "06-tensor-parallel" / "train-llm.py"
+CHAPTER_8 = REPOSITORY / "08-gradient-compression" / "train-llm.py"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(

@@ -1,6 +1,7 @@
 """The benchmarks run, and the peers do the work of the chapters: they reach the same losses."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -37,7 +38,7 @@ def test_chapters_and_peers(tmp_path):
     number = r"[\d,.]+(?: to [\d,.]+)?"
     row = rf"^\| (\d) \| (.*?) \| {number} \| {number} \| [\d.]+ \| [\d.]+ \| ([\d.]*) \|"
     rows = re.findall(rf"{row} {number} \| {number} \|$", output, re.MULTILINE)
-    alone = [f"chapter {n}" for n in (1, 2, 3, 6)] + ["Trainer", "Accelerate", "Lightning"]
+    alone = [f"chapter {n}" for n in (1, 2, 3, 6, 8)] + ["Trainer", "Accelerate", "Lightning"]
     assert [(n, method) for n, method, _ in rows] == [("1", method) for method in alone]
     assert not any(efficiency for *_, efficiency in rows)
     assert output.strip() in file.read_text()
@@ -126,6 +127,23 @@ def test_startup():
     flags = f"-b 1 -s 32 -d {REPOSITORY}/README.md --num-epochs 9"
     output = run("startup.py", "--chapters", 1, "--rounds", 1, "--flags", flags)
     assert len(re.findall(r"^\| chapter 1, (?:cold|warm)(?: \| [\d.]+){4}", output, re.M)) == 2
+
+
+def test_compression(tmp_path):
+    """All methods send less than none; the plot needs what the other parts record."""
+    records = tmp_path / "records.json"
+    output = run("compression.py", "hooks", "--rounds", 1, "--records", records)
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", output, re.M)
+    assert len(rows) == 8
+    assert rows[0] == ("none", "4.199", "6.298", "1.000")
+    assert all(float(ratio) <= 0.51 for *_, ratio in rows[1:])
+    found = json.loads(records.read_text())
+    links = {f"{method} on 2 at 1 Gbit/s": 1_000.0 for method in found["hooks"]}
+    losses = {f"{method} on 2": [[7.0, 6.0], [7.1, 6.1]] for method in found["hooks"]}
+    records.write_text(json.dumps(found | {"links": links, "losses": losses}))
+    flags = ["plot", "--link", "1 Gbit/s", "--records", records, "-o", tmp_path / "picture"]
+    run("compression.py", *flags)
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 def test_profile_of_a_step():

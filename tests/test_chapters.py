@@ -97,6 +97,15 @@ STEPS = [
         added={"TOKENS", "WHOLE", "PLAN", "HEAD_NORMS", "PLANS", "loss_of", "check_plan"}
         | {"check_groups"},
     ),
+    Step(
+        after="08-gradient-compression",
+        marker="COMPRESSION",
+        ideas=10,
+        tokens=1_100,
+        lines=95,
+        may_differ={"docstring", "imports", "main", "save_checkpoint", "parse_args"},
+        added={"METHODS", "CHUNK", "Compression"},
+    ),
 ]
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.after)
 

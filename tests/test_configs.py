@@ -6,7 +6,7 @@ import shlex
 import pytest
 import yaml
 from conftest import assert_one_sentence
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_6, REPOSITORY, Run
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_6, CHAPTER_8, REPOSITORY, Run
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 GPT2 = {"from-scratch": True, "seq-length": 1024, "lr": "6e-4", "warmup-steps": 1000}
@@ -37,7 +37,7 @@ def understood(tmp_path):
     return run
 
 
-CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_6]
+CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_6, CHAPTER_8]
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.parent.name)

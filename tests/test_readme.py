@@ -23,6 +23,7 @@ from runner import (
     CHAPTER_3,
     CHAPTER_4,
     CHAPTER_6,
+    CHAPTER_8,
     REPOSITORY,
     Job,
     Run,
@@ -38,7 +39,7 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitlines()]
 
 
-CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_6]
+CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_6, CHAPTER_8]
 READMES = [f"{path.parent.name}/README.md" for path in CHAPTERS]
 LAUNCH = "launch/README.md"
 DOCS = [f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -104,20 +105,20 @@ def test_demo_and_the_commands_after_it(tmp_path):
 
     curves = {}
     for command, script in zip((demo, *others), CHAPTERS, strict=True):
-        assert command.endswith(f"{script.parent.name}/train-llm.py --demo")
+        given = shlex.split(command.partition(f" {script.parent.name}/train-llm.py ")[2])
         processes = 1 if script == CHAPTER_1 else 2
         launch = f"torchrun --standalone --nproc-per-node {processes} "
         assert (launch in command) == (processes > 1)
         steps = 100 if processes == 1 else 10
         # Not into outputs/, where somebody's demo may stand
-        flags = ["--demo", "--save-dir", tmp_path, "--max-steps", steps]
+        flags = ["--save-dir", tmp_path, "--max-steps", steps]
         if script == CHAPTER_2:  # the others start in the same way, so without the imports
             command = command.replace(script.parent.name, str(script.parent))
-            output = run(f"{command} {shlex.join(map(str, flags[1:]))}").stderr
+            output = run(f"{command} {shlex.join(map(str, flags))}").stderr
         else:
             kind = Run if processes == 1 else Job
             more = () if processes == 1 else (processes,)
-            process = kind(script, flags, tmp_path / "output.txt", *more, cwd=tmp_path)
+            process = kind(script, [*given, *flags], tmp_path / "output.txt", *more, cwd=tmp_path)
             assert process.wait(600) == 0, process.output
             output = process.output
         assert "warning: " not in output.lower()
@@ -131,7 +132,7 @@ def test_demo_and_the_commands_after_it(tmp_path):
         curves[script] = losses
     assert curves[CHAPTER_1][-1] < 6
     for script, losses in curves.items():
-        if script != CHAPTER_4:  # which trains on other rows
+        if script not in (CHAPTER_4, CHAPTER_8):  # other rows; rounded gradients
             assert losses[:1] == pytest.approx(curves[CHAPTER_1][:1], rel=1e-4)
 
     done = run(generate.replace("outputs/", f"{tmp_path}/"), folder=REPOSITORY)
@@ -163,8 +164,9 @@ DECIDED_LATER = {
 def test_flags_are_those_of_help(tmp_path, chapter):
     # The chapters of one branch after the other; a chapter has the flags of those it continues
     text = README[README.index("| flag | default |") :].partition("\n## ")[0]
-    common, third, fourth, sixth = re.split("Chapter [346] adds", text)
+    common, third, fourth, sixth, eighth = re.split("Chapter [3468] adds", text)
     more = {CHAPTER_3: third, CHAPTER_4: third + fourth, CHAPTER_6: third + sixth}
+    more[CHAPTER_8] = eighth
     tables = common + more.get(chapter, "")
     rows = re.findall(r"^\| ((?:`-[^|]+)) \| ([^|]+) \| [^|]+ \|$", tables, re.MULTILINE)
     table = {tuple(re.findall("`(.*?)`", flags)): default.strip("`") for flags, default in rows}
@@ -226,7 +228,7 @@ def test_links_lead_somewhere(file):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
-@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3, 5, 3), strict=True)])
+@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3, 5, 3, 3), strict=True)])
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
     text = (REPOSITORY / readme).read_text()
@@ -353,6 +355,7 @@ REMEDIES = {
 }
 IN_ORDER = {1: [*REMEDIES][:4], 2: [*REMEDIES][:4], 3: [*REMEDIES][:3] + [*REMEDIES][4:]}
 IN_ORDER[4] = IN_ORDER[5] = IN_ORDER[3]
+IN_ORDER[6] = IN_ORDER[2]
 
 
 def remedies(text: str) -> list[str]:
@@ -484,7 +487,7 @@ def test_1b_on_24_gb_is_the_same_in_both_places(estimator):
 
 def arithmetic() -> list[tuple[str, str, list[str]]]:
     """What the texts work out in passing: file, section, numbers with their units."""
-    one, two, three, _, six = READMES
+    one, two, three, _, six, eight = READMES
     whole, root, layer = parameters(MODELS["Llama-2-7B"])
     states, gathered = 16 * whole / 1e9, 2 * (root + 2 * layer) / 1e9
     largest = parameters(MODELS["Llama-3.1-70B"])[0]
@@ -501,6 +504,10 @@ def arithmetic() -> list[tuple[str, str, list[str]]]:
     logits, sent = 4 * tokens * 128256, 2 * tokens * hidden
     in_a_step = 32 * 8 * 7 / 8 * sent
     bits = 2 - math.log2(torch.finfo(torch.bfloat16).eps) - 1
+    links = [(1, 1, 0), (1, 10, 1), (1, 100, 2), (1, 400, 2)]  # billions, Gbit/s, digits
+    links += [(8, 1, 0), (8, 10, 1), (8, 100, 2), (8, 400, 2)]
+    step = 6 * 8192 / 400e12 * 1e9  # seconds per billion parameters
+    ratios = [(64 / rate / step, digits) for rate, digits in ((400, 1), (100, 1), (10, 0), (1, 0))]
     return [
         (one, "What the output looks like", [f"{math.log(2048):.1f}"]),
         (one, "What stays in fp32", [f"{gap.item():.4f}", f"{tiny:.0e}".replace("e-0", "e-")]),
@@ -550,6 +557,13 @@ def arithmetic() -> list[tuple[str, str, list[str]]]:
                 f"{in_a_step / 450e9 * 1e3:.0f} ms",
                 f"{in_a_step / 50e9 * 1e3:.0f} ms",
             ],
+        ),
+        (
+            eight,
+            "When the network is the bottleneck",
+            [f"{8 * 8 * size / rate:.{digits}f} s" for size, rate, digits in links]
+            + [f"{6 * size * 8192 / 400e12 * 1e9:.2f} s" for size in (1, 8)]
+            + [f"{ratio:.{digits}f} times" for ratio, digits in ratios],
         ),
     ]
 
@@ -641,7 +655,7 @@ def test_figures_of_the_recorded_demos():
             assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
-ALL_RUNS = (*RUNS, "demo-streaming", "demo-tensor-parallel")
+ALL_RUNS = (*RUNS, "demo-streaming", "demo-tensor-parallel", "demo-gradient-compression")
 
 
 @pytest.mark.parametrize(("readme", "run"), [*zip(READMES, ALL_RUNS, strict=True)])

@@ -1,0 +1,556 @@
+"""Chapter 8 sends less than chapter 2; without --compress, it is chapter 2 to the last bit."""
+
+import ctypes
+import json
+import math
+import os
+import re
+import shutil
+
+import pytest
+import torch
+from conftest import LLAMA, assert_one_sentence, assert_same_model, exact, write_model
+from runner import CHAPTER_2, CHAPTER_8, Job
+from test_fsdp import take_over
+
+COMPRESSION = {"script": CHAPTER_8}
+METHODS = ["none", "fp16", "bf16", "powersgd", "dct", "dct-topk"]
+# The small model's matrices are compressed, its norms are not.
+SMALL = ["--min-compress", 600]
+
+# Put before a script: each rank tells at its end a digest of its weights, and its DDP uses buckets
+# of a few KB, so that there are many.
+WATCH = """
+import hashlib
+import torch
+import torch.distributed as dist
+
+class Watched(torch.nn.parallel.DistributedDataParallel):
+    def __init__(self, *args, **options):
+        super().__init__(*args, bucket_cap_mb=0.02, **options)
+        watched.append(self)
+
+def tell():
+    digest = hashlib.sha256()
+    for p in watched[0].parameters():
+        digest.update(p.detach().numpy().tobytes())
+    print("\\nweights", digest.hexdigest())
+    print("buckets", len(watched[0]._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")))
+    watched.clear()
+    destroy()
+
+watched = []
+destroy = dist.destroy_process_group
+dist.destroy_process_group = tell
+torch.nn.parallel.DistributedDataParallel = Watched
+"""
+
+
+def told(result, what: str) -> list[str]:
+    found = [re.findall(f"^{what} (.*)$", rank.output, re.MULTILINE) for rank in result.run.ranks]
+    assert all(len(lines) == 1 for lines in found), result.output
+    return [lines[0] for lines in found]
+
+
+def without_bytes(records: list[dict]) -> list[dict]:
+    return [{k: v for k, v in r.items() if not k.startswith("communication/")} for r in records]
+
+
+def damaged(folder, damages: dict):
+    """A copy of the chapter with other lines."""
+    text = CHAPTER_8.read_text()
+    for line, instead in damages.items():
+        assert text.count(line) == 1, line
+        text = text.replace(line, instead)
+    script = folder / "08-gradient-compression" / "train-llm.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(text)
+    return script
+
+
+# -- The same training -----------------------------------------------------------------------------
+
+
+def test_without_compression_it_is_chapter_2(trainer):
+    """To the last bit, and also the files of a run."""
+    flags = ["--max-steps", 6, "--eval-freq", 3, "--gradient-accumulation-steps", 2, "-b", 2]
+    for processes in (2, 3):
+        names = f"two-{processes}", f"eight-{processes}"
+        two = trainer(*flags, name=names[0], processes=processes, script=CHAPTER_2)
+        eight = trainer(*flags, name=names[1], processes=processes, **COMPRESSION)
+        assert without_bytes(exact(eight.records)) == exact(two.records)
+        assert_same_model(two, eight)
+        assert set(eight.column("communication/ratio")) == {1.0}
+        (step,) = two.checkpoints
+        files = [{path.name for path in (run.folder / step).iterdir()} for run in (two, eight)]
+        assert files[1] - files[0] == {f"residuals-{rank:05d}.pt" for rank in range(processes)}
+
+
+PLAIN = {}  # the record of a run without compression, by the number of ranks
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_replicas_stay_equal_and_losses_near(trainer, method):
+    """Also with many buckets, on which PowerSGD of PyTorch hangs if nobody waits."""
+    flags = ["--max-steps", 12, "--eval-freq", 0, "--log-freq", 12, "--lr", 3e-3, *SMALL]
+    for processes in (2, 4):
+        if processes not in PLAIN:
+            PLAIN[processes] = trainer(*flags, name="plain", processes=processes, **COMPRESSION)
+            PLAIN[processes] = PLAIN[processes].records[0]
+            shutil.rmtree(trainer.folder / "plain")
+        plain = PLAIN[processes]
+        flags_of_method = ["--compress", method, "--keep", 0.25, "--powersgd-rank", 2]
+        options = {"name": f"{method}-{processes}", "processes": processes, "before": WATCH}
+        run = trainer(*flags, *flags_of_method, **options | COMPRESSION)
+        assert len({*told(run, "weights")}) == 1
+        assert min(map(int, told(run, "buckets"))) > 2
+        assert run.column("loss") == pytest.approx([plain["loss"]], rel=0.05)
+        assert run.column("grad_norm") != [plain["grad_norm"]]
+
+
+def test_ranks_that_drift_apart_are_noticed(trainer, tmp_path):
+    line = "            for message in received:"
+    script = damaged(tmp_path, {line: "            for message in received[RANK:]:"})
+    flags = ["--max-steps", 2, "--eval-freq", 0, "--compress", "dct-topk", "--keep", 0.1, *SMALL]
+    result = trainer(*flags, processes=2, script=script, status=None)
+    assert result.status
+    assert "AssertionError: the ranks have different weights" in result.output
+    assert not result.checkpoints
+
+
+# -- The mathematics, computed once more -----------------------------------------------------------
+
+# Each rank has gradients of its own: those of a sum of products with given numbers. Each step
+# prints nothing; the averages of all steps and what has not been sent go to a file of each rank.
+HOOKS = """
+import importlib.util, json, os, sys
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+spec = importlib.util.spec_from_file_location("chapter_8", sys.argv[1])
+chapter = importlib.util.module_from_spec(spec)
+sys.modules["chapter_8"] = chapter
+spec.loader.exec_module(chapter)
+dist.init_process_group("gloo")
+SHAPES = json.loads(sys.argv[2])
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList([torch.zeros(shape) for shape in SHAPES])
+        self.device = torch.device("cpu")
+
+    def num_parameters(self):
+        return sum(p.numel() for p in self.parameters())
+
+    def forward(self, numbers):
+        return sum((w * n).sum() for w, n in zip(self.weights, numbers))
+
+def numbers(step):
+    torch.manual_seed(100 * step + rank)
+    return [torch.randn(shape) for shape in SHAPES]
+
+results = {}
+for case in json.loads(sys.argv[3]):
+    method, keep, feedback, steps = case
+    args = SimpleNamespace(compress=method, keep=keep, error_feedback=feedback, min_compress=100)
+    args.powersgd_rank = 2
+    model = Model()
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True, bucket_cap_mb=0.002
+    )
+    compression = chapter.Compression(model, args, None)
+    ddp.register_comm_hook(compression, chapter.Compression.hook)
+    averages = []
+    for step in range(steps):
+        ddp(numbers(step)).backward()
+        averages.append([p.grad.clone() for p in model.parameters()])
+        for p in model.parameters():
+            p.grad.zero_()
+    results[json.dumps(case)] = (averages, [*compression.residuals.values()], compression.volume)
+
+# What ranks of another job have left, here one more than there are now
+folder = Path(sys.argv[4])
+if rank == 0:
+    for other in range(size + 1):
+        left = [torch.full(shape, 10.0 ** other) for shape in SHAPES]
+        torch.save(left, folder / f"residuals-{other:05d}.pt")
+dist.barrier()
+compression = chapter.Compression(Model(), args, None)
+compression.load(folder)
+results["mean"] = [*compression.residuals.values()]
+dist.barrier()
+(folder / f"residuals-{size:05d}.pt").unlink(missing_ok=True)
+dist.barrier()
+compression = chapter.Compression(Model(), args, None)
+compression.load(folder)
+results["own"] = [*compression.residuals.values()]
+torch.save(results, f"results-{rank}.pt")
+dist.barrier()
+dist.destroy_process_group()
+"""
+SHAPES = [(40, 64), (7,), (8, 32), (99,), (5, 67), (16, 8)]
+# The others have fewer than 100 numbers, or a number of them that 64 does not divide.
+COMPRESSED = [0, 2, 5]
+CASES = [("dct", keep, feedback, 4) for keep in (0.1, 0.5) for feedback in (True, False)]
+CASES += [("dct-topk", *case[1:]) for case in CASES]
+CASES += [("dct", 1.0, True, 2), ("fp16", 0.5, True, 2), ("bf16", 0.5, True, 2)]
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def hooks(request, tmp_path_factory):
+    """What the hooks of so many ranks have made of given gradients."""
+    folder = tmp_path_factory.mktemp("hooks")
+    script = folder / "hooks.py"
+    script.write_text(HOOKS)
+    left = folder / "left"
+    left.mkdir()
+    arguments = [CHAPTER_8, json.dumps(SHAPES), json.dumps(CASES), left]
+    job = Job(script, arguments, folder / "output.txt", request.param, cwd=folder)
+    assert job.wait() == 0, job.output
+    ranks = range(request.param)
+    return [torch.load(folder / f"results-{rank}.pt") for rank in ranks]
+
+
+def spectrum(x: torch.Tensor) -> torch.Tensor:
+    """The orthonormal DCT-II by its definition, in chunks of 64 numbers, in double precision."""
+    n = torch.arange(64, dtype=torch.float64)
+    rows = []
+    for k in range(64):
+        scale = math.sqrt((1 if k == 0 else 2) / 64)
+        rows.append(scale * torch.cos(math.pi * (2 * n + 1) * k / 128))
+    return x.double().view(-1, 64) @ torch.stack(rows).T
+
+
+def inverse(c: torch.Tensor) -> torch.Tensor:
+    """By the definition of the DCT-III."""
+    k = torch.arange(1, 64, dtype=torch.float64)
+    columns = []
+    for n in range(64):
+        cosines = math.sqrt(2 / 64) * torch.cos(math.pi * (2 * n + 1) * k / 128)
+        columns.append(c[:, 0] / 8 + c[:, 1:] @ cosines)
+    return torch.stack(columns, dim=1)
+
+
+def gradients(step: int, rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(100 * step + rank)
+    return [torch.randn(shape) for shape in SHAPES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_averages_are_those_of_the_definition(hooks, case):
+    method, keep, feedback, steps = case
+    ranks = range(len(hooks))
+    left = [[torch.zeros(math.prod(shape) // 64, 64).double() for shape in SHAPES] for _ in ranks]
+    expected = []
+    for step in range(steps):
+        given = [gradients(step, rank) for rank in ranks]
+        means = [sum(parts).double() / len(ranks) for parts in zip(*given, strict=True)]
+        for i in COMPRESSED if method.startswith("dct") else []:
+            sent = []
+            for rank in ranks:
+                c = spectrum(given[rank][i]) + left[rank][i]
+                mask = torch.zeros_like(c, dtype=torch.bool)
+                mask[:, : round(keep * 64)] = True
+                if method == "dct-topk":
+                    smallest = c.abs().sort(descending=True).values[:, round(keep * 64) - 1]
+                    mask = c.abs() >= smallest[:, None]
+                sent.append(c * mask)
+                left[rank][i] = c * ~mask if feedback else torch.zeros_like(c)
+            means[i] = inverse(sum(sent) / len(ranks)).view(SHAPES[i])
+        expected.append(means)
+    tolerance = {"dct-topk": 1e-4, "fp16": 2e-3, "bf16": 2e-2}.get(method, 1e-5)
+    for rank in ranks:
+        averages, residuals, volume = hooks[rank][json.dumps(case)]
+        for step in range(steps):
+            for i, mean in enumerate(expected[step]):
+                close = {"rtol": tolerance, "atol": tolerance}
+                torch.testing.assert_close(averages[step][i].double(), mean, **close)
+                assert torch.equal(averages[step][i], hooks[0][json.dumps(case)][0][step][i])
+                if i not in COMPRESSED and method.startswith("dct"):  # whole: to the last bit
+                    plain = sum(gradients(step, r)[i] for r in ranks) / len(ranks)
+                    torch.testing.assert_close(averages[step][i], plain, rtol=1e-6, atol=1e-6)
+        if method.startswith("dct"):
+            for i in COMPRESSED if feedback else []:
+                torch.testing.assert_close(residuals[i].double(), left[rank][i], **close)
+            assert not any(torch.is_tensor(r) for r in residuals) or feedback
+            elements = sum(math.prod(SHAPES[i]) for i in COMPRESSED)
+            whole = sum(map(math.prod, SHAPES)) - elements
+            kept = elements // 64 * round(keep * 64)
+            factor = len(ranks) if method == "dct-topk" else 2
+            assert volume == steps * 4 * (factor * kept + 2 * whole)
+
+
+def test_nothing_is_lost_with_error_feedback(hooks):
+    """All averages and what the ranks still owe add up to all gradients. Not so without it."""
+    for feedback in (True, False):
+        case = json.dumps(["dct-topk", 0.1, feedback, 4])
+        for i in COMPRESSED:
+            whole = sum(gradients(step, rank)[i] for step in range(4) for rank in range(len(hooks)))
+            received = sum(step[i] for step in hooks[0][case][0]).double()
+            owed = [results[case][1][i] for results in hooks]
+            if feedback:
+                received += inverse(sum(owed).double() / len(hooks)).view(SHAPES[i])
+            error = (received - whole / len(hooks)).norm() / whole.norm()
+            assert (error < 1e-4) == feedback
+
+
+def test_feedback_of_frequencies_that_never_get_their_turn_is_worth_nothing(hooks):
+    """With dct, the averages are the same to the last bit, and the residual grows."""
+    for results in hooks:
+        a, b = (results[json.dumps(["dct", 0.5, feedback, 4])] for feedback in (True, False))
+        for step in range(4):
+            assert all(map(torch.equal, a[0][step], b[0][step]))
+        assert all(a[1][i][:, 32:].norm() > 3 for i in COMPRESSED)
+        assert not any(a[1][i][:, :32].any() for i in COMPRESSED)
+
+
+def test_other_ranks_begin_with_the_mean(hooks):
+    for rank, results in enumerate(hooks):
+        mean = sum(10.0**other for other in range(len(hooks) + 1)) / (len(hooks) + 1)
+        for tensor in results["mean"]:
+            torch.testing.assert_close(tensor, torch.full_like(tensor, mean))
+        for tensor in results["own"]:
+            assert torch.equal(tensor, torch.full_like(tensor, 10.0**rank))
+
+
+# -- The bytes that really travel ------------------------------------------------------------------
+
+# All ranks enter a network of their own, which has a loopback interface and nothing else. Rank 0
+# tells how many bytes passed that interface in each step.
+METER = """
+import ctypes, fcntl, os, socket, struct, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+libc = ctypes.CDLL(None, use_errno=True)
+file = Path(os.environ["NAMESPACE"])
+if os.environ["RANK"] == "0":
+    assert libc.unshare(0x40000000) == 0, os.strerror(ctypes.get_errno())
+    with socket.socket() as s:  # the loopback interface is down at first
+        request = struct.pack("16sh14s", b"lo", 0x49, b"")
+        fcntl.ioctl(s, 0x8914, request)
+    file.with_suffix(".part").write_text(str(os.getpid()))
+    file.with_suffix(".part").rename(file)
+else:
+    while not file.exists():
+        time.sleep(0.01)
+    handle = os.open(f"/proc/{file.read_text()}/ns/net", os.O_RDONLY)
+    assert libc.setns(handle, 0x40000000) == 0, os.strerror(ctypes.get_errno())
+
+def received():
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (line,) = [line for line in lines if line.strip().startswith("lo:")]
+    assert len(lines) == 3, "an interface of somebody else"
+    return int(line.split(":")[1].split()[0])
+
+def step(self, *args, **options):
+    dist.barrier()
+    if os.environ["RANK"] == "0":
+        counts.append(received())
+        print("\\nmeter", counts[-1])
+    dist.barrier()
+    return original_step(self, *args, **options)
+
+counts = []
+original_step = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+"""
+
+
+def require_namespaces() -> None:
+    """Skips where networks of one's own are not allowed. In CI it fails."""
+    reader = os.fork()
+    if not reader:
+        os._exit(ctypes.CDLL(None).unshare(0x40000000) != 0)
+    if os.waitpid(reader, 0)[1]:
+        missing = pytest.fail if os.environ.get("CI") else pytest.skip
+        missing("no network namespaces: they need root, or a container that allows them")
+
+
+@pytest.fixture(scope="module")
+def larger_model(tmp_path_factory):
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    folder = tmp_path_factory.mktemp("models") / "larger"
+    return write_model(folder, **LLAMA | shape | {"num_attention_heads": 4})
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_interface_counts_what_is_logged(trainer, larger_model, processes):
+    """Payload and headers of all ranks, in steps 7 and 8; the same with accumulation."""
+    require_namespaces()
+    measured = {}
+    for method, accumulation in [*((method, 1) for method in METHODS), ("dct-topk", 2)]:
+        name = f"{method}-{accumulation}"
+        flags = ["-m", larger_model, "-b", 1, "--max-steps", 8, "--log-freq", 2, "--eval-freq", 0]
+        flags += ["--compress", method, "--keep", 0.1, "--min-compress", 1000]
+        flags += ["--gradient-accumulation-steps", accumulation]
+        env = {"NAMESPACE": str(trainer.folder / f"{name}.namespace"), "GLOO_SOCKET_IFNAME": "lo"}
+        options = {"name": name, "processes": processes, "before": METER, "env": env}
+        run = trainer(*flags, **options | COMPRESSION)
+        counts = [int(n) for n in re.findall(r"^meter (\d+)$", run.output, re.MULTILINE)]
+        assert len(counts) == 8
+        measured[name] = (counts[7] - counts[5]) / 2
+        logged = processes * run.column("communication/bytes_per_step")[-1]
+        found = f"{name} on {processes} ranks: {measured[name]:,.0f} bytes, {logged:,.0f} logged"
+        print(found)
+        # Headers, and what a step sends besides: the number of a signal, metrics, and barriers
+        assert logged < measured[name] < 1.05 * logged + 25_000 * processes, found
+    assert measured["dct-topk-2"] == pytest.approx(measured["dct-topk-1"], rel=0.03)
+    # Of 64 frequencies 6 are kept: in an all-reduce, and once for each of the ranks
+    assert measured["dct-1"] / measured["none-1"] < 0.11
+    assert measured["dct-topk-1"] / measured["dct-1"] == pytest.approx(processes / 2, rel=0.08)
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+FLAGS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--keep", 0.1, *SMALL]
+
+
+@pytest.fixture
+def interrupted(trainer):
+    """An undisturbed run, and one that goes on from its step 3."""
+
+    def run(method, processes, on=None, script=CHAPTER_8, status=0):
+        flags = [*FLAGS, "--compress", method]
+        name = f"{method}-{processes}"
+        origin = trainer(*flags, name=name, processes=processes, **COMPRESSION)
+        take_over(origin, trainer, f"{name}-resumed", 3)
+        options = {"name": f"{name}-resumed", "processes": on or processes, "script": script}
+        return origin, trainer(*flags, "-b", 4 * processes // (on or processes), **options)
+
+    return run
+
+
+@pytest.mark.parametrize("method", ["none", "fp16", "bf16", "dct", "dct-topk"])
+def test_resume_on_the_same_ranks_is_exact(interrupted, method):
+    origin, resumed = interrupted(method, 2)
+    assert exact(resumed.records) == exact(origin.records)
+    assert_same_model(origin, resumed)
+    step = origin.checkpoints[-1]
+    for rank in range(2):
+        file = f"residuals-{rank:05d}.pt"
+        a, b = (torch.load(run.folder / step / file) for run in (origin, resumed))
+        assert len(a) == len(b)
+        assert all(
+            torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(a, b, strict=True)
+        )
+
+
+@pytest.mark.parametrize("method", ["dct", "dct-topk"])
+def test_on_four_ranks_too(interrupted, method):
+    """Each parameter is averaged for itself, so new buckets change no sum."""
+    origin, resumed = interrupted(method, 4)
+    assert exact(resumed.records) == exact(origin.records)
+
+
+def test_a_residual_that_does_not_come_back_is_noticed(interrupted, tmp_path):
+    damages = {"        compression.load(checkpoint)  # COMPRESSION": "        # COMPRESSION"}
+    script = damaged(tmp_path / "damaged", damages)
+    origin, resumed = interrupted("dct-topk", 2, script=script)
+    a, b = (run.column("loss") for run in (origin, resumed))
+    assert a[:4] == b[:4]  # the residual changes the fourth gradient, and so the fifth loss
+    assert a[4:] != b[4:]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1)])
+def test_resume_on_other_ranks(interrupted, before, after):
+    origin, resumed = interrupted("dct-topk", before, on=after)
+    assert resumed.column("loss")[:3] == origin.column("loss")[:3]
+    assert resumed.column("loss") == pytest.approx(origin.column("loss"), rel=0.02)
+    files = sorted((resumed.folder / "step-00000006").glob("residuals-*"))
+    assert len(files) == after
+
+
+def test_powersgd_begins_anew(interrupted):
+    """Two whole steps, and nothing owed: near, and not exact, as the README says."""
+    origin, resumed = interrupted("powersgd", 2)
+    assert resumed.column("communication/ratio")[3:5] == [1.0, 1.0]
+    assert origin.column("communication/ratio")[3] < 0.5
+    assert resumed.column("loss") == pytest.approx(origin.column("loss"), rel=0.02)
+    assert resumed.column("loss") != origin.column("loss")
+
+
+@pytest.mark.parametrize("first", [CHAPTER_2, CHAPTER_8], ids=["2 to 8", "8 to 2"])
+def test_chapter_2_goes_on_here_and_the_other_way_round(trainer, first):
+    """Also with other flags of this chapter: what is owed waits for its method."""
+    second = CHAPTER_8 if first == CHAPTER_2 else CHAPTER_2
+    flags = ["--max-steps", 4, "--eval-freq", 0, "--ckpt-freq", 2]
+    method = {CHAPTER_8: ["--compress", "dct-topk", "--keep", 0.2, *SMALL], CHAPTER_2: []}
+    options = {"name": "run", "processes": 2}
+    trainer(*flags, *method[first], "--max-steps", 2, script=first, **options)
+    run = trainer(*flags, *method[second], script=second, **options)
+    assert "Continuing from" in run.output
+    assert run.column("step") == [1, 2, 3, 4]
+
+
+def test_a_killed_run_leaves_no_half_checkpoint(trainer):
+    """Files of the ranks that were written before the kill are overwritten by the next save."""
+    flags = [*FLAGS, "--compress", "dct-topk"]
+    plain = trainer(*flags, name="plain", processes=2, **COMPRESSION)
+    kill = "import os, shutil; shutil.copy = lambda *a: os._exit(1) if os.path.isdir(a[1]) else 0"
+    killed = trainer(*flags, name="killed", processes=2, before=kill, status=None, **COMPRESSION)
+    assert killed.status
+    assert not killed.checkpoints
+    again = trainer(*flags, name="killed", processes=2, **COMPRESSION)
+    assert exact(again.records) == exact(plain.records)
+    assert not [*again.folder.glob("residuals-*")]
+
+
+# -- Wrong flags -----------------------------------------------------------------------------------
+
+REFUSED = {
+    "keep 0": (2, ["--keep", 0], "--keep must be a share above 0 and at most 1"),
+    "keep above 1": (2, ["--keep", 1.5], "--keep must be a share above 0 and at most 1"),
+    "all-gather of half on 4 ranks": (
+        4,
+        ["--compress", "dct-topk"],
+        "on 4 ranks, dct-topk saves only below --keep 0.5",
+    ),
+    "all-gather of all on 2 ranks": (
+        2,
+        ["--compress", "dct-topk", "--keep", 1],
+        "on 2 ranks, dct-topk saves only below --keep 1.0",
+    ),
+    "residuals of scaled gradients": (
+        2,
+        ["--compress", "dct", "--dtype", "fp16"],
+        "--dtype bf16",
+    ),
+    "rank 0": (2, ["--powersgd-rank", 0], "0 is not a number from 1 on"),
+    "an unknown method": (2, ["--compress", "zip"], "invalid choice"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_sentence(trainer, case):
+    processes, flags, part = REFUSED[case]
+    result = trainer(*flags, processes=processes, status=2, **COMPRESSION)
+    assert_one_sentence(result.run.ranks[0].output, part)
+
+
+def test_overflow_of_fp16(trainer):
+    """Gradients that fp32 and bf16 can hold, and fp16 cannot."""
+    large = "import torch; b = torch.Tensor.backward; "
+    large += "torch.Tensor.backward = lambda self: b(1e8 * self)"
+    flags = ["--max-steps", 2, "--eval-freq", 0]
+    for method in ("none", "bf16"):
+        options = {"name": method, "processes": 2, "before": large}
+        run = trainer(*flags, "--compress", method, **options | COMPRESSION)
+        assert run.column("grad_norm")[0] > 65_504
+    options = {"name": "fp16", "processes": 2, "before": large, "status": 1}
+    result = trainer(*flags, "--compress", "fp16", **options | COMPRESSION)
+    assert_one_sentence(result.run.ranks[0].output, "perhaps in fp16: --compress bf16")
+
+
+def test_activation_checkpointing_and_dropout(trainer, dropout_model):
+    flags = ["-m", dropout_model, "--max-steps", 3, "--eval-freq", 0, "--compress", "dct"]
+    flags += ["--gradient-accumulation-steps", 2, *SMALL]
+    plain = trainer(*flags, name="plain", processes=2, **COMPRESSION)
+    options = {"name": "less", "processes": 2} | COMPRESSION
+    less = trainer(*flags, "--activation-checkpointing", **options)
+    assert less.column("loss") == pytest.approx(plain.column("loss"), rel=1e-5)
