@@ -22,6 +22,7 @@ CHAPTER_1 = REPOSITORY / "01-single-gpu" / "train-llm.py"
 CHAPTER_2 = REPOSITORY / "02-ddp" / "train-llm.py"
 CHAPTER_3 = REPOSITORY / "03-fsdp" / "train-llm.py"
 CHAPTER_4 = REPOSITORY / "04-streaming" / "train-llm.py"
+CHAPTER_5 = REPOSITORY / "05-multi-node" / "train-llm.py"
 CHAPTER_6 = REPOSITORY / "06-tensor-parallel" / "train-llm.py"
 CHAPTER_8 = REPOSITORY / "08-gradient-compression" / "train-llm.py"
 

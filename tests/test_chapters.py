@@ -87,6 +87,18 @@ STEPS = [
         sentences={'say(f"{args.dataset_name}: ', 'fail(f"{args.dataset_name} is too small'},
     ),
     Step(
+        after="05-multi-node",
+        marker="NODES",
+        ideas=10,
+        tokens=1_150,
+        lines=100,
+        may_differ={"docstring", "imports", "main", "build_model", "new_folder", "save_checkpoint"}
+        | {"open_run", "load_training_state", "parse_args"},
+        added={"OWN", "to_rank_0", "own_shards", "CHECKPOINTS", "writers", "NAMING", "UNFINISHED"}
+        | {"write_checkpoint", "newest_checkpoint", "of_this_rank", "read_state"},
+        sentences={'fail(f"{newest} is'},
+    ),
+    Step(
         after="06-tensor-parallel",
         marker="TP",
         ideas=11,

@@ -6,7 +6,17 @@ import shlex
 import pytest
 import yaml
 from conftest import assert_one_sentence
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_6, CHAPTER_8, REPOSITORY, Run
+from runner import (
+    CHAPTER_1,
+    CHAPTER_2,
+    CHAPTER_3,
+    CHAPTER_4,
+    CHAPTER_5,
+    CHAPTER_6,
+    CHAPTER_8,
+    REPOSITORY,
+    Run,
+)
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 GPT2 = {"from-scratch": True, "seq-length": 1024, "lr": "6e-4", "warmup-steps": 1000}
@@ -37,7 +47,7 @@ def understood(tmp_path):
     return run
 
 
-CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_6, CHAPTER_8]
+CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_5, CHAPTER_6, CHAPTER_8]
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.parent.name)
@@ -46,7 +56,11 @@ def test_every_config_is_understood_by_every_chapter(understood, chapter):
     for config in CONFIGS:
         keys = yaml.safe_load(config.read_text())
         # A stream does not know how long an epoch is
-        length = ["--max-steps", 9] if chapter == CHAPTER_4 and "max-steps" not in keys else []
+        length = (
+            ["--max-steps", 9]
+            if chapter in (CHAPTER_4, CHAPTER_5) and "max-steps" not in keys
+            else []
+        )
         flags = understood("--config", config, *length, chapter=chapter)
         for key, value in keys.items():
             read = flags[key.replace("-", "_")]

@@ -22,6 +22,7 @@ from runner import (
     CHAPTER_2,
     CHAPTER_3,
     CHAPTER_4,
+    CHAPTER_5,
     CHAPTER_6,
     CHAPTER_8,
     REPOSITORY,
@@ -39,7 +40,7 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitlines()]
 
 
-CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_6, CHAPTER_8]
+CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_5, CHAPTER_6, CHAPTER_8]
 READMES = [f"{path.parent.name}/README.md" for path in CHAPTERS]
 LAUNCH = "launch/README.md"
 DOCS = [f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -131,9 +132,11 @@ def test_demo_and_the_commands_after_it(tmp_path):
             assert losses[: len(expected)] == pytest.approx(expected, rel=1e-3)
         curves[script] = losses
     assert curves[CHAPTER_1][-1] < 6
-    for script, losses in curves.items():
-        if script not in (CHAPTER_4, CHAPTER_8):  # other rows; rounded gradients
-            assert losses[:1] == pytest.approx(curves[CHAPTER_1][:1], rel=1e-4)
+    curves.pop(CHAPTER_8)  # rounds the gradients
+    streams = {CHAPTER_4: curves.pop(CHAPTER_4), CHAPTER_5: curves.pop(CHAPTER_5)}
+    assert streams[CHAPTER_5] == pytest.approx(streams[CHAPTER_4], rel=1e-4)
+    for losses in curves.values():
+        assert losses[:1] == pytest.approx(curves[CHAPTER_1][:1], rel=1e-4)
 
     done = run(generate.replace("outputs/", f"{tmp_path}/"), folder=REPOSITORY)
     assert done.stdout.startswith("def ")
@@ -157,6 +160,7 @@ DECIDED_LATER = {
     ("--dtype",): "bf16 on GPUs, fp32 on CPU",
     ("--compile",): "on for CUDA, off elsewhere",
     ("--tensor-parallel",): "the devices of a node",
+    ("--shard-size",): "the devices of a node",
 }
 
 
@@ -164,9 +168,9 @@ DECIDED_LATER = {
 def test_flags_are_those_of_help(tmp_path, chapter):
     # The chapters of one branch after the other; a chapter has the flags of those it continues
     text = README[README.index("| flag | default |") :].partition("\n## ")[0]
-    common, third, fourth, sixth, eighth = re.split("Chapter [3468] adds", text)
+    common, third, fourth, fifth, sixth, eighth = re.split("Chapter [34568] adds", text)
     more = {CHAPTER_3: third, CHAPTER_4: third + fourth, CHAPTER_6: third + sixth}
-    more[CHAPTER_8] = eighth
+    more |= {CHAPTER_5: third + fourth + fifth, CHAPTER_8: eighth}
     tables = common + more.get(chapter, "")
     rows = re.findall(r"^\| ((?:`-[^|]+)) \| ([^|]+) \| [^|]+ \|$", tables, re.MULTILINE)
     table = {tuple(re.findall("`(.*?)`", flags)): default.strip("`") for flags, default in rows}
@@ -228,7 +232,7 @@ def test_links_lead_somewhere(file):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
-@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3, 5, 3, 3), strict=True)])
+@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3, 5, 2, 3, 3), strict=True)])
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
     text = (REPOSITORY / readme).read_text()
@@ -354,8 +358,8 @@ REMEDIES = {
     "offload": "--cpu-offload",
 }
 IN_ORDER = {1: [*REMEDIES][:4], 2: [*REMEDIES][:4], 3: [*REMEDIES][:3] + [*REMEDIES][4:]}
-IN_ORDER[4] = IN_ORDER[5] = IN_ORDER[3]
-IN_ORDER[6] = IN_ORDER[2]
+IN_ORDER[4] = IN_ORDER[5] = IN_ORDER[6] = IN_ORDER[3]
+IN_ORDER[7] = IN_ORDER[2]
 
 
 def remedies(text: str) -> list[str]:
@@ -487,7 +491,7 @@ def test_1b_on_24_gb_is_the_same_in_both_places(estimator):
 
 def arithmetic() -> list[tuple[str, str, list[str]]]:
     """What the texts work out in passing: file, section, numbers with their units."""
-    one, two, three, _, six, eight = READMES
+    one, two, three, _, five, six, eight = READMES
     whole, root, layer = parameters(MODELS["Llama-2-7B"])
     states, gathered = 16 * whole / 1e9, 2 * (root + 2 * layer) / 1e9
     largest = parameters(MODELS["Llama-3.1-70B"])[0]
@@ -536,6 +540,17 @@ def arithmetic() -> list[tuple[str, str, list[str]]]:
             ],
         ),
         (three, "Exercises", [f"{medium / 2:.1f} GB", f"{medium:.1f} GB"]),
+        (
+            five,
+            "Exercises",
+            [
+                f"{8 * 8 / 8 * 3 / 4:.0f} GB",
+                f"{8 * 8 * 3 / 4:.0f} GB",
+                f"{8 * 8 * 31 / 32:.0f} GB",
+                f"{4 * 8 * 8 * 31 / 32:.0f} GB",
+            ],
+        ),
+        (five, "A real run", [f"{384 * 4096:,} tokens", f"{384 * 4096 * 2e4 / 1e9:.0f} billion"]),
         (
             six,
             "What splitting the tokens saves",
@@ -655,7 +670,8 @@ def test_figures_of_the_recorded_demos():
             assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
-ALL_RUNS = (*RUNS, "demo-streaming", "demo-tensor-parallel", "demo-gradient-compression")
+ALL_RUNS = (*RUNS, "demo-streaming", "demo-multi-node", "demo-tensor-parallel")
+ALL_RUNS += ("demo-gradient-compression",)
 
 
 @pytest.mark.parametrize(("readme", "run"), [*zip(READMES, ALL_RUNS, strict=True)])

@@ -165,14 +165,14 @@ def test_a_mistake_ends_the_job(trainer):
     assert launch.output.count("error: cannot load the dataset /nowhere/*.txt") == 1
 
 
-def nodes(trainer, count: str, *flags, name: str):
+def nodes(trainer, count: str, *flags, name: str, script=(CHAPTER_2,)):
     """Torchruns that meet on this machine, one after the other, as if each were on its own."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
     options = [*meeting, "--rdzv-id", "test", "--nnodes", count, "--local-addr", "localhost"]
     options += ["--rdzv-conf", "last_call_timeout=1"]  # not 30 s for nodes that may still come
     for node in itertools.count():
         torchrun = [*options, "--nproc-per-node", 1, "--max-restarts", 3]
-        yield Launch(trainer, f"{name}-{node}.txt", torchrun, *flags, name=name)
+        yield Launch(trainer, f"{name}-{node}.txt", torchrun, *flags, script=script, name=name)
 
 
 def test_two_nodes(trainer):

@@ -1,0 +1,1155 @@
+"""Chapter 5: many nodes, with hybrid shards, and checkpoints that fit them.
+
+The ranks of a node share one copy of the model, and the copies average their gradients. So the slow
+links between nodes carry only these. Checkpoints are written by all ranks to one folder, by rank 0
+to one file, by each rank to its own disk, or while training goes on. Comments with NODES 1 to 10
+mark the ideas.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
+    NNODES=4 MASTER_ADDR=node-0 NODE_RANK=0 ../launch/run.sh 05 -e c4 --save-dir /shared/runs \
+        -d s3://bucket/c4 --eval-freq 0 --max-steps 10000     # on each of 4 nodes, with its number
+"""
+
+import argparse
+import glob
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import uuid
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import chain, islice, takewhile
+from pathlib import Path
+
+# CPU threads that wait for each other spin. Less of it helps where other programs are busy.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Comet: patch no library; do without a silent server after 20 s; spend at most a minute at the end.
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
+os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
+os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
+import comet_ml
+import datasets.distributed
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import yaml
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# DDP: One progress bar and one log, because all ranks would show the same.
+CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes a device of its own, or all would share GPU 0.
+    device = join_process_group()
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    args.compile = device.type == "cuda" if args.compile is None else args.compile
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    global_batch = args.batch_size * accumulation * WORLD_SIZE
+    torch.manual_seed(args.seed)  # for random initial weights
+    transformers.logging.disable_progress_bar()  # for each file that it reads or writes
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
+
+    # Data, model, optimizer.
+    config, tokenizer = load_config_and_tokenizer(args)
+    # STREAM: Each rank reads and tokenizes rows of its own, so no rank prepares them for others.
+    train_samples, eval_samples = load_samples(args, tokenizer, state)
+    if checkpoint and state.train_samples != len(train_samples):
+        fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
+    state.train_samples = len(train_samples)
+    # DDP: Ranks with other flags or data would train something else, and nobody would notice.
+    if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
+        fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
+    model = build_model(args, config, device, checkpoint)
+    optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
+    # STREAM 1: The schedule needs a length, and a stream has none, so --max-steps must give it.
+    total_steps = args.max_steps
+    scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that it gathers.
+    autocast = torch.autocast(device.type, enabled=False)
+    # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
+    # stay above, and divides the gradients before the update. With other dtypes it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    if checkpoint:
+        load_training_state(checkpoint, stateful, model)
+    elif args.resume_dir:
+        # NODES: --skip-optimizer: the weights only. The rest of the run begins anew.
+        read_state(of_this_rank(args.resume_dir), {"model": model.state_dict()})
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save, so run_folder stays; one rank logs
+        run_log = RunLog(run_folder, checkpoint, state, args)
+        facts = {"global_batch": global_batch, "device_name": device_name}
+        run_log.comet.log_parameters(facts | describe_run(args, model, train_samples))
+        run_log.comet.set_model_graph(str(model))
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    tokens = []  # STREAM: of each step since the last logged one, without padding
+    rows_per_step = global_batch // WORLD_SIZE
+    last_step_of_pass = 0  # STREAM: a pass without a step would be followed by others like it
+    timer = PhaseTimer(device)
+    # disable=None: a progress bar in terminals only.
+    progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
+    stop_signals = catch_stop_signals()
+    stop_signal = 0
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        # STREAM 2: Read the whole step first, because its loss is a mean over all of its labels.
+        with timer("data"):
+            rows = list(takewhile(len, islice(train_samples.rows, rows_per_step)))
+        report = [len(rows), np.sum(np.array(rows) >= 0), train_samples.place]
+        row_counts, token_counts, places = zip(*gather(report), strict=True)
+        if None in places:
+            if run_folder:  # STREAM: what was learned so far is not lost
+                save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+            UNFINISHED.close()  # NODES: the end of a rank would be the end of its thread
+            fail(f"a stream broke off after step {state.step}: the warning above says why")
+        # STREAM 3: A pass ends for all ranks when one runs out of rows, since the others need it.
+        if min(row_counts) < rows_per_step:
+            rest = takewhile(len, train_samples.rows) if len(rows) == rows_per_step else []
+            left = sum(gather(len(rows) + sum(1 for _ in rest)))
+            say(f"Pass {state.places[0]['pass'] + 1} is over: {left} rows are left out")
+            if state.step == last_step_of_pass:
+                fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
+            last_step_of_pass = state.step
+            continue
+        # STREAM 4: A checkpoint has the place of each rank, as each reads documents of its own.
+        state.places = places
+        tokens.append(sum(token_counts))
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # Sample number n is the same in each run with this seed, so a run can resume anywhere.
+            # DDP 6: Each rank reads other samples, because equal ones would give equal gradients.
+            first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
+            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            # FSDP 2: Every micro-batch scatters gradients: whole ones take 4 bytes per parameter.
+            # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
+            # NODES 1: Only the last micro-batch averages over the copies, because links are slow.
+            model.set_requires_all_reduce(micro_step == accumulation - 1)
+            with timer("data"):
+                indices = range(micro_step, len(rows), accumulation)
+                input_ids = read_batch(rows, indices, device)
+            with timer("forward"), autocast:
+                # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
+                # A row has one label less than tokens, because nothing follows its last token.
+                labels_per_rank = (tokens[-1] - global_batch) / WORLD_SIZE
+                # STREAM 6: Padding is not learned, because its label is -100, which has no loss.
+                # It comes last, where no other token attends to it. So it needs no mask, and any
+                # token id will do.
+                options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
+                loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
+            with timer("backward"):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # without its graph, which would keep all activations
+        with timer("update"):
+            # Clip the complete gradient, before the update: one odd batch cannot throw weights off.
+            scaler.unscale_(optimizer)
+            max_norm = args.max_grad_norm or math.inf  # inf: the norm is measured, nothing clipped
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: The norm is over the shards of all ranks, so all ranks must ask for it.
+            grad_norm = grad_norm.full_tensor()
+            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()
+            scheduler.step()  # once per optimizer step, however many micro-batches
+            optimizer.zero_grad()  # or the next gradients would be added to these
+        state.step += 1
+        state.samples += global_batch
+        # STREAM: For text the number of whole passes, since a fraction would need the length.
+        state.epoch = places[0]["pass"] + state.samples / (len(train_samples) or math.inf)
+        progress.update()
+
+        at_end = state.step == total_steps
+        stop_signal = max(stop_signals, default=0)
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same one.
+        stop = torch.tensor(stop_signal)
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        stop_signal = stop.item()
+        eval_now = args.eval_freq and (state.step % args.eval_freq == 0 or at_end)
+        save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
+        log_now = state.step % args.log_freq == 0 or save_now
+        if log_now:
+            # `.item()` waits until the GPU has computed the number. Between two logged steps the
+            # script reads no number back, so Python runs ahead and queues work for the GPU.
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            mean_loss = loss_sum.item() / (state.step - logged_step)
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm.item(),
+                "padding": 1 - np.mean(tokens) / global_batch / args.seq_length,  # STREAM: a share
+                **timer.read(tokens_per_step=np.mean(tokens)),
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device decides
+            }
+            if run_log:
+                run_log.metrics(state, metrics)
+            numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
+            say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
+            # In fp16 an infinite gradient is nothing unusual: the scaler skips that step.
+            finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
+            if not (math.isfinite(mean_loss) and finite_gradient):
+                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
+            loss_sum.zero_()
+            tokens.clear()  # STREAM: as loss_sum
+            logged_step = state.step
+        if eval_now:
+            with autocast:
+                eval_loss = evaluate(model, eval_samples, args, device)
+            say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
+            if run_log:
+                run_log.metrics(state, metrics)
+        if run_folder and save_now:
+            # A saved step is always a logged step, so its numbers have passed the check above.
+            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+
+    UNFINISHED.close()  # NODES: the last checkpoint gets its name
+    if run_folder and state.step >= total_steps:
+        with new_folder(run_folder / "final") as folder:
+            # FSDP: Each rank writes a file of shards. These files are joined, and rewritten under
+            # the names of the Hub. `load_file` maps the file, so the model may exceed the memory.
+            joined = folder / "joined"
+            hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
+            # NODES: Files on several disks cannot be joined, so there rank 0 has to write them all.
+            part = to_rank_0 if args.checkpoint_format == "local" else dict
+            dcp.save(part(weights_of(model)), storage_writer=hub)
+            if RANK == 0:
+                save_model(folder, model, tokenizer)
+                model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
+                shutil.rmtree(joined)
+        say(f"Done: the model is in {run_folder / 'final'}")
+    dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: the same command continues a run with a name")
+        sys.exit(128 + stop_signal)
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, config, device, checkpoint):
+    """The model on `device`, with weights from the checkpoint, pretrained or random ones."""
+    # Weights in fp32, whatever the files have: AdamW changes a weight by about the learning rate,
+    # and next to 0.02 the nearest bf16 number is 0.0001 away. Smaller changes would be lost.
+    # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
+    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
+    # FSDP 5: Gathered weights are cast to bf16, which halves the traffic; sums stay in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # NODES 2: Ranks form a table: a row holds one copy of the model, a column holds equal shards.
+    # All-gathers and reduce-scatters stay in a row. Columns all-reduce the gradients of a shard.
+    shape = (WORLD_SIZE // args.shard_size, args.shard_size)
+    policy["mesh"] = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
+    # The root has the rest, such as the embeddings, and stays whole from forward to backward pass.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    fully_shard(model, **policy)
+    # FSDP 7: Take memory for the shards of this rank only, since all else belongs to other ranks.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+    # FSDP 8: Initialise every parameter and buffer, because that memory holds arbitrary numbers.
+    # Files do not store buffers such as the rotary frequencies. fully_shard has given the model a
+    # class of another name. Transformers must know it, to initialise it and to name its tensors.
+    type(model).__name__ = type(model).__name__.removeprefix("FSDP")
+    model.is_custom_code = lambda: False
+    with AsOnOneDevice():
+        model.init_weights()  # as Transformers would have done, only straight on the GPU
+    with suppress(OSError):  # FSDP: from_pretrained would have read this file; many lack it
+        model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
+    if not (checkpoint or args.from_scratch or args.resume_dir):  # NODES: it has weights, too
+        remedy = "--from-scratch starts from random weights, --demo needs no download"
+        with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
+            # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
+            load_weights(model, args.model_name)
+    for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
+        buffer.data = buffer.to(device)
+    if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
+        with suppress(ValueError):  # a family without it keeps its default, SDPA for most
+            model.set_attn_implementation("flash_attention_2")
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    attention = model.config._attn_implementation
+    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
+    if args.activation_checkpointing:
+        # A layer keeps its input only. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()
+    if args.compile:
+        # Layer by layer: all layers are alike, so the compiled code of the first serves all. A
+        # model that is compiled whole builds a mask and loses the fast kernel of causal attention.
+        for layer in layers:
+            layer.compile()
+        if device.type == "cuda":
+            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
+            model.loss_function = torch.compile(model.loss_function)
+    return model
+
+
+class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
+    """Gives a sharded tensor the initial values that the whole one would get on one device.
+
+    Without it every rank would draw the same numbers for its shards on CPUs, and other numbers than
+    a single device on GPUs. Takes memory for one whole parameter at a time.
+    """
+
+    def __torch_dispatch__(self, op, types, args, kwargs):
+        # FSDP: A DTensor is the whole tensor for the model, and one shard of it in memory.
+        fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
+        if not fills or dist.tensor.DTensor not in types:
+            return op(*args, **kwargs)
+        whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
+        return args[0].copy_(dist.tensor.DTensor.from_local(whole, args[0].device_mesh))
+
+
+def weights_of(model):
+    """The state dict without the second names of tied weights."""
+    return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
+
+
+def load_weights(model, name):
+    """Fills the shards of this rank with the weights of a folder or of the Hub."""
+    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
+    saved = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    prefix = f"{model.base_model_prefix}."  # some files have the names of the model without it
+    shards = {n if n in saved else n.removeprefix(prefix): x for n, x in weights_of(model).items()}
+    if set(shards) <= set(saved):
+        return dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
+    # FSDP: Some families have other names in the files, or merge tensors (the experts of a layer).
+    # Transformers converts them, in the memory of one rank. The others get their shards from it.
+    whole = from_files(name).state_dict() if RANK == 0 else {}
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, whole, options=options)
+
+
+def from_files(name):
+    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
+    transformers.modeling_utils.log_state_dict_report = dict  # do nothing there: it may raise
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if unfit := report["missing_keys"] | report["mismatched_keys"]:
+        fail(f"the files of {name} lack a tensor of this shape: {min(unfit, key=str)}")
+    return model
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+# -- Data ------------------------------------------------------------------------------------------
+
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compressed JSON lines
+
+
+def load_config_and_tokenizer(args):
+    name = args.model_name
+    gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
+    remedy = f"check name and network; {gated} `hf auth login`; --demo needs neither"
+    with explain(f"cannot load the model {name}: {remedy}"):
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    # A model has not learned positions beyond these.
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
+    return config, tokenizer
+
+
+def load_documents(name, subset):
+    """The splits of a file, folder or glob (a text file is one document), or of the Hub."""
+    pattern = f"{name}/**/*" if os.path.isdir(name) else name
+    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # else an address or a Hub id
+    files = [file for file in found if Path(file).suffix in FORMATS]
+    kinds = {FORMATS[Path(file).suffix] for file in files}
+    spec = {"path": name, "name": subset}
+    if kinds == {"text"}:
+        spec = {"path": "text", "data_files": files, "sample_by": "document"}
+        spec["encoding_errors"] = "replace"
+    elif len(kinds) == 1 and not os.path.isdir(name):
+        spec = {"path": kinds.pop(), "data_files": files}
+    remedy = "check the path, or name, --dataset-subset and network; loading scripts do not work"
+    with explain(f"cannot load the dataset {name}: {remedy}"):
+        # STREAM 7: A file is opened when its turn comes, so that no disk need hold the corpus.
+        return datasets.load_dataset(**spec, streaming=True)
+
+
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, and an end-of-text token after each."""
+    texts = [text for text in rows[column] if text]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
+
+
+def tokenized(documents, tokenizer):
+    """The token ids of the documents of a split, from the column `text` or the first with text."""
+    with explain("cannot read the first document"):  # STREAM: which tells the columns
+        documents = documents._resolve_features()
+    features = documents.features
+    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    if not columns:
+        fail(f"the dataset has no text column, only {', '.join(features)}")
+    column = "text" if "text" in columns else columns[0]
+    say(f"Tokenizing column {column!r}")
+    return documents.map(
+        tokenize,
+        batched=True,  # 1,000 documents per call
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        remove_columns=documents.column_names,  # the token ids are all that stays
+        features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
+    )
+
+
+def load_samples(args, tokenizer, state):
+    """The stream of this rank; and the first held-out documents, each in rows of its own."""
+    name = args.dataset_name
+    if os.path.exists(f"{name}/index.json") or ("://" in name and not name.startswith("http")):
+        splits = {}
+        mds = open_mds(name, args, tokenizer)
+        train_samples = Stream(mds_windows(mds, state.samples, args), START, mds.size)
+    else:
+        splits = load_documents(args.dataset_name, args.dataset_subset)
+        documents = splits["train"]
+        if args.max_documents:
+            first = documents.take(args.max_documents)
+            documents = datasets.IterableDataset.from_generator(first.__iter__)  # in file order
+        # STREAM 8: Each rank reads files of its own, or ranks would train on the same documents.
+        if documents.num_shards % WORLD_SIZE:
+            say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
+        if len(state.places) != WORLD_SIZE:
+            fail(f"this stream needs {len(state.places)} ranks as before: only MDS allows others")
+        documents = documents.shuffle(seed=args.seed, buffer_size=1)  # the order of the files
+        documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
+        place = state.places[RANK]
+        windows = text_windows(tokenized(documents, tokenizer), place, args)
+        train_samples = Stream(windows, place)
+    if not args.eval_freq:
+        return train_samples, []
+    if args.eval_dataset:
+        splits = load_documents(args.eval_dataset, args.eval_dataset_subset)
+        splits = {"test": splits.get("train")} | splits
+    held_out = splits.get("validation", splits.get("test"))
+    documents = held_out and islice(tokenized(held_out, tokenizer), args.eval_documents)
+    ids = [document["input_ids"] for document in documents or []]
+    if not ids:
+        fail("there are no documents to evaluate on: give --eval-dataset, or --eval-freq 0")
+    eval_samples, _ = to_rows(ids, [], "overflow", args.seq_length)
+    say(f"{len(ids)} documents held out, in {len(eval_samples)} rows")
+    return train_samples, eval_samples
+
+
+def to_rows(documents, rest, packing, length):
+    """Rows of `length` token ids, with -100 for padding; and the tokens that are left for later.
+
+    pack: documents end to end, after `rest`. overflow: each document in rows of its own. trunc: one
+    row for each document, which is cut.
+    """
+    if packing == "pack":
+        documents = [[*rest, *chain(*documents)]]
+    if packing == "trunc":
+        documents = [ids[:length] for ids in documents]
+    rows = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
+    # STREAM 9: Packed rows are full, and the tokens that are left begin the next row.
+    rest = rows.pop() if packing == "pack" and len(rows[-1]) < length else []
+    return [np.array(row + [-100] * (length - len(row)), np.int32) for row in rows], rest
+
+
+class Stream:
+    """The rows of this rank, from a place on. A thread reads them a window ahead.
+
+    `rows` yields the rows of pass after pass, and an empty row after each pass. `place` is the
+    place before the window of the last row, and how many rows of this window are used. It is None
+    when the stream has broken off.
+    """
+
+    def __init__(self, windows, place, count=0):
+        self.place = place
+        self.count = count
+        self.rows = self.read_ahead(windows, place)
+
+    def __len__(self):
+        return self.count  # 0: nobody has counted the rows
+
+    def read_ahead(self, windows, place):
+        thread = ThreadPoolExecutor(1)
+        # STREAM 10: The thread is a window ahead, so that the devices need not wait for text.
+        reading = thread.submit(next, windows, None)
+        while window := reading.result():
+            rows, after = window
+            reading = thread.submit(next, windows, None)
+            for used in range(place["used"], len(rows)):
+                self.place = place | {"used": used + 1}
+                yield rows[used]
+            place = after
+        self.place = None
+
+
+# The beginning of a stream: this pass, this window, this position in the files.
+START = {"pass": 0, "window": 0, "position": None, "rest": [], "used": 0}
+
+
+def text_windows(documents, place, args):
+    """Yields the rows of each window of text, shuffled, and the place after them."""
+    pause = 1
+    while True:
+        documents.set_epoch(place["pass"])
+        if place["position"]:
+            documents.load_state_dict(place["position"])
+        try:
+            opened = iter(documents)
+            batch = True
+            while batch:
+                # STREAM 11: A resumed run makes the same window again, from the place before it.
+                # A buffer of shuffled documents would lose some of them, and read others twice.
+                rows = []
+                rest = place["rest"]
+                while len(rows) < args.shuffle_window and (batch := list(islice(opened, 32))):
+                    ids = [document["input_ids"] for document in batch]
+                    more, rest = to_rows(ids, rest, args.packing, args.seq_length)
+                    rows += more
+                np.random.RandomState((args.seed, place["window"])).shuffle(rows)
+                place = place | {"window": place["window"] + 1, "rest": rest, "used": 0}
+                place["position"] = documents.state_dict() if batch else None
+                if not batch:
+                    place["pass"] += 1
+                    rows.append([])
+                yield rows, place
+                pause = 1
+        except Exception as error:  # such as a server that does not answer
+            if pause > 32 or "interpreter shutdown" in str(error):  # the script has come to its end
+                return
+            if pause == 1:
+                tqdm.write(f"warning: a stream is opened again ({error!r:.300})", sys.stderr)
+            time.sleep(pause)
+            pause *= 2
+
+
+def open_mds(name, args, tokenizer):
+    """The rows that `tools/write-mds.py` has written to a folder or an address."""
+    with explain(f"cannot open the MDS shards of {name}: see the README of this chapter"):
+        import streaming  # an optional package
+
+        folder = os.path.abspath(name)
+        options = {}
+        if "://" in name:
+            folder = os.path.abspath(f"{args.local_cache}/{name.replace('://', '/')}")
+            options = {"remote": name, "cache_limit": args.cache_limit, "validate_hash": "xxh3_64"}
+        file = Path(folder, "rows.json")
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            # A run that was killed leaves its claim on the folder in shared memory.
+            for claim in Path("/dev/shm").glob("*_locals"):
+                with suppress(OSError):  # the claims of other users
+                    if f"{folder}\0".encode() in claim.read_bytes():
+                        claim.unlink()
+            streaming.base.storage.CloudDownloader.direct_download(f"{name}/rows.json", str(file))
+        dist.barrier()
+        mds = streaming.StreamingDataset(local=folder, **options)
+        rows = json.loads(file.read_text())
+    if options and not mds.shards[0].compression:
+        fail(f"{name} needs --compression zstd: without it a damaged shard is not found again")
+    probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
+    flags = vars(args) | {"tokenizer_probe": probe}
+    if flags | rows != rows | flags:
+        fail(f"{name} has rows for these flags and another tokenizer, or other flags: {rows}")
+    return mds
+
+
+def mds_windows(mds, first, args):
+    """Yields the rows of each window of MDS shards, from row number `first` of the run on."""
+    from streaming.base.shuffle import get_shuffle
+
+    @lru_cache(maxsize=2)
+    def order(epoch):
+        # STREAM 12: Shuffle shards, and rows within a window, so that rows of a shard stay close.
+        # 64 parts of the shards take turns. So a rank reads some of the shards, and not all.
+        options = [64, args.seed, epoch, max(args.shuffle_window, 2)]
+        order = get_shuffle("py1br", mds.samples_per_shard, *options)
+        turns = math.ceil(mds.size / 64)
+        return np.concatenate([order[i::turns] for i in range(turns)])
+
+    while True:
+        # STREAM 13: Row number n of a run is the same on any number of ranks.
+        numbers = range(first + RANK, first + args.shuffle_window * WORLD_SIZE, WORLD_SIZE)
+        first = numbers.stop
+        with explain("cannot read a shard: check disk and network, or delete --local-cache"):
+            rows = [mds[order(n // mds.size)[n % mds.size]]["tokens"] for n in numbers]
+        yield rows, START
+
+
+def read_batch(samples, indices, device):
+    """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
+    batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # Python need not wait for a copy from pinned memory
+    return batch.to(device, non_blocking=batch.is_pinned()).long()
+
+
+# -- Evaluation ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(model, samples, args, device):
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    size = args.batch_size
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
+    # A rank without a batch evaluates one sample, with weight 0.
+    for begin in range(RANK * size, RANK * size + len(samples), WORLD_SIZE * size):
+        indices = range(len(samples))[begin : begin + size]
+        input_ids = read_batch(samples, indices or [0], device)
+        # STREAM: The sum over all labels, divided by the rows, since rows differ in labels.
+        options = {"use_cache": False, "num_items_in_batch": len(indices) or 1}
+        loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
+        loss_sum += loss * len(indices)  # the last batch may be smaller
+    model.train()  # dropout on again
+    dist.all_reduce(loss_sum)  # DDP: a sum of sums, since the shares may differ in size
+    return loss_sum.item() / sum(np.sum(row >= 0) - 1 for row in samples)  # STREAM: all labels
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A run that resumes keeps these flags: with another value it would be another training.
+LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
+LASTING += ["packing", "shuffle_window", "max_documents"]  # STREAM: they decide about the rows
+
+
+@dataclass
+class RunState:
+    """Where a run stands: `state.json` of every checkpoint."""
+
+    flags: dict  # the ones that must not change
+    comet_key: str
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # samples read, over all epochs
+    epoch: float = 0.0
+    train_samples: int = 0  # in the dataset
+    places: tuple = (START,) * WORLD_SIZE  # STREAM: of each rank in its stream
+
+
+# NODES: The folder of what only this rank reads again, with --checkpoint-format local.
+OWN = f"rank-{RANK}"
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    # NODES: In a folder of its own, each rank does what rank 0 does in one for all.
+    if RANK > 0 and folder.parent.name != OWN:  # FSDP: one makes the folder, and renames it
+        dist.barrier()
+        return (yield temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)  # NODES: also the folder of this rank
+    dist.barrier()  # FSDP: the other ranks have waited for the folder
+    yield temporary
+    os.sync()  # the files are on the disk before the folder gets its name
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def save_model(folder, model, tokenizer):
+    model.config.save_pretrained(folder)  # FSDP: the weights are saved as shards
+    tokenizer.save_pretrained(folder)
+
+
+def sharded_state(model, stateful):
+    """What checkpoints hold: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    return stateful | {"model": weights, "optimizer": moments}
+
+
+def to_rank_0(state):
+    """The state with whole tensors, in the CPU memory of rank 0; nothing on the other ranks."""
+
+    def to_cpu(shard):
+        # NODES 3: Gather one tensor at a time, because no GPU has room for the whole state.
+        whole = shard.full_tensor()
+        return whole.cpu() if RANK == 0 else None
+
+    state = tree_map_only(DTensor, to_cpu, state)
+    return state if RANK == 0 else {}
+
+
+def own_shards(state):
+    """The state with this rank's shards as plain tensors, in the same memory."""
+    # NODES 4: To DCP they are tensors of this rank alone, so it need not see the others' files.
+    return tree_map_only(DTensor, DTensor.to_local, state)
+
+
+# NODES: What a rank gives to torch.distributed.checkpoint.
+CHECKPOINTS = {"shard": dict, "full": to_rank_0, "local": own_shards}
+
+
+@lru_cache
+def writers():
+    """A process group of the threads that write, whose messages must not meet training's."""
+    return dist.new_group(backend="gloo")
+
+
+# NODES: The thread that ends a checkpoint; and what has to happen before the next one begins.
+NAMING = ThreadPoolExecutor(1)
+UNFINISHED = ExitStack()
+
+
+def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
+    """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
+    # NODES 5: One checkpoint at a time, so a killed run loses no more than the one in progress.
+    UNFINISHED.close()
+    folder = run_folder / OWN if args.checkpoint_format == "local" else run_folder
+    saving = write_checkpoint(folder, model, tokenizer, stateful, state, args)
+    written = next(saving)
+
+    def finish():
+        if args.async_checkpoint and written:
+            written.result()
+        next(saving, None)
+
+    # NODES 6: A folder gets its name when its files are on the disk, not when copies are made.
+    UNFINISHED.callback(NAMING.submit(finish).result)
+    if not args.async_checkpoint:
+        UNFINISHED.close()
+
+
+def write_checkpoint(run_folder, model, tokenizer, stateful, state, args):
+    """Yields once, when the state may change again: the future of the files, or None."""
+    local = args.checkpoint_format == "local"
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
+        # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
+        parts = CHECKPOINTS[args.checkpoint_format](sharded_state(model, stateful))
+        # NODES 7: Copy the shards to CPU memory, and train on. A thread writes the copies.
+        save = dcp.async_save if args.async_checkpoint else dcp.save
+        options = {"process_group": writers(), "no_dist": args.checkpoint_format != "shard"}
+        written = parts and save(parts, checkpoint_id=folder, **options)
+        if RANK > 0 and not local:
+            return (yield written)
+        save_model(folder, model, tokenizer)
+        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        if RANK == 0:
+            shutil.copy(args.save_dir / args.experiment_name / "metrics.jsonl", folder)
+        yield written
+    if local:
+        dist.barrier(writers())  # NODES: all ranks have the new one, and none needs an old one
+    for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
+        # Its name goes first: a folder that is only half removed is not taken for a checkpoint.
+        shutil.rmtree(old.rename(run_folder / "incomplete"))
+
+
+def newest_checkpoint(run_folder, args):
+    """The newest one that all ranks have, or None."""
+    # NODES 8: A probe tells at the start whether the nodes share the folder, not the next resume.
+    probe = run_folder / uuid.uuid4().hex
+    probe.touch()
+    shared = all(gather((run_folder / gather(probe.name)[0]).exists()))
+    probe.unlink()
+    if not shared and args.checkpoint_format != "local":
+        fail(f"not all nodes see {run_folder}: share --save-dir, or use --checkpoint-format local")
+    # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
+    found = {x.name: x for x in [*run_folder.glob("step-*"), *run_folder.glob(f"{OWN}/step-*")]}
+    steps = gather(set(found))
+    common = set.intersection(*steps)
+    if any(steps) and not common:
+        fail(f"the ranks have no step of {run_folder} in common: take the same nodes or another -e")
+    return found[max(common)] if common else None
+
+
+def of_this_rank(checkpoint):
+    """Where this rank finds a checkpoint of any format."""
+    own = checkpoint.parent / OWN / checkpoint.name
+    return own if own.exists() else checkpoint
+
+
+def open_run(args):
+    """Makes the folder of a run with a name; returns it, its newest checkpoint and the state."""
+    flags = {name: getattr(args, name) for name in LASTING}
+    new_state = RunState(flags, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        return None, None, new_state
+    run_folder = args.save_dir / args.experiment_name
+    with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
+        run_folder.mkdir(parents=True, exist_ok=True)
+    # NODES: --resume-dir is where a run begins. Started again, the run continues itself.
+    own = newest_checkpoint(run_folder, args)
+    begin = not args.skip_optimizer and args.resume_dir and of_this_rank(args.resume_dir)
+    newest = own or begin
+    if not newest:
+        return run_folder, None, new_state
+    if not (newest / ".metadata").exists():  # FSDP: of torch.distributed.checkpoint
+        # NODES: Those of chapters 3 and 4 are, in the format `shard`.
+        fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
+    state = RunState(**json.loads((newest / "state.json").read_text()))
+    if not own:
+        state.comet_key = new_state.comet_key
+    for name, value in state.flags.items():
+        if flags[name] != value:
+            fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
+    say(f"Continuing from {newest}")
+    return run_folder, newest, state
+
+
+def load_training_state(checkpoint, stateful, model):
+    """Restores optimizer, scheduler and scaler in place."""
+    # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
+    state = sharded_state(model, stateful)
+    read_state(checkpoint, state)  # NODES: of any format
+    state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
+    # If --max-steps has changed, so has the schedule: compute the next learning rate again.
+    stateful["scheduler"].last_epoch -= 1
+    stateful["scheduler"].step()
+
+
+def read_state(checkpoint, state):
+    """Fills the tensors and objects of `state` from a checkpoint of any format."""
+    # NODES: For DCP a checkpoint of rank 0's whole tensors is one more way to cut them.
+    local = checkpoint.parent.name == OWN
+    with explain(f"cannot read {checkpoint}: is it of another model, or of other ranks?"):
+        parts = own_shards(state) if local else state
+        dcp.load(parts, checkpoint_id=checkpoint, no_dist=local)
+
+
+# -- Processes -------------------------------------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks; returns the device of this one."""
+    gpus = torch.cuda.device_count()
+    if "LOCAL_RANK" not in os.environ:
+        fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
+    if gpus:
+        torch.cuda.set_device(device)  # DDP: first of all, or each rank takes memory of GPU 0
+    # DDP: The ranks meet in a store that torchrun keeps. After a restart it still has the keys of
+    # the dead ranks, so each attempt gets a prefix. (On several nodes the counts may differ.)
+    store, *_ = next(dist.rendezvous("env://"))
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    return device
+
+
+def gather(value):
+    """What each rank passes, in the order of the ranks, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Adds the metrics of each rank, `memory/rank0/...`; the plain name gets the largest value."""
+    for rank, others in enumerate(gather(metrics)):
+        metrics |= {name: max(metrics[name], value) for name, value in others.items()}
+        metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in others.items()}
+    return metrics
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+class PhaseTimer:
+    """Times the phases of a step: `with timer("forward"): ...`.
+
+    Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
+    with the work. Their times are read at logged steps, when the GPU has passed them.
+    """
+
+    def __init__(self, device):
+        self.on_gpu = device.type == "cuda"
+        self.spans = defaultdict(list)  # (begin, end) of each time, by phase
+        self.last_read = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase):
+        begin = self.now()
+        yield
+        self.spans[phase].append((begin, self.now()))
+
+    def now(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, tokens_per_step):
+        """Milliseconds per optimizer step and tokens per second, since the last read."""
+        steps = len(self.spans["update"])
+        metrics = {}
+        for phase, spans in self.spans.items():
+            times = (a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in spans)
+            metrics[f"time/{phase}_ms"] = sum(times) / steps
+        self.spans.clear()
+        now = time.perf_counter()
+        seconds = (now - self.last_read) / steps
+        self.last_read = now
+        metrics["time/total_ms"] = 1e3 * seconds
+        metrics["tokens_per_second"] = tokens_per_step / seconds
+        return metrics
+
+
+def memory_metrics(device):
+    """GB (1e9 bytes) that PyTorch uses and has reserved on the GPU; without one, of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(args, model, train_samples):
+    """What is logged once: every flag, and what follows from them."""
+    return vars(args) | {
+        "world_size": WORLD_SIZE,  # DDP: the number of devices
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "dataset_samples": len(train_samples),
+        "dataset_tokens": len(train_samples) * args.seq_length,
+        "device_memory_gb": torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 1e9,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes the same records to `metrics.jsonl` and to Comet."""
+
+    def __init__(self, run_folder, checkpoint, state, args):
+        if checkpoint:  # only the records before it: a killed run may have left later ones
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        self.comet = start_comet(run_folder / "comet", state, args)
+
+    def metrics(self, state, metrics):
+        # JSON has no infinity, which the gradient norm of a step that fp16 skips may be.
+        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | finite
+        print(json.dumps(record), file=self.file, flush=True)
+        self.comet.log_metrics(finite, step=state.step, epoch=state.epoch)
+
+
+def start_comet(folder, state, args):
+    """A Comet experiment, which ends with the script; without key or network an archive instead."""
+    config = comet_ml.ExperimentConfig(
+        name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
+    )
+    options = {
+        "workspace": args.comet_workspace,
+        "project_name": args.comet_project_name,
+        "experiment_key": state.comet_key,  # a resumed run continues its experiment
+        "experiment_config": config,
+    }
+    if comet_ml.get_config("comet.api_key"):
+        try:
+            return comet_ml.start(online=True, **options)
+        except Exception as error:
+            say(f"warning: Comet cannot be reached ({error!r:.300})")
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # or it reports on its archive at length
+    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
+    return comet_ml.start(online=False, **options)
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    tqdm.write(message, file=CONSOLE)
+
+
+def fail(message):
+    """Exits with a one-line message about a mistake that the user can fix."""
+    sys.exit(f"error: {message}")
+
+
+@contextmanager
+def explain(message):
+    """Replaces the traceback of an error inside by this message and a short form of the error."""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as error:  # FSDP: what DCP raises on all ranks
+        fail(f"{message} ({error!r:.300})")
+
+
+def catch_stop_signals():
+    """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
+    received = []
+
+    def remember(signum, frame):
+        received.append(signum)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C stops at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return received
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+# Two minutes on a laptop, with a text that every Python brings along.
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
+    "model_name": f"{REPOSITORY}/tiny-llama",
+    "from_scratch": True,
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: chapter 1's global batch, so also its losses
+    "max_steps": 400,
+    "eval_dataset": f"{sysconfig.get_path('stdlib')}/_*.py",  # STREAM: files that -d leaves out
+    "lr": 2e-3,
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def at_least(minimum, kind=int):
+    """An argparse type: a finite number of this kind that is not below `minimum`."""
+
+    def number(text):
+        value = kind(text)
+        if not minimum <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+        return value
+
+    return number
+
+
+def parse_args():
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
+    add = parser.add_argument
+    switch = argparse.BooleanOptionalAction
+    count = at_least(0)
+    positive = at_least(1)
+    real = at_least(0, float)
+    add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet, or else the account's default")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
+    # NODES: Two ways to say the same.
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--gradient-accumulation-steps", type=positive, default="1", help="passes per step")
+    either("--global-batch-size", type=positive, help="samples per optimizer step, of all ranks")
+    add("--num-epochs", type=positive, default=3, help="passes over the dataset")
+    add("--max-steps", type=positive, help="stop after this many optimizer steps")
+    add("--lr", type=real, default=3e-5, help="peak learning rate")
+    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
+    add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
+    add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, or else fp32")
+    add("--activation-checkpointing", action="store_true", help="less memory, more compute")
+    add("--compile", action=switch, help="on for CUDA, or else off")
+    add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=positive, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
+    add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=count, default=0, help="of random weights and the order of samples")
+    # DDP: No --device, because torchrun hands out the devices.
+    # STREAM: What is read, and how it becomes rows.
+    add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
+    add("--shuffle-window", type=positive, default=1024, help="rows that are shuffled together")
+    add("--max-documents", type=positive, help="read only the first ones, over all ranks")
+    add("--local-cache", default="/tmp/mds", help="folder for MDS shards, one per node")
+    add("--cache-limit", default="100gb", help="disk space for downloaded MDS shards")
+    add("--eval-dataset", help="held-out documents, or else the validation split of -d")
+    add("--eval-dataset-subset", help="configuration name on the Hub")
+    add("--eval-documents", type=positive, default=1000, help="how many of them, the first ones")
+    # NODES: Who shares a copy of the model, who writes what, and where a run begins.
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    add("--shard-size", type=positive, default=node, help="ranks per copy; or else a node's")
+    add("--checkpoint-format", choices=CHECKPOINTS, default="shard", help="who writes what")
+    add("--async-checkpoint", action="store_true", help="train on while files are written")
+    add("--resume-dir", type=Path, help="checkpoint of any run, where this run begins")
+    add("--skip-optimizer", action="store_true", help="take only the weights from --resume-dir")
+    # FSDP: What to give up for memory, or for speed.
+    add("--cpu-offload", action="store_true", help="shards and AdamW in CPU memory: less on GPUs")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
+    add("--demo", action="store_true", help="a small preset; other flags override it")
+    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
+    config = parser.parse_known_args()[0].config
+    with explain(f"cannot read {config}"):
+        file = yaml.safe_load(config.read_text()) if config else {}
+        given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in file.items()]
+    if "--demo" in given + sys.argv[1:]:
+        parser.set_defaults(**DEMO)
+    args = parser.parse_args(given + sys.argv[1:])
+    if not args.max_steps:  # STREAM: also where --num-epochs is given
+        parser.error("a stream has no known length, which the schedule needs: give --max-steps")
+    # NODES 10: Fewer ranks make more passes, so the batch stays when nodes come and go.
+    size = args.batch_size * WORLD_SIZE
+    total = args.global_batch_size or size * args.gradient_accumulation_steps
+    if total % size:
+        low = max(total // size, 1) * size
+        parser.error(f"--global-batch-size: no multiple of ranks × -b, take {low} or {low + size}")
+    args.gradient_accumulation_steps = total // size
+    if WORLD_SIZE % args.shard_size:
+        parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
+    name = args.experiment_name or ""
+    if "/" in name or name in (".", ".."):
+        parser.error("--experiment-name must be a plain folder name, without slashes")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError:
+        remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
+        # FSDP: more devices help, too, because each of them then has a smaller shard.
+        fail(f"out of GPU memory: {remedy} --activation-checkpointing, more GPUs, --cpu-offload")

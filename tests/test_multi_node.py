@@ -1,0 +1,561 @@
+"""Chapter 5: copies of the model, checkpoints of each format, nodes that come and go.
+
+The nodes are ranks of this machine. A disk of a node is a folder of a rank.
+"""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from conftest import (
+    NO_TORCHVISION,
+    STAND_IN,
+    TINY_LLAMA,
+    assert_one_sentence,
+    assert_same_losses,
+    assert_same_model,
+    exact,
+    require,
+)
+from runner import CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run
+from safetensors.torch import load_file
+from test_fsdp import OFF, assert_same_checkpoint, told
+from test_mds import IMPORTABLE, WRITE_MDS
+from test_torchrun import nodes
+
+# Each rank tells at its end what it holds, and how often it has averaged gradients over the copies.
+WATCH = """
+import hashlib, os
+import torch
+import torch.distributed as dist
+
+models, calls = [], []
+
+def to_empty(self, *, device, recurse=True):
+    models.append(original_to_empty(self, device=device))
+    with torch.no_grad():
+        for tensor in [*self.parameters(), *self.buffers()]:
+            getattr(tensor, "_local_tensor", tensor).fill_(torch.nan)
+    return self
+
+original_to_empty = torch.nn.Module.to_empty
+torch.nn.Module.to_empty = to_empty
+
+def all_reduce(tensor, *args, **options):
+    calls.append(options.get("group") is not None and tensor.numel() > 1)
+    return original_all_reduce(tensor, *args, **options)
+
+original_all_reduce = dist.all_reduce
+dist.all_reduce = all_reduce
+
+def tell():
+    shards = [p.to_local() for p in models[0].parameters()]
+    assert not any(shard.isnan().any() for shard in shards)
+    held = [shard.detach().numpy().tobytes() for shard in shards]
+    print("\\nshards", *(hashlib.sha256(x).hexdigest()[:16] for x in held))
+    print("all-reduces", sum(calls))
+    destroy()
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = tell
+"""
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory, texts):
+    """MDS rows, which are the same on any number of ranks."""
+    folder = tmp_path_factory.mktemp("mds")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
+    arguments = ["-o", folder / "rows", "-m", TINY_LLAMA, "-d", folder / "text.jsonl", "-s", 32]
+    run = Run(WRITE_MDS, [*arguments, "--processes", 1], folder / "output", before=IMPORTABLE)
+    assert run.wait() == 0, run.output
+    return folder / "rows"
+
+
+@pytest.fixture
+def train(trainer, shards):
+    """Runs the chapter on MDS rows."""
+
+    def run(*flags, processes=2, before="", script=CHAPTER_5, start=False, **options):
+        flags = ["-d", shards, "--eval-freq", 0, "--lr", 1e-3, *flags]
+        options |= {"processes": processes, "script": script, "before": IMPORTABLE + before}
+        return (trainer.start if start else trainer)(*flags, **options)
+
+    return run
+
+
+def take_over(origin, trainer, name: str, step: int) -> Path:
+    """A run's folder as it was after this step, in any format."""
+    folder = trainer.folder / name
+    for checkpoint in [*origin.folder.glob(f"**/step-{step:08d}")]:
+        shutil.copytree(checkpoint, folder / checkpoint.relative_to(origin.folder))
+    return folder
+
+
+# -- Hybrid shards ---------------------------------------------------------------------------------
+
+
+def test_losses_for_every_shard_size(train, model, texts, tmp_path):
+    """Those of one process, also norms and held-out losses; equal copies, to the last bit."""
+    held_out = tmp_path / "held-out.jsonl"
+    held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:17]))
+    flags = ["--max-steps", 12, "--eval-dataset", held_out, "--eval-freq", 6]
+    single = train(*flags, "-b", 16, processes=1, script=CHAPTER_4, name="single")
+    four = [*flags, "-b", 2, "--gradient-accumulation-steps", 2]
+    options = {"processes": 4, "before": WATCH}
+    before = train(*four, script=CHAPTER_4, name="chapter-4", **options)
+    cases = [(1, ["--cpu-offload"]), (2, []), (2, ["--no-reshard-after-forward"]), (4, [])]
+    for number, (size, more) in enumerate(cases):
+        run = train(*four, "--shard-size", size, *more, name=f"run-{number}", **options)
+        assert_same_losses(single, run, 12, **OFF)
+        held = told(run, "shards ")
+        for rank in range(4):
+            assert held[rank] == held[rank % size]
+        assert len({shards[0] for shards in held}) == size
+        # Once per step for each of the two layers and the root
+        assert told(run, "all-reduces ") == [[str(12 * 3)]] * 4
+    assert exact(run.records) == exact(before.records)
+    assert_same_model(run, before)
+    assert told(run, "shards ") == told(before, "shards ")
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A rank on a node of its own: --save-dir is a folder that no other rank sees
+OWN_DISK = """
+import os
+os.makedirs(os.environ["DISKS"] + os.environ["RANK"], exist_ok=True)
+os.chdir(os.environ["DISKS"] + os.environ["RANK"])
+"""
+
+
+# Format, ranks per copy, flags
+FORMATS = {
+    "shard": ("shard", 1, []),
+    "full": ("full", 1, []),
+    "local": ("local", 2, []),
+    "shard, while training goes on": ("shard", 2, ["--async-checkpoint"]),
+    "local, while training goes on": ("local", 1, ["--async-checkpoint"]),
+}
+
+
+@pytest.mark.parametrize("case", FORMATS)
+def test_formats_resume_exactly(train, trainer, case):
+    """Bit for bit; and the files are those of the README."""
+    how, size, more = FORMATS[case]
+    flags = ["--max-steps", 9, "--ckpt-freq", 3, "--keep-checkpoints", 99, "--shard-size", size]
+    flags += ["--checkpoint-format", how, *more]
+    origin = train(*flags, name="origin", before=WATCH)
+    glob = "rank-*/*6/*.distcp" if how == "local" else "*6/*.distcp"
+    files = sorted(str(path.relative_to(origin.folder)) for path in origin.folder.glob(glob))
+    if how == "local":
+        assert files == [f"rank-{rank}/step-00000006/__0_0.distcp" for rank in range(2)]
+    else:
+        writers = range(1 if how == "full" else 2)
+        assert files == [f"step-00000006/__{rank}_0.distcp" for rank in writers]
+    take_over(origin, trainer, "resumed", 6)
+    resumed = train(*flags, name="resumed", before=WATCH)
+    assert "step-00000006" in resumed.output
+    assert exact(resumed.records) == exact(origin.records)
+    assert told(resumed, "shards ") == told(origin, "shards ")
+    assert_same_model(resumed, origin)
+
+
+def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
+    """Format local: on from the newest step that all have; other ranks are refused."""
+    flags = ["--save-dir", "runs", "--max-steps", 9, "--ckpt-freq", 3]
+    flags += ["--checkpoint-format", "local"]
+    options = {"before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}}
+    disks = [tmp_path / f"disk-{rank}" / "runs" / "run" for rank in range(3)]
+
+    def on_disk_0(result):
+        result.folder = disks[0]
+        return result
+
+    origin = on_disk_0(train(*flags, **options))
+    records = exact(origin.records)
+    assert_same_model(origin, train(*flags[2:], name="shared"))
+    for rank in range(2):
+        steps = sorted(str(p.relative_to(disks[rank])) for p in disks[rank].glob("**/step-*"))
+        assert steps == [f"rank-{rank}/step-{step:08d}" for step in (6, 9)]
+    assert not (disks[1] / "metrics.jsonl").exists()
+    # One node dies before it has saved the last step; its folder stays incomplete
+    (disks[1] / "rank-1" / "step-00000009").rename(disks[1] / "rank-1" / "incomplete")
+    resumed = on_disk_0(train(*flags, **options))
+    assert "Continuing from runs/run/rank-0/step-00000006" in resumed.output
+    assert exact(resumed.records) == records
+
+    result = train(*flags, "-b", 8, processes=1, status=1, **options)
+    assert_one_sentence(result.output, "of other ranks")
+    result = train(*flags, "-b", 4, processes=3, status=1, **options)
+    assert_one_sentence(result.run.ranks[0].output, "have no step of runs/run in common")
+
+
+def test_a_folder_that_nodes_do_not_share(train, tmp_path):
+    """Noticed before the first step."""
+    options = {"before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}, "status": 1}
+    result = train("--max-steps", 1, "--save-dir", "runs", **options)
+    for rank in result.run.ranks:
+        assert_one_sentence(rank.output, "not all nodes see runs/run: share --save-dir")
+    assert [*tmp_path.glob("disk-*/runs/run/*")] == []
+
+
+def test_resume_dir(train, trainer):
+    """From any format; the own checkpoint comes first. Then weights only."""
+    flags = ["--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9]
+    origin = train(*flags, name="origin")
+    local = train(*flags, "--checkpoint-format", "local", name="local")
+    for run in (origin, local):
+        start = ["--resume-dir", run.folder / "step-00000003"]
+        name = f"from-{run.folder.name}"
+        resumed = train(*flags, *start, name=name)
+        assert exact(resumed.records) == exact(origin.records)
+        assert_same_model(resumed, origin)
+        again = train(*flags, *start, "--max-steps", 7, name=name)
+        assert f"Continuing from {resumed.folder}/step-00000006" in again.output
+    keys = [
+        json.loads((run.folder / "step-00000006" / "state.json").read_text())["comet_key"]
+        for run in (origin, resumed)
+    ]
+    assert keys[0] != keys[1]
+
+    # The weights of the last step, another learning rate, the first samples
+    flags = ["--max-steps", 2, "--lr", 5e-4]
+    final = ["-m", origin.folder / "final", "--no-from-scratch", "--shard-size", 1]
+    plain = train(*flags, *final, name="plain")
+    for run, size in ((origin, 1), (local, 2)):
+        start = ["--resume-dir", run.folder / "step-00000006", "--skip-optimizer"]
+        fresh = train(*flags, *start, "--shard-size", size, name=f"fresh-{run.folder.name}")
+        if size == 1:
+            assert exact(fresh.records) == exact(plain.records)
+            assert_same_model(fresh, plain)
+        assert_same_losses(plain, fresh, 2, **OFF)
+
+    for folder in (trainer.folder, "/no"):
+        result = train(*flags, "--resume-dir", folder, name="no", status=1)
+        sentence = f"{folder} is no checkpoint of this chapter"
+        assert_one_sentence(result.run.ranks[0].output, sentence)
+
+
+def test_checkpoints_of_chapter_4_and_back(train, trainer):
+    """The format shard is chapter 4's."""
+    flags = ["--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9]
+    origin = train(*flags, name="origin", script=CHAPTER_4)
+    take_over(origin, trainer, "on", 3)
+    resumed = train(*flags, "--shard-size", 1, "--async-checkpoint", name="on")
+    assert_same_losses(origin, resumed, 6, **OFF)
+    take_over(resumed, trainer, "back", 6)
+    flags = [*flags, "--max-steps", 8]
+    back = train(*flags, name="back", script=CHAPTER_4)
+    assert "step-00000006" in back.output
+    assert len(back.records) == 8
+
+
+# -- Another format --------------------------------------------------------------------------------
+
+CONVERT = REPOSITORY / "tools" / "convert-checkpoint.py"
+
+
+@pytest.fixture
+def convert(trainer):
+    """Converts checkpoints of runs, both named as "run/step"."""
+
+    def run(source: str, destination: str, *flags, status=0):
+        paths = [
+            trainer.folder / name.replace("/", "/step-0000000") for name in (source, destination)
+        ]
+        run = Run(
+            CONVERT, [*paths, *flags], trainer.folder / f"{destination.replace('/', '-')}.txt"
+        )
+        assert run.wait() == status, run.output
+        return run.output if status else paths[1]
+
+    return run
+
+
+def test_formats_become_each_other(train, trainer, convert):
+    """Through all of them and back, bit for bit; runs go on exactly from each."""
+    flags = ["--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9]
+    origin = train(*flags, name="origin")
+    local = train(*flags, "--checkpoint-format", "local", name="local")
+
+    assert_same_checkpoint(
+        convert("local/3", "full/3", "--to", "full"), origin.folder / "step-00000003"
+    )
+    convert("full/3", "own/3", "--to", "local", "--ranks", 2)
+    for rank in range(2):
+        path = f"rank-{rank}/step-00000003"
+        assert_same_checkpoint(trainer.folder / "own" / path, local.folder / path)
+    convert("own/3", "single/3", "--to", "single")
+    shards = convert("single/3", "shard/3", "--to", "shard", "--ranks", 3)
+    assert len([*shards.glob("*.distcp")]) == 3
+    assert_same_checkpoint(shards, origin.folder / "step-00000003")
+    # `single` has lost the place in the data, which chapters 1 and 2 count in another way
+    assert "places" not in json.loads((shards / "state.json").read_text())
+
+    convert("origin/3", "shards/3", "--to", "shard", "--ranks", 2)
+    for name in ("full", "own", "shards"):
+        resumed = train(*flags, name=name)
+        assert "step-00000003" in resumed.output
+        assert exact(resumed.records) == exact(origin.records)
+        assert_same_model(resumed, origin)
+
+    folder = convert("origin/6", "hub/6", "--to", "transformers")
+    names = {path.name for path in folder.iterdir()}
+    assert names == {path.name for path in (origin.folder / "final").iterdir()}
+    one, other = (load_file(x / "model.safetensors") for x in (folder, origin.folder / "final"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+    shutil.rmtree(local.folder / "rank-1")
+    output = convert("local/3", "no/3", "--to", "full", status=1)
+    assert_one_sentence(output, "collect step-00000003 of all ranks: only [0]")
+    output = convert("hub/6", "no/4", "--to", "full", status=1)
+    assert_one_sentence(output, "is no checkpoint of chapters 1 to 6")
+    output = convert("origin/6", "origin/3", "--to", "full", status=1)
+    assert_one_sentence(output, "step-00000003 exists")
+
+
+def test_checkpoints_of_chapters_1_and_3(trainer, convert):
+    """Chapter 3 goes on where chapter 1 was saved, and the other way round."""
+    flags = ["--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9, "--eval-freq", 0]
+    one = trainer(*flags, name="one")
+    three = trainer(*flags, name="three", processes=1, script=CHAPTER_3)
+    convert("one/3", "to-three/3", "--to", "shard")
+    convert("three/3", "to-one/3", "--to", "single")
+    resumed = trainer(*flags, name="to-three", processes=1, script=CHAPTER_3)
+    assert "step-00000003" in resumed.output
+    assert_same_losses(one, resumed, 6, **OFF)
+    resumed = trainer(*flags, name="to-one")
+    assert "step-00000003" in resumed.output
+    assert_same_losses(three, resumed, 6, **OFF)
+    # Back again: nothing has changed
+    back = convert("to-three/3", "back/3", "--to", "single")
+    before, after = (
+        torch.load(folder / "training_state.pt")["optimizer"]["state"]
+        for folder in (one.folder / "step-00000003", back)
+    )
+    assert before.keys() == after.keys()
+    for number, moments in before.items():
+        assert all(torch.equal(moments[key], after[number][key]) for key in moments)
+
+
+# -- While training goes on ------------------------------------------------------------------------
+
+# Writing a file takes as long as a file of this name is missing
+SLOW = """
+import os, time, torch.distributed.checkpoint.filesystem as files
+original = files._write_item
+def write(*args, **options):
+    while not os.path.exists(os.environ["GO"]):
+        time.sleep(0.01)
+    return original(*args, **options)
+files._write_item = write
+"""
+
+
+def test_training_goes_on_while_files_are_written(train, trainer):
+    """The step gets its name later, with the weights of that step; the next one waits for it."""
+    flags = ["--max-steps", 12, "--ckpt-freq", 5, "--keep-checkpoints", 9]
+    plain = train(*flags, name="plain")
+    go = trainer.folder / "go"
+    options = {"env": {"GO": str(go)}, "before": SLOW, "name": "slow", "start": True}
+    job = train(*flags, "--async-checkpoint", **options)
+    job.wait_for("step 10/12")  # the second checkpoint waits for the first one
+    time.sleep(1)
+    folder = trainer.folder / "slow"
+    assert "step 11/12" not in job.output
+    assert [*folder.glob("step-*")] == []
+    go.touch()
+    assert job.wait() == 0, job.output
+    assert sorted(p.name for p in folder.glob("step-*")) == plain.checkpoints
+    for name in plain.checkpoints:
+        assert_same_checkpoint(folder / name, plain.folder / name)
+    assert not (folder / "incomplete").exists()
+
+
+@pytest.mark.parametrize("how", ["async", "local"])
+def test_sigkill_at_random_moments(train, trainer, how):
+    """The next run goes on exactly, from the newest step or the one before."""
+    flags = ["--max-steps", 30, "--ckpt-freq", 2, "--keep-checkpoints", 99]
+    flags += ["--async-checkpoint"] if how == "async" else ["--checkpoint-format", how]
+    undisturbed = train(*flags, name="undisturbed")
+    folder = trainer.folder / "killed"
+
+    def saved() -> set[str]:
+        return {p.name for glob in ("step-*", "rank-1/step-*") for p in folder.glob(glob)}
+
+    for _ in range(2):
+        job = train(*flags, name="killed", start=True)
+        end = time.monotonic() + 60
+        reached = saved()
+        while len(saved() - reached) < 2:
+            assert time.monotonic() < end, job.output
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 0.2))
+        for rank in random.sample(job.ranks, 2):
+            rank.process.kill()
+            time.sleep(random.uniform(0, 0.02))
+        job.wait()
+    resumed = train(*flags, name="killed")
+    assert "Continuing from" in resumed.output
+    assert exact(resumed.records) == exact(undisturbed.records)
+    assert_same_model(resumed, undisturbed)
+
+
+def test_a_thread_that_cannot_write(train):
+    """The run ends at the next checkpoint, and the ones before it stay."""
+    full = """
+import os, resource
+if os.environ["RANK"] == "1":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+"""
+    before = train("--max-steps", 2, "--async-checkpoint")
+    flags = ["--max-steps", 4, "--async-checkpoint"]
+    after = train(*flags, before=full, status=1)
+    for rank in after.run.ranks:
+        assert "CheckpointException" in rank.output
+    assert after.checkpoints == before.checkpoints == ["step-00000002"]
+
+
+def test_the_slow_disk_of_the_benchmark(tmp_path):
+    """Files of one folder are slow, and the others are not."""
+    require("cc")
+    library, source = tmp_path / "slow.so", REPOSITORY / "benchmarks" / "slow-disk.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    env = {"LD_PRELOAD": str(library), "SLOW_FOLDER": str(tmp_path / "slow")}
+    env |= {"SLOW_BYTES_PER_S": "1e6", "SLOW_FSYNC_S": "0.5"}
+    times = []
+    for name in ("slow", "fast"):
+        (tmp_path / name).mkdir()
+        code = "import os, sys; f = open(sys.argv[1], 'wb', 0); f.write(b'x' * 500_000)"
+        command = [sys.executable, "-c", f"{code}; os.fsync(f.fileno())", tmp_path / name / "file"]
+        begin = time.monotonic()
+        subprocess.run(command, env=env, check=True)
+        times.append(time.monotonic() - begin)
+    assert times[0] > times[1] + 0.5
+    assert times[0] > 1
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+MISTAKES = [
+    (["--global-batch-size", 12, "-b", 4], 2, "no multiple of ranks × -b, take 8 or 16"),
+    (["--global-batch-size", 20, "-b", 4], 2, "no multiple of ranks × -b, take 16 or 24"),
+    (["--global-batch-size", 4, "-b", 4], 2, "no multiple of ranks × -b, take 8 or 16"),
+    (
+        ["--global-batch-size", 8, "--gradient-accumulation-steps", 1],
+        2,
+        "argument --gradient-accumulation-steps: not allowed with argument --global-batch-size",
+    ),
+    (["--shard-size", 3], 2, "--shard-size 3 does not divide the 2 ranks"),
+    (["--checkpoint-format", "torch"], 2, "invalid choice: 'torch'"),
+]
+
+
+@pytest.mark.parametrize(("flags", "status", "sentence"), MISTAKES)
+def test_mistakes_end_in_one_sentence(train, flags, status, sentence):
+    result = train("--max-steps", 1, *flags, status=status)
+    assert_one_sentence(result.run.ranks[0].output, sentence)
+
+
+def test_global_batch_size(train):
+    """The accumulation follows from it."""
+    flags = ["--max-steps", 4]
+    one = train(*flags, "-b", 2, "--gradient-accumulation-steps", 8, processes=1, name="one")
+    for processes in (1, 2, 4):
+        options = {"processes": processes, "name": f"on-{processes}"}
+        run = train(*flags, "-b", 2, "--global-batch-size", 16, **options)
+        assert_same_losses(one, run, 4, **OFF)
+
+
+# -- Nodes that come and go ------------------------------------------------------------------------
+
+
+# Two nodes on one machine: each has shared memory with names of its own
+SHARED_MEMORY = """
+import os
+from multiprocessing import shared_memory
+
+class OfNode(shared_memory.SharedMemory):
+    def __init__(self, name=None, *args, **options):
+        super().__init__(name and os.environ["NODE"] + name, *args, **options)
+
+shared_memory.SharedMemory = OfNode
+"""
+
+
+def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, shards, monkeypatch):
+    """One node, then two, then the second one is killed with its worker: as if alone all along."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    (trainer.folder / "sitecustomize.py").write_text(SHARED_MEMORY)
+    paths = [trainer.folder, *([STAND_IN] if NO_TORCHVISION else [])]
+    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, paths)))
+    flags = ["-d", "rows", "--eval-freq", 0, "--lr", 1e-3, "-b", 2, "--global-batch-size", 8]
+    flags += ["--max-steps", 5000, "--ckpt-freq", 50]
+    both = nodes(trainer, "1:2", *flags, name="run", script=(CHAPTER_5,))
+
+    def start(number: int):
+        """In a folder of its own, with a copy of the rows."""
+        folder = trainer.folder / f"node-{number}"
+        shutil.copytree(shards, folder / "rows")
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("NODE", f"node{number}")
+        monkeypatch.setenv("TMPDIR", str(folder))
+        return next(both)
+
+    first = start(0)
+    first.wait_for("step 5/")
+    second = start(1)
+
+    def wait_until(condition) -> None:
+        end = time.monotonic() + 150
+        while not condition():
+            assert time.monotonic() < end, first.output + second.output
+            assert first.process.poll() is None, first.output + second.output
+            time.sleep(0.1)
+
+    def resumes() -> int:
+        return first.output.count("Continuing from") + second.output.count("Continuing from")
+
+    def step() -> int:
+        lines = (first.folder / "metrics.jsonl").read_text().splitlines()
+        return json.loads(lines[-2])["step"] if len(lines) > 1 else 0  # the last may be incomplete
+
+    wait_until(lambda: resumes() > 0)
+    joined = step()
+    wait_until(lambda: step() > joined + 120)
+    before = resumes()
+    victims = [psutil.Process(second.process.pid), *second.workers()]
+    for process in victims:
+        process.kill()
+    second.process.wait()
+    wait_until(lambda: resumes() > before)
+    alone = step()
+    wait_until(lambda: step() > alone + 20)
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait() != 0
+    records = first.records
+    assert [record["step"] for record in records] == [*range(1, len(records) + 1)]
+    ranks = ["memory/rank1/resident_gb" in record for record in records]
+    assert not ranks[0]
+    assert sum(ranks) > 50
+    assert not ranks[-1]
+
+    single = train(*flags, "-d", shards, processes=1, name="single", start=True)
+    single.wait_for(f"step {len(records)}/", timeout=200)
+    single.signal(signal.SIGTERM)
+    single.wait()
+    expected = [json.loads(line) for line in (trainer.folder / "single" / "metrics.jsonl").open()]
+    for name, tolerance in (("loss", 1e-3), ("learning_rate", 0), ("epoch", 0)):
+        found = [record[name] for record in records]
+        reference = [record[name] for record in expected][: len(found)]
+        assert found == pytest.approx(reference, rel=tolerance, abs=0), name

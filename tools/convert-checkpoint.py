@@ -1,0 +1,241 @@
+"""Turns a checkpoint of chapters 1 to 6 into one of another format, or into a Transformers folder.
+
+    python tools/convert-checkpoint.py outputs/a/step-00000500 outputs/b/step-00000500 --to full
+    python tools/convert-checkpoint.py outputs/a/step-00000500 outputs/b/step-00000500 \
+        --to local --ranks 16 --shard-size 8
+    python tools/convert-checkpoint.py outputs/a/step-00000500 model --to transformers
+
+| format | of chapters | files |
+|---|---|---|
+| shard | 3 to 6 | one file for each of --ranks, and an index |
+| full | 5 | one file with all tensors, and an index |
+| local | 5 | a folder of the run for each of --ranks, with the same step in each |
+| single | 1 and 2 | a Transformers folder and training_state.pt |
+| transformers | none | a Transformers folder: nothing to resume from |
+
+A *local* checkpoint is named like the others: `outputs/a/step-00000500` stands for the folders
+`outputs/a/rank-*/step-00000500`. Collect those of all nodes first. The tool holds the whole state
+in memory, 12 bytes per parameter. A copy of `state.json` tells where the run stands. A run goes on
+exactly in the chapter that saved it. Other chapters may read other samples, and then refuse.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._pytree import tree_map_only
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FORMATS = ["shard", "full", "local", "single", "transformers"]
+# What the writers of the formats make by themselves; all other files are copied
+OWN_FILES = (
+    ".metadata",
+    "*.distcp",
+    "training_state.pt",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
+# Flags and state of chapters 4 and 5, which chapters 1 and 2 do not know
+STREAM = {"packing", "shuffle_window", "max_documents"}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Converts checkpoints.")
+    parser.add_argument("source", type=Path, help="a step-* folder")
+    parser.add_argument("destination", type=Path, help="a new folder")
+    parser.add_argument("--to", choices=FORMATS, required=True)
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="which read it, or files [%(default)s]"
+    )
+    parser.add_argument("--shard-size", type=int, help="as in chapter 5; or else all ranks")
+    args = parser.parse_args()
+    args.shard_size = args.shard_size or args.ranks
+    if args.ranks < 1 or args.shard_size < 1 or args.ranks % args.shard_size:
+        parser.error("--shard-size has to divide --ranks")
+    if args.to == "local" and not args.destination.name.startswith("step-"):
+        parser.error("a local checkpoint needs the name of a step: .../step-00000500")
+    return args
+
+
+# -- Reading: always the whole state, with the names of the parameters -----------------------------
+
+
+def local_folders(checkpoint: Path) -> list[Path]:
+    folders = checkpoint.parent.glob(f"rank-*/{checkpoint.name}")
+    return sorted(folders, key=lambda folder: int(folder.parent.name.removeprefix("rank-")))
+
+
+def read(checkpoint: Path) -> dict:
+    """{"model": ..., "optimizer": ..., "scheduler": ..., "scaler": ...} with whole tensors."""
+    if (checkpoint / ".metadata").exists():
+        return read_dcp(checkpoint)
+    if (checkpoint / "training_state.pt").exists():
+        return read_single(checkpoint)
+    if folders := local_folders(checkpoint):
+        return read_local(folders)
+    sys.exit(f"error: {checkpoint} is no checkpoint of chapters 1 to 6")
+
+
+def read_dcp(checkpoint: Path) -> dict:
+    with tempfile.TemporaryDirectory(dir=checkpoint.parent) as folder:
+        file = os.path.join(folder, "whole.pt")
+        dcp_to_torch_save(checkpoint, file)
+        return torch.load(file, weights_only=False)
+
+
+def read_local(folders: list[Path]) -> dict:
+    numbers = [int(folder.parent.name.removeprefix("rank-")) for folder in folders]
+    incomplete = f"error: collect {folders[0].name} of all ranks: only {numbers} are here"
+    if numbers != [*range(len(folders))]:
+        sys.exit(incomplete)
+    parts = [read_dcp(folder) for folder in folders]
+    shapes = {name: x.shape for name, x in empty_model(folders[0]).state_dict().items()}
+
+    def joined(name: str, shards: list) -> torch.Tensor:
+        """The first ranks have the rows of the first copy of the model, and the rest has more."""
+        rows, missing = [], shapes[name][0]
+        while missing > 0:
+            if not shards:
+                sys.exit(incomplete)
+            rows.append(shards.pop(0))
+            missing -= len(rows[-1])
+        return torch.cat(rows)
+
+    whole = parts[0]
+    for name in whole["model"]:
+        whole["model"][name] = joined(name, [part["model"][name] for part in parts])
+    for name, moments in whole["optimizer"]["state"].items():
+        for key in ("exp_avg", "exp_avg_sq"):
+            shards = [part["optimizer"]["state"][name][key] for part in parts]
+            moments[key] = joined(name, shards)
+    return whole
+
+
+def read_single(checkpoint: Path) -> dict:
+    state = torch.load(checkpoint / "training_state.pt", weights_only=True)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    names = parameter_names(model)
+    optimizer = state["optimizer"]
+    for group in optimizer["param_groups"]:
+        group["params"] = [names[number] for number in group["params"]]
+    optimizer["state"] = {names[number]: moments for number, moments in optimizer["state"].items()}
+    return state | {"model": model.state_dict()}
+
+
+def empty_model(checkpoint: Path):
+    with torch.device("meta"):
+        config = AutoConfig.from_pretrained(checkpoint)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def parameter_names(model) -> list[str]:
+    """In the order of the chapters' optimizer: matrices, then biases and norms."""
+    parameters = [*model.named_parameters()]
+    return [name for matrix in (True, False) for name, p in parameters if (p.dim() > 1) == matrix]
+
+
+# -- Writing ---------------------------------------------------------------------------------------
+
+
+def write_dcp(state: dict, folder: Path, files: int = 1) -> None:
+    writer = dcp.FileSystemWriter(folder, thread_count=files)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+
+
+def shard(state: dict, number: int, count: int) -> dict:
+    """The rows of one rank, as `fully_shard` cuts them."""
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0:  # AdamW's count of steps
+            return tensor
+        parts = torch.chunk(tensor, count)
+        return (parts[number] if number < len(parts) else tensor[:0]).clone()
+
+    return tree_map_only(torch.Tensor, rows, state)
+
+
+def write_transformers(state: dict, folder: Path, source: Path) -> None:
+    model = empty_model(source)
+    weights = {n: x for n, x in state["model"].items() if n not in model.all_tied_weights_keys}
+    model.save_pretrained(folder, state_dict=weights)
+
+
+def write_single(state: dict, folder: Path, source: Path) -> None:
+    write_transformers(state, folder, source)
+    numbers = {name: n for n, name in enumerate(parameter_names(empty_model(source)))}
+    optimizer = state["optimizer"]
+    groups = [
+        group | {"params": [numbers[name] for name in group["params"]]}
+        for group in optimizer["param_groups"]
+    ]
+    moments = {numbers[name]: moments for name, moments in optimizer["state"].items()}
+    training_state = {
+        "optimizer": {"state": dict(sorted(moments.items())), "param_groups": groups},
+        # torch.distributed.checkpoint leaves out what is empty
+        "scheduler": {"lr_lambdas": [None] * len(groups)} | state["scheduler"],
+        "scaler": state.get("scaler", {}),
+    }
+    torch.save(training_state, folder / "training_state.pt")
+
+
+def copy_other_files(source: Path, folder: Path, to: str) -> None:
+    """Config, tokenizer, the place of the run and its metrics."""
+    for file in source.iterdir():
+        if file.is_file() and not any(file.match(pattern) for pattern in OWN_FILES):
+            shutil.copy(file, folder)
+    file = folder / "state.json"
+    if to == "transformers":
+        file.unlink()
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+    elif to == "single":
+        state = json.loads(file.read_text())
+        state.pop("places", None)
+        state["flags"] = {n: value for n, value in state["flags"].items() if n not in STREAM}
+        file.write_text(json.dumps(state, indent=2))
+
+
+def convert(source: Path, folder: Path, state: dict, args: argparse.Namespace, rank: int) -> None:
+    """Writes under another name, and renames what is complete."""
+    if folder.exists():
+        sys.exit(f"error: {folder} exists")
+    temporary = folder.with_name(f"{folder.name}.incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    if args.to == "transformers":
+        write_transformers(state, temporary, source)
+    elif args.to == "single":
+        write_single(state, temporary, source)
+    elif args.to == "local":
+        write_dcp(shard(state, rank % args.shard_size, args.shard_size), temporary)
+    else:
+        write_dcp(state, temporary, args.ranks if args.to == "shard" else 1)
+    copy_other_files(source, temporary, args.to)
+    temporary.rename(folder)
+
+
+def main() -> None:
+    args = parse_args()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    transformers.logging.disable_progress_bar()
+    state = read(args.source)
+    source = args.source if args.source.exists() else local_folders(args.source)[0]
+    folders = [args.destination]
+    if args.to == "local":
+        run, step = args.destination.parent, args.destination.name
+        folders = [run / f"rank-{rank}" / step for rank in range(args.ranks)]
+    for rank, folder in enumerate(folders):
+        convert(source, folder, state, args, rank)
+    print(f"wrote {args.destination} ({args.to})")
+
+
+if __name__ == "__main__":
+    main()
