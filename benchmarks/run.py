@@ -108,6 +108,7 @@ class Contender:
 METHODS = ("chapters", "comet", "trainer", "trainer-tuned", "trainer-fsdp", "accelerate")
 METHODS += ("lightning", "transformers-tp")
 TP = "06-tensor-parallel"
+PP = "07-pipeline-parallel"  # one pipeline of all devices, with as many micro-batches as stages
 
 
 def contenders(args) -> list[Contender]:
@@ -126,9 +127,10 @@ def contenders(args) -> list[Contender]:
                     add(f"chapter 1{name}", CHAPTERS[0], flag)
                 for script in CHAPTERS[1:]:
                     flags = [flag]
+                    listed = SHAPES[args.shape]["model_type"] == "llama"
+                    if script.parent.name in (TP, PP) and not listed:
+                        continue  # a family that these chapters do not know
                     if script.parent.name == TP:
-                        if SHAPES[args.shape]["model_type"] != "llama":
-                            continue  # a family without a plan
                         # The largest groups that this shape allows; each has a share of the batch
                         size = math.gcd(devices, SHAPES[args.shape]["num_key_value_heads"])
                         flags += [

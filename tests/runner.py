@@ -24,6 +24,7 @@ CHAPTER_3 = REPOSITORY / "03-fsdp" / "train-llm.py"
 CHAPTER_4 = REPOSITORY / "04-streaming" / "train-llm.py"
 CHAPTER_5 = REPOSITORY / "05-multi-node" / "train-llm.py"
 CHAPTER_6 = REPOSITORY / "06-tensor-parallel" / "train-llm.py"
+CHAPTER_7 = REPOSITORY / "07-pipeline-parallel" / "train-llm.py"
 CHAPTER_8 = REPOSITORY / "08-gradient-compression" / "train-llm.py"
 
 _context = multiprocessing.get_context("forkserver")

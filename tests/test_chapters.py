@@ -110,6 +110,18 @@ STEPS = [
         | {"check_groups"},
     ),
     Step(
+        after="07-pipeline-parallel",
+        marker="PP",
+        ideas=11,
+        tokens=1_700,
+        lines=145,
+        may_differ={"docstring", "imports", "main", "build_model", "AsOnOneDevice", "load_weights"}
+        | {"load_config_and_tokenizer", "evaluate", "sharded_state", "parse_args"},
+        added={"SCHEDULES", "FAMILIES", "part_of", "run_stage", "copy_weight", "add_gradients"}
+        | {"check_groups", "numbers"},
+        sentences={'with timer("backward")'},
+    ),
+    Step(
         after="08-gradient-compression",
         marker="COMPRESSION",
         ideas=10,

@@ -13,6 +13,7 @@ from runner import (
     CHAPTER_4,
     CHAPTER_5,
     CHAPTER_6,
+    CHAPTER_7,
     CHAPTER_8,
     REPOSITORY,
     Run,
@@ -47,7 +48,7 @@ def understood(tmp_path):
     return run
 
 
-CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_5, CHAPTER_6, CHAPTER_8]
+CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_5, CHAPTER_6, CHAPTER_7, CHAPTER_8]
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda p: p.parent.name)

@@ -24,6 +24,7 @@ from runner import (
     CHAPTER_4,
     CHAPTER_5,
     CHAPTER_6,
+    CHAPTER_7,
     CHAPTER_8,
     REPOSITORY,
     Job,
@@ -40,7 +41,8 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for kind, block in BLOCKS if not kind for line in block.splitlines()]
 
 
-CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_5, CHAPTER_6, CHAPTER_8]
+CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4]
+CHAPTERS += [CHAPTER_5, CHAPTER_6, CHAPTER_7, CHAPTER_8]
 READMES = [f"{path.parent.name}/README.md" for path in CHAPTERS]
 LAUNCH = "launch/README.md"
 DOCS = [f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -161,6 +163,9 @@ DECIDED_LATER = {
     ("--compile",): "on for CUDA, off elsewhere",
     ("--tensor-parallel",): "the devices of a node",
     ("--shard-size",): "the devices of a node",
+    ("--pipeline-parallel",): "all ranks",
+    ("--stages-per-rank",): "2 for interleaved and zbv, else 1",
+    ("--layers-per-stage",): "alike, fewer at the ends",
 }
 
 
@@ -168,9 +173,9 @@ DECIDED_LATER = {
 def test_flags_are_those_of_help(tmp_path, chapter):
     # The chapters of one branch after the other; a chapter has the flags of those it continues
     text = README[README.index("| flag | default |") :].partition("\n## ")[0]
-    common, third, fourth, fifth, sixth, eighth = re.split("Chapter [34568] adds", text)
-    more = {CHAPTER_3: third, CHAPTER_4: third + fourth, CHAPTER_6: third + sixth}
-    more |= {CHAPTER_5: third + fourth + fifth, CHAPTER_8: eighth}
+    common, third, fourth, fifth, sixth, seventh, eighth = re.split("Chapter [3-8] adds", text)
+    more = {CHAPTER_3: third, CHAPTER_4: third + fourth, CHAPTER_5: third + fourth + fifth}
+    more |= {CHAPTER_6: third + sixth, CHAPTER_7: third + seventh, CHAPTER_8: eighth}
     tables = common + more.get(chapter, "")
     rows = re.findall(r"^\| ((?:`-[^|]+)) \| ([^|]+) \| [^|]+ \|$", tables, re.MULTILINE)
     table = {tuple(re.findall("`(.*?)`", flags)): default.strip("`") for flags, default in rows}
@@ -193,6 +198,8 @@ def test_flags_are_those_of_help(tmp_path, chapter):
     words = {"None": "none", "False": "off", "True": "on"}
     for flags, default in described.items():
         expected = DECIDED_LATER.get(flags) or words.get(default, default)
+        if chapter == CHAPTER_7 and flags == ("--gradient-accumulation-steps",):
+            expected = "the number of stages"
         if flags == ("--save-dir",):
             assert default == str(REPOSITORY / "outputs")
             expected = "outputs/ of the repository"
@@ -232,7 +239,9 @@ def test_links_lead_somewhere(file):
         assert not anchor or anchor in anchors(target.read_text()), link
 
 
-@pytest.mark.parametrize(("readme", "count"), [*zip(READMES, (4, 5, 3, 5, 2, 3, 3), strict=True)])
+@pytest.mark.parametrize(
+    ("readme", "count"), [*zip(READMES, (4, 5, 3, 5, 2, 3, 3, 3), strict=True)]
+)
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
     text = (REPOSITORY / readme).read_text()
@@ -358,8 +367,8 @@ REMEDIES = {
     "offload": "--cpu-offload",
 }
 IN_ORDER = {1: [*REMEDIES][:4], 2: [*REMEDIES][:4], 3: [*REMEDIES][:3] + [*REMEDIES][4:]}
-IN_ORDER[4] = IN_ORDER[5] = IN_ORDER[6] = IN_ORDER[3]
-IN_ORDER[7] = IN_ORDER[2]
+IN_ORDER |= dict.fromkeys((4, 5, 6, 7), IN_ORDER[3])
+IN_ORDER[8] = IN_ORDER[2]
 
 
 def remedies(text: str) -> list[str]:
@@ -491,7 +500,7 @@ def test_1b_on_24_gb_is_the_same_in_both_places(estimator):
 
 def arithmetic() -> list[tuple[str, str, list[str]]]:
     """What the texts work out in passing: file, section, numbers with their units."""
-    one, two, three, _, five, six, eight = READMES
+    one, two, three, _, five, six, _, eight = READMES
     whole, root, layer = parameters(MODELS["Llama-2-7B"])
     states, gathered = 16 * whole / 1e9, 2 * (root + 2 * layer) / 1e9
     largest = parameters(MODELS["Llama-3.1-70B"])[0]
@@ -671,7 +680,7 @@ def test_figures_of_the_recorded_demos():
 
 
 ALL_RUNS = (*RUNS, "demo-streaming", "demo-multi-node", "demo-tensor-parallel")
-ALL_RUNS += ("demo-gradient-compression",)
+ALL_RUNS += ("demo-pipeline-parallel", "demo-gradient-compression")
 
 
 @pytest.mark.parametrize(("readme", "run"), [*zip(READMES, ALL_RUNS, strict=True)])

@@ -1,0 +1,1007 @@
+"""Chapter 7: the layers of a model on different devices, with pipeline parallelism.
+
+Each device has some of the layers, a stage, and sends its activations to the next stage. Several
+micro-batches follow each other, so that all stages have work. Only neighbours exchange data, and
+not much, so slow links suffice. FSDP shards each stage. Comments with PP 1 to 11 mark the ideas.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
+    torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
+        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca     # the same command on two machines
+"""
+
+import argparse
+import copy
+import glob
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import uuid
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import lru_cache, partial
+from pathlib import Path
+
+# CPU threads that wait for each other spin. Less of it helps where other programs are busy.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Comet: patch no library; do without a silent server after 20 s; spend at most a minute at the end.
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
+os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
+os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
+import comet_ml
+import datasets
+import numpy as np
+import psutil
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import yaml
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch.distributed import pipelining as pp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.utils.data import Subset
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# DDP: One progress bar and one log, because all ranks would show the same.
+CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes a device of its own, or all would share GPU 0.
+    device = join_process_group()
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    args.compile = device.type == "cuda" if args.compile is None else args.compile
+    check_groups(args)  # PP: before anything that takes time
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    # PP 1: The ranks of a pipeline train on the same samples, so a pipeline counts as one device.
+    groups = WORLD_SIZE // args.pipeline_parallel
+    group = RANK % groups
+    global_batch = args.batch_size * accumulation * groups
+    torch.manual_seed(args.seed)  # for random initial weights
+    transformers.logging.disable_progress_bar()  # for each file that it reads or writes
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
+
+    # Data, model, optimizer.
+    # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
+    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    if os.environ["LOCAL_RANK"] != "0":
+        dist.barrier(patient_group)
+    config, tokenizer = load_config_and_tokenizer(args)
+    train_samples, eval_samples = load_samples(args, tokenizer, global_batch)
+    if os.environ["LOCAL_RANK"] == "0":
+        dist.barrier(patient_group)
+    if checkpoint and state.train_samples != len(train_samples):
+        fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
+    state.train_samples = len(train_samples)
+    # DDP: Ranks with other flags or data would train something else, and nobody would notice.
+    if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
+        fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
+    # PP: `model` has the weights of this rank. Its stages, which share them, are what computes.
+    model, stages, tied = build_model(args, config, device, checkpoint)
+    optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
+    steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
+    total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
+    scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that it gathers.
+    autocast = torch.autocast(device.type, enabled=False)
+    # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
+    # stay above, and divides the gradients before the update. With other dtypes it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    if checkpoint:
+        load_training_state(checkpoint, stateful, model)
+    # PP 2: A schedule tells each rank in which order to work on micro-batches, forward and back.
+    schedule = model.schedule = SCHEDULES[args.schedule](
+        stages if args.stages_per_rank > 1 else stages[0],
+        accumulation,
+        # The loss is a mean over a micro-batch. Divided, the losses (and their gradients) of all
+        # micro-batches add up to the mean over the global batch.
+        loss_fn=lambda loss, labels: loss / accumulation,
+        scale_grads=False,  # or they would be divided once more
+    )
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save, so run_folder stays; one rank logs
+        run_log = RunLog(run_folder, checkpoint, state, args)
+        facts = {"global_batch": global_batch, "device_name": device_name}
+        run_log.comet.log_parameters(facts | describe_run(args, model, train_samples))
+        run_log.comet.set_model_graph(str(model))
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    timer = PhaseTimer(device)
+    # disable=None: a progress bar in terminals only.
+    progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
+    stop_signals = catch_stop_signals()
+    stop_signal = 0
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        batches = []  # PP: all of them enter the pipeline together
+        for micro_step in range(accumulation):
+            # Sample number n is the same in each run with this seed, so a run can resume anywhere.
+            # DDP 6: Each rank reads other samples, because equal ones would give equal gradients.
+            # PP 3: A pipeline reads one batch, as its first rank needs inputs, and its last labels.
+            first = state.samples + (micro_step * groups + group) * args.batch_size
+            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            with timer("data"):
+                indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
+                input_ids = read_batch(train_samples, indices, device)
+            batches.append(input_ids)
+        # PP: Forward and backward passes take turns, so they are timed together.
+        with timer("schedule"):
+            copy_weight(*tied)
+            input_ids = torch.cat(batches)  # which the schedule divides again
+            losses = schedule.step(input_ids, labels=input_ids, target=input_ids)
+        if losses is not None:  # PP: the last stage is on this rank
+            # The others add 0 to the average over ranks.
+            loss_sum += losses.detach().mean() * args.pipeline_parallel
+        with timer("update"):
+            add_gradients(*tied)
+            # Clip the complete gradient, before the update: one odd batch cannot throw weights off.
+            scaler.unscale_(optimizer)
+            max_norm = args.max_grad_norm or math.inf  # inf: the norm is measured, nothing clipped
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            # FSDP 3: The norm is over the shards of all ranks, so all ranks must ask for it.
+            grad_norm = grad_norm.full_tensor()
+            # PP 4: The norm is over all stages, too, or each stage would be clipped by its own.
+            grad_norm.square_()
+            dist.all_reduce(grad_norm, group=stages[0].group)
+            grad_norm.sqrt_()
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
+            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()
+            scheduler.step()  # once per optimizer step, however many micro-batches
+            optimizer.zero_grad()  # or the next gradients would be added to these
+        state.step += 1
+        state.samples += global_batch
+        state.epoch = state.samples / len(train_samples)
+        progress.update()
+
+        at_end = state.step == total_steps
+        stop_signal = max(stop_signals, default=0)
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same one.
+        stop = torch.tensor(stop_signal)
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        stop_signal = stop.item()
+        eval_now = args.eval_freq and (state.step % args.eval_freq == 0 or at_end)
+        save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
+        log_now = state.step % args.log_freq == 0 or save_now
+        if log_now:
+            # `.item()` waits until the GPU has computed the number. Between two logged steps the
+            # script reads no number back, so Python runs ahead and queues work for the GPU.
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            mean_loss = loss_sum.item() / (state.step - logged_step)
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm.item(),
+                **timer.read(tokens_per_step=global_batch * args.seq_length),
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device decides
+            }
+            if run_log:
+                run_log.metrics(state, metrics)
+            numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
+            say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
+            # In fp16 an infinite gradient is nothing unusual: the scaler skips that step.
+            finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
+            if not (math.isfinite(mean_loss) and finite_gradient):
+                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
+            loss_sum.zero_()
+            logged_step = state.step
+        if eval_now:
+            with autocast:
+                copy_weight(*tied)  # PP: the update has changed it
+                eval_loss = evaluate(model, eval_samples, args, device)
+            say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
+            if run_log:
+                run_log.metrics(state, metrics)
+        if run_folder and save_now:
+            # A saved step is always a logged step, so its numbers have passed the check above.
+            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+
+    if run_folder and state.step >= total_steps:
+        with new_folder(run_folder / "final") as folder:
+            # FSDP: Each rank writes a file of shards. These files are joined, and rewritten under
+            # the names of the Hub. `load_file` maps the file, so the model may exceed the memory.
+            joined = folder / "joined"
+            hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
+            dcp.save(weights_of(model), storage_writer=hub)
+            if RANK == 0:
+                save_model(folder, model, tokenizer)
+                model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
+                shutil.rmtree(joined)
+        say(f"Done: the model is in {run_folder / 'final'}")
+    dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: the same command continues a run with a name")
+        sys.exit(128 + stop_signal)
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+SCHEDULES = {"gpipe": pp.ScheduleGPipe, "1f1b": pp.Schedule1F1B}
+SCHEDULES |= {"interleaved": pp.ScheduleInterleaved1F1B, "zbv": pp.ScheduleZBVZeroBubble}
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text"]
+
+
+def part_of(model, units, own):
+    """A model in which other modules take the place of those `units` that are not its own."""
+    # PP 5: Layers keep their numbers, for their names and for what the config says of each.
+    elsewhere = torch.nn.Identity()
+    elsewhere.forward = lambda hidden_states, *args, **kwargs: hidden_states
+    memo = {id(unit): unit if unit in own else elsewhere for unit in units}
+    memo |= {id(x): x for x in (model.config, model.base_model.rotary_emb)}
+    return copy.deepcopy(model, memo)  # which copies what `memo` lacks: the frame
+
+
+def run_stage(forward, is_last, x, labels):
+    """From token ids or activations to activations, or in the last stage to the loss."""
+    batch = {"inputs_embeds" if x.is_floating_point() else "input_ids": x, "use_cache": False}
+    # PP 6: The last stage runs the model's own forward: some families change the logits there.
+    if is_last:
+        return forward(**batch, labels=labels).loss.repeat(1)
+    return forward(**batch).last_hidden_state
+
+
+# PP 7: The first stage updates tied embeddings, with both gradients, and the last gets a copy.
+@torch.no_grad()
+def copy_weight(ends, group):
+    """Gives the head, if it is tied, the weight of the embeddings."""
+    for module in ends:
+        module.weight.grad = None
+        module.weight.copy_(ends[0].weight)  # both may be on this rank
+        dist.broadcast(module.weight.to_local(), group=group, group_src=0)
+
+
+def add_gradients(ends, group):
+    """Gives embeddings and tied head the sum of their gradients."""
+    if ends:
+        total = sum(module.weight.grad for module in ends)
+        dist.all_reduce(total.to_local(), group=group)
+        ends[0].weight.grad = total
+
+
+def build_model(args, config, device, checkpoint):
+    """The model on `device`, with weights from the checkpoint, pretrained or random ones."""
+    # Weights in fp32, whatever the files have: AdamW changes a weight by about the learning rate,
+    # and next to 0.02 the nearest bf16 number is 0.0001 away. Smaller changes would be lost.
+    # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
+    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
+        # PP: What stages exchange, or they would find out in a pass of their own.
+        shape = (args.batch_size, args.seq_length, config.hidden_size)
+        x = torch.empty(shape, dtype=DTYPES[args.dtype], requires_grad=True)
+    parameters = model.num_parameters()
+    model.num_parameters = lambda **options: parameters  # PP: for the log, those of all ranks
+    # PP 8: Ranks form a table: a column is a pipeline, and the ranks of a row have the same stages.
+    ranks = args.pipeline_parallel
+    mesh = init_device_mesh(device.type, (ranks, WORLD_SIZE // ranks), mesh_dim_names=("pp", "dp"))
+    rank = mesh.get_local_rank("pp")
+    sizes = args.layers_per_stage
+    last = len(sizes) - 1
+    base = model.base_model
+    units = [base.embed_tokens, *base.layers, base.norm, model.lm_head]
+    stages = []
+    ends = []
+    mine = torch.nn.ModuleList()
+    for n in [rank, last - rank] if args.schedule == "zbv" else range(rank, last + 1, ranks):
+        begin = n and 1 + sum(sizes[:n])
+        end = 1 + sum(sizes[: n + 1]) if n < last else None
+        part = part_of(model, units, units[begin:end])
+        if model.all_tied_weights_keys and last and not n % last:  # PP: the first or the last
+            part.lm_head = copy.deepcopy(model.lm_head) if n else None
+            ends.append(part.lm_head or part.base_model.embed_tokens)
+        mine.append(part)
+        part.forward = partial(run_stage, part.forward if n == last else part.base_model, n == last)
+        stages.append(pp.PipelineStage(part, n, last + 1, device, x, x, group=mesh.get_group("pp")))
+    # PP: The ranks with the first and the last stage, which with zbv are the same.
+    rows = mesh.mesh[:: ranks - (args.schedule != "zbv") or 1]
+    tied = (ends, dist.new_subgroups_by_enumeration(rows.T.tolist())[0])
+    # FSDP 5: Gathered weights are cast to bf16, which halves the traffic; sums stay in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    policy["mesh"] = mesh["dp"]
+    # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
+    # The root has the rest, such as the embeddings, and stays whole from forward to backward pass.
+    # PP 9: Weights stay gathered for the whole step, or each micro-batch would gather them again.
+    for layer in [m for m in mine.modules() if isinstance(m, GradientCheckpointingLayer)] + [*mine]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # FSDP 7: Take memory for the shards of this rank only, since all else belongs to other ranks.
+    AsOnOneDevice.device = "cpu" if args.cpu_offload else device
+    mine.to_empty(device=AsOnOneDevice.device)
+    model.tie_weights()
+    # FSDP 8: Initialise every parameter and buffer, because that memory holds arbitrary numbers.
+    # Files do not store buffers such as the rotary frequencies.
+    with AsOnOneDevice():
+        model.init_weights()  # as Transformers would have done, only straight on the GPU
+    # PP: The weights of other ranks have never left the meta device. Here the model forgets them.
+    model = part_of(model, units, [x for x in units if not next(x.parameters()).is_meta])
+    with suppress(OSError):  # FSDP: from_pretrained would have read this file; many lack it
+        model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
+    if not (checkpoint or args.from_scratch):
+        remedy = "--from-scratch starts from random weights, --demo needs no download"
+        with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
+            # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
+            load_weights(model, args.model_name)
+    for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
+        buffer.data = buffer.to(device)
+    if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
+        with suppress(ValueError):  # a family without it keeps its default, SDPA for most
+            model.set_attn_implementation("flash_attention_2")
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    attention = model.config._attn_implementation
+    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
+    if args.activation_checkpointing:
+        # A layer keeps its input only. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()
+    if args.compile:
+        # Layer by layer: all layers are alike, so the compiled code of the first serves all. A
+        # model that is compiled whole builds a mask and loses the fast kernel of causal attention.
+        for layer in layers:
+            layer.compile()
+        if device.type == "cuda":
+            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
+            # PP: Of the models of this rank, the last one may have the last stage.
+            mine[-1].loss_function = torch.compile(model.loss_function)
+    return model, stages, tied
+
+
+class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
+    """Gives a sharded tensor the initial values that the whole one would get on one device.
+
+    Without it every rank would draw the same numbers for its shards on CPUs, and other numbers than
+    a single device on GPUs. Takes memory for one whole parameter at a time.
+    """
+
+    def __torch_dispatch__(self, op, types, args, kwargs):
+        # FSDP: A DTensor is the whole tensor for the model, and one shard of it in memory.
+        fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
+        # PP: Draw the weights of other ranks, too, or this rank would get their random numbers.
+        if fills and args[0].is_meta:
+            args = (torch.empty_like(args[0], device=self.device), *args[1:])
+        if not fills or dist.tensor.DTensor not in types:
+            return op(*args, **kwargs)
+        whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
+        return args[0].copy_(dist.tensor.DTensor.from_local(whole, args[0].device_mesh))
+
+
+def weights_of(model):
+    """The state dict without the second names of tied weights."""
+    return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
+
+
+def load_weights(model, name):
+    """Fills the shards of this rank with the weights of a folder or of the Hub."""
+    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
+    saved = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    prefix = f"{model.base_model_prefix}."  # some files have the names of the model without it
+    shards = {n if n in saved else n.removeprefix(prefix): x for n, x in weights_of(model).items()}
+    if all(gather(set(shards) <= set(saved))):  # PP: each rank reads its weights; all go this way
+        return dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
+    # FSDP: Some families have other names in the files, or merge tensors (the experts of a layer).
+    # Transformers converts them, in the memory of one rank. The others get their shards from it.
+    whole = from_files(name).state_dict() if RANK == 0 else {}
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, whole, options=options)
+
+
+def from_files(name):
+    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
+    transformers.modeling_utils.log_state_dict_report = dict  # do nothing there: it may raise
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if unfit := report["missing_keys"] | report["mismatched_keys"]:
+        fail(f"the files of {name} lack a tensor of this shape: {min(unfit, key=str)}")
+    return model
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+# -- Data ------------------------------------------------------------------------------------------
+
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compressed JSON lines
+
+
+def load_config_and_tokenizer(args):
+    name = args.model_name
+    gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
+    remedy = f"check name and network; {gated} `hf auth login`; --demo needs neither"
+    with explain(f"cannot load the model {name}: {remedy}"):
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    # A model has not learned positions beyond these.
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
+    # PP: Each family of the list is compared with one device, weight by weight, in the tests.
+    if config.model_type not in FAMILIES:
+        fail(f"{config.model_type} is not among {', '.join(FAMILIES)}: use chapter 3")
+    # PP 10: Embeddings and head count as a layer each, so first and last stage have fewer layers.
+    count = args.pipeline_parallel * args.stages_per_rank
+    layers = config.num_hidden_layers
+    cuts = [0, *(round(n * (layers + 2) / count) - 1 for n in range(1, count)), layers]
+    sizes = args.layers_per_stage or [cuts[n + 1] - cuts[n] for n in range(count)]
+    if len(sizes) != count or sum(sizes) != layers or layers < count:
+        fail(f"{layers} layers cannot make {count} stages of {sizes}: change --layers-per-stage")
+    args.layers_per_stage = sizes
+    return config, tokenizer
+
+
+def load_documents(name, subset):
+    """The splits of a file, folder or glob (a text file is one document), or of the Hub."""
+    pattern = f"{name}/**/*" if os.path.isdir(name) else name
+    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # else an address or a Hub id
+    files = [file for file in found if Path(file).suffix in FORMATS]
+    kinds = {FORMATS[Path(file).suffix] for file in files}
+    spec = {"path": name, "name": subset}
+    if kinds == {"text"}:
+        spec = {"path": "text", "data_files": files, "sample_by": "document"}
+        spec["encoding_errors"] = "replace"
+    elif len(kinds) == 1 and not os.path.isdir(name):
+        spec = {"path": kinds.pop(), "data_files": files}
+    remedy = "check the path, or name, --dataset-subset and network; loading scripts do not work"
+    with explain(f"cannot load the dataset {name}: {remedy}"):
+        return datasets.load_dataset(**spec)
+
+
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, and an end-of-text token after each."""
+    texts = [text for text in rows[column] if text]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
+
+
+def tokenized(documents, tokenizer):
+    """The token ids of the documents of a split, from the column `text` or the first with text."""
+    features = documents.features
+    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    if not columns:
+        fail(f"the dataset has no text column, only {', '.join(features)}")
+    column = "text" if "text" in columns else columns[0]
+    say(f"Tokenizing column {column!r}")
+    return documents.map(
+        tokenize,
+        batched=True,  # 1,000 documents per call
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        remove_columns=documents.column_names,  # the token ids are all that stays
+        features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
+    )
+
+
+class PackedSamples:
+    """All documents end to end, cut into samples of `seq_length` tokens; the last rest is dropped.
+
+    No padding, so no computation is wasted. `tokens` is a view of the memory-mapped Arrow file that
+    `datasets` has cached: packing copies nothing, and all processes of a machine share the file.
+    """
+
+    def __init__(self, tokenized, seq_length):
+        chunks = tokenized.data.column("input_ids").chunks  # each one a list of documents
+        self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
+        self.seq_length = seq_length
+
+    def __len__(self):
+        return len(self.tokens) // self.seq_length
+
+    def __getitem__(self, index):
+        return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
+
+
+def load_samples(args, tokenizer, global_batch):
+    """The samples to train on and those held out: a split of their own, or the last 1 %."""
+    splits = load_documents(args.dataset_name, args.dataset_subset)
+    train_samples = PackedSamples(tokenized(splits["train"], tokenizer), args.seq_length)
+    count = len(train_samples)
+    held_out = splits.get("validation", splits.get("test"))
+    if held_out:
+        eval_samples = PackedSamples(tokenized(held_out, tokenizer), args.seq_length)
+    else:
+        count -= max(1, count // 100)  # the last ones, before anything is shuffled
+        eval_samples = Subset(train_samples, range(count, len(train_samples)))
+        train_samples = Subset(train_samples, range(count))
+    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
+    if count < global_batch or not eval_samples:
+        fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
+    return train_samples, eval_samples
+
+
+@lru_cache(maxsize=2)
+def permutation(seed, epoch, count):
+    # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+    return np.random.RandomState((seed, epoch)).permutation(count)
+
+
+def sample_order(first, count, dataset_size, seed):
+    """Which samples of the dataset a run reads as its samples number `first` and following.
+
+    A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
+    depends on seed and epoch alone: to resume, a run only needs to know how many it has read.
+    """
+    numbers = (divmod(n, dataset_size) for n in range(first, first + count))
+    return [int(permutation(seed, epoch, dataset_size)[i]) for epoch, i in numbers]
+
+
+def read_batch(samples, indices, device):
+    """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
+    batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # Python need not wait for a copy from pinned memory
+    return batch.to(device, non_blocking=batch.is_pinned()).long()
+
+
+# -- Evaluation ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(model, samples, args, device):
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    # PP 11: A pipeline always computes all its micro-batches. Empty ones have weight 0.
+    size = args.batch_size * args.gradient_accumulation_steps
+    groups = WORLD_SIZE // args.pipeline_parallel
+    group = RANK % groups
+    forward = copy.copy(model.schedule)
+    if args.stages_per_rank > 1:  # or its backward passes would run, too, and fail (torch 2.13)
+        actions = forward.pipeline_order_with_comms[forward.rank]
+        actions = [action for action in actions if "F" in str(action) or "SHARD" in str(action)]
+        forward.pipeline_order_with_comms = {forward.rank: actions}
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
+    # A rank without a batch evaluates one sample, with weight 0.
+    for begin in range(group * size, group * size + len(samples), groups * size):
+        # PP: Fill up the last batch with samples that do not count.
+        indices = range(len(samples))[begin : begin + size]
+        input_ids = read_batch(samples, [*indices] + [0] * (size - len(indices)), device)
+        labels = input_ids.clone()
+        labels[len(indices) :] = -100  # no loss where no sample is
+        losses = forward.eval(input_ids, labels=labels, target=labels)
+        if losses is not None:
+            counts = (labels[:, 0] >= 0).view(-1, args.batch_size).sum(1)
+            loss_sum += (losses * counts)[counts > 0].sum()  # the mean over nothing is NaN
+    model.train()  # dropout on again
+    dist.all_reduce(loss_sum)  # DDP: a sum of sums, since the shares may differ in size
+    return loss_sum.item() / len(samples)
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A run that resumes keeps these flags: with another value it would be another training.
+LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
+
+
+@dataclass
+class RunState:
+    """Where a run stands: `state.json` of every checkpoint."""
+
+    flags: dict  # the ones that must not change
+    comet_key: str
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # samples read, over all epochs
+    epoch: float = 0.0
+    train_samples: int = 0  # in the dataset
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    if RANK > 0:  # FSDP: all ranks write into the folder, but one makes and renames it
+        dist.barrier()
+        return (yield temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    dist.barrier()  # FSDP: the other ranks have waited for the folder
+    yield temporary
+    os.sync()  # the files are on the disk before the folder gets its name
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def save_model(folder, model, tokenizer):
+    model.config.save_pretrained(folder)  # FSDP: the weights are saved as shards
+    tokenizer.save_pretrained(folder)
+
+
+def sharded_state(model, stateful):
+    """What checkpoints hold: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    # PP: Rank 0 saves its lists of names, so they must have the names of all stages.
+    for group in moments["param_groups"]:
+        group["params"] = sorted(set().union(*gather(group["params"])))
+    return stateful | {"model": weights, "optimizer": moments}
+
+
+def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
+    """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
+        # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
+        dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
+        if RANK > 0:
+            return
+        save_model(folder, model, tokenizer)
+        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        shutil.copy(run_folder / "metrics.jsonl", folder)
+    for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
+        # Its name goes first: a folder that is only half removed is not taken for a checkpoint.
+        shutil.rmtree(old.rename(run_folder / "incomplete"))
+
+
+def open_run(args):
+    """Makes the folder of a run with a name; returns it, its newest checkpoint and the state."""
+    flags = {name: getattr(args, name) for name in LASTING}
+    new_state = RunState(flags, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        return None, None, new_state
+    run_folder = args.save_dir / args.experiment_name
+    with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
+        run_folder.mkdir(parents=True, exist_ok=True)
+    newest = max(run_folder.glob("step-*"), default=None)
+    if not newest:
+        return run_folder, None, new_state
+    if not (newest / ".metadata").exists():  # FSDP: of torch.distributed.checkpoint
+        fail(f"{newest} is from another chapter: choose another --experiment-name")
+    state = RunState(**json.loads((newest / "state.json").read_text()))
+    for name, value in state.flags.items():
+        if flags[name] != value:
+            fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
+    say(f"Continuing from {newest}")
+    return run_folder, newest, state
+
+
+def load_training_state(checkpoint, stateful, model):
+    """Restores optimizer, scheduler and scaler in place."""
+    # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
+    state = sharded_state(model, stateful)
+    dcp.load(state, checkpoint_id=checkpoint)
+    state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
+    # If --max-steps has changed, so has the schedule: compute the next learning rate again.
+    stateful["scheduler"].last_epoch -= 1
+    stateful["scheduler"].step()
+
+
+# -- Processes -------------------------------------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks; returns the device of this one."""
+    gpus = torch.cuda.device_count()
+    if "LOCAL_RANK" not in os.environ:
+        fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
+    if gpus:
+        torch.cuda.set_device(device)  # DDP: first of all, or each rank takes memory of GPU 0
+    # DDP: The ranks meet in a store that torchrun keeps. After a restart it still has the keys of
+    # the dead ranks, so each attempt gets a prefix. (On several nodes the counts may differ.)
+    store, *_ = next(dist.rendezvous("env://"))
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    return device
+
+
+def check_groups(args):
+    """Refuses what the schedule cannot do."""
+    # PP: PyTorch makes the schedule for stages that do nothing, and says what it lacks.
+    ranks = args.pipeline_parallel
+    count = args.gradient_accumulation_steps
+    if WORLD_SIZE % ranks:
+        fail(f"--pipeline-parallel {ranks} does not divide the {WORLD_SIZE} ranks")
+    with explain(f"--schedule {args.schedule} cannot have {count} micro-batches on {ranks} ranks"):
+        get_schedule_ops(SCHEDULES[args.schedule], ranks, count, args.stages_per_rank)
+
+    if args.schedule == "zbv" and (count < 2 * ranks or args.compile or args.reshard_after_forward):
+        fail(f"--schedule zbv needs {2 * ranks} micro-batches, --no-compile and weights that stay")
+    if args.dtype == "fp16":
+        fail("--dtype fp16 would have to skip a step on all stages at once: choose bf16 or fp32")
+
+
+def gather(value):
+    """What each rank passes, in the order of the ranks, on every rank."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Adds the metrics of each rank, `memory/rank0/...`; the plain name gets the largest value."""
+    for rank, others in enumerate(gather(metrics)):
+        metrics |= {name: max(metrics[name], value) for name, value in others.items()}
+        metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in others.items()}
+    return metrics
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+class PhaseTimer:
+    """Times the phases of a step: `with timer("forward"): ...`.
+
+    Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
+    with the work. Their times are read at logged steps, when the GPU has passed them.
+    """
+
+    def __init__(self, device):
+        self.on_gpu = device.type == "cuda"
+        self.spans = defaultdict(list)  # (begin, end) of each time, by phase
+        self.last_read = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase):
+        begin = self.now()
+        yield
+        self.spans[phase].append((begin, self.now()))
+
+    def now(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, tokens_per_step):
+        """Milliseconds per optimizer step and tokens per second, since the last read."""
+        steps = len(self.spans["update"])
+        metrics = {}
+        for phase, spans in self.spans.items():
+            times = (a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in spans)
+            metrics[f"time/{phase}_ms"] = sum(times) / steps
+        self.spans.clear()
+        now = time.perf_counter()
+        seconds = (now - self.last_read) / steps
+        self.last_read = now
+        metrics["time/total_ms"] = 1e3 * seconds
+        metrics["tokens_per_second"] = tokens_per_step / seconds
+        return metrics
+
+
+def memory_metrics(device):
+    """GB (1e9 bytes) that PyTorch uses and has reserved on the GPU; without one, of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(args, model, train_samples):
+    """What is logged once: every flag, and what follows from them."""
+    return vars(args) | {
+        "world_size": WORLD_SIZE,  # DDP: the number of devices
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "dataset_samples": len(train_samples),
+        "dataset_tokens": len(train_samples) * args.seq_length,
+        "device_memory_gb": torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 1e9,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes the same records to `metrics.jsonl` and to Comet."""
+
+    def __init__(self, run_folder, checkpoint, state, args):
+        if checkpoint:  # only the records before it: a killed run may have left later ones
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        self.comet = start_comet(run_folder / "comet", state, args)
+
+    def metrics(self, state, metrics):
+        # JSON has no infinity, which the gradient norm of a step that fp16 skips may be.
+        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | finite
+        print(json.dumps(record), file=self.file, flush=True)
+        self.comet.log_metrics(finite, step=state.step, epoch=state.epoch)
+
+
+def start_comet(folder, state, args):
+    """A Comet experiment, which ends with the script; without key or network an archive instead."""
+    config = comet_ml.ExperimentConfig(
+        name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
+    )
+    options = {
+        "workspace": args.comet_workspace,
+        "project_name": args.comet_project_name,
+        "experiment_key": state.comet_key,  # a resumed run continues its experiment
+        "experiment_config": config,
+    }
+    if comet_ml.get_config("comet.api_key"):
+        try:
+            return comet_ml.start(online=True, **options)
+        except Exception as error:
+            say(f"warning: Comet cannot be reached ({error!r:.300})")
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # or it reports on its archive at length
+    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
+    return comet_ml.start(online=False, **options)
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    tqdm.write(message, file=CONSOLE)
+
+
+def fail(message):
+    """Exits with a one-line message about a mistake that the user can fix."""
+    sys.exit(f"error: {message}")
+
+
+@contextmanager
+def explain(message):
+    """Replaces the traceback of an error inside by this message and a short form of the error."""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as error:  # FSDP: what DCP raises on all ranks
+        fail(f"{message} ({error!r:.300})")
+
+
+def catch_stop_signals():
+    """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
+    received = []
+
+    def remember(signum, frame):
+        received.append(signum)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C stops at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return received
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+# Two minutes on a laptop, with a text that every Python brings along.
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
+    "model_name": f"{REPOSITORY}/tiny-llama",
+    "from_scratch": True,
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: chapter 1's global batch, so also its losses
+    "max_steps": 400,
+    "lr": 2e-3,
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def at_least(minimum, kind=int):
+    """An argparse type: a finite number of this kind that is not below `minimum`."""
+
+    def number(text):
+        value = kind(text)
+        if not minimum <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+        return value
+
+    return number
+
+
+def numbers(text):
+    """An argparse type: whole numbers with commas between them."""
+    # PP: for --layers-per-stage
+    return [*map(at_least(1), text.split(","))]
+
+
+def parse_args():
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
+    add = parser.add_argument
+    switch = argparse.BooleanOptionalAction
+    count = at_least(0)
+    positive = at_least(1)
+    real = at_least(0, float)
+    add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet, or else the account's default")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
+    # PP: As many micro-batches as stages, if nothing is said.
+    add("--gradient-accumulation-steps", type=positive, help="passes per optimizer step")
+    add("--num-epochs", type=positive, default=3, help="passes over the dataset")
+    add("--max-steps", type=positive, help="stop after this many optimizer steps")
+    add("--lr", type=real, default=3e-5, help="peak learning rate")
+    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
+    add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
+    add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, or else fp32")
+    add("--activation-checkpointing", action="store_true", help="less memory, more compute")
+    add("--compile", action=switch, help="on for CUDA, or else off")
+    add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=positive, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
+    add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=count, default=0, help="of random weights and the order of samples")
+    # DDP: No --device, because torchrun hands out the devices.
+    # FSDP: What to give up for memory, or for speed.
+    add("--cpu-offload", action="store_true", help="shards and AdamW in CPU memory: less on GPUs")
+    add("--reshard-after-forward", action=switch, default=False, help="less memory, more traffic")
+    # PP: Which layers are where, and who computes when.
+    add("--pipeline-parallel", type=positive, default=WORLD_SIZE, help="ranks of a pipeline")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of micro-batches")
+    add("--stages-per-rank", type=positive, help="2 for interleaved and zbv, or else 1")
+    add("--layers-per-stage", type=numbers, help="such as 3,5,5,3")
+    add("--demo", action="store_true", help="a small preset; other flags override it")
+    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
+    config = parser.parse_known_args()[0].config
+    with explain(f"cannot read {config}"):
+        file = yaml.safe_load(config.read_text()) if config else {}
+        given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in file.items()]
+    if "--demo" in given + sys.argv[1:]:
+        parser.set_defaults(**DEMO)
+    args = parser.parse_args(given + sys.argv[1:])
+    # PP: The defaults that follow from other flags.
+    args.stages_per_rank = args.stages_per_rank or 1 + (args.schedule in ("interleaved", "zbv"))
+    stages = args.pipeline_parallel * args.stages_per_rank
+    args.gradient_accumulation_steps = args.gradient_accumulation_steps or stages
+    name = args.experiment_name or ""
+    if "/" in name or name in (".", ".."):
+        parser.error("--experiment-name must be a plain folder name, without slashes")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError:
+        remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
+        # FSDP: more devices help, too, because each of them then has a smaller shard.
+        fail(f"out of GPU memory: {remedy} --activation-checkpointing, more GPUs, --cpu-offload")

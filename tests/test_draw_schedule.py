@@ -1,0 +1,85 @@
+"""The simulated schedules have the bubbles of the formulae, and real ones nearly so."""
+
+import importlib.util
+import itertools
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+from runner import REPOSITORY
+
+TOOL = REPOSITORY / "tools" / "draw-schedule.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("draw_schedule", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def exact_bubble(timeline) -> Fraction:
+    end = max(passes[-1][4] for passes in timeline)
+    busy = sum(end - begin for passes in timeline for *_, begin, end in passes)
+    return 1 - Fraction(busy, end * len(timeline))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_bubbles_are_those_of_the_formulae(tool, ranks):
+    for count in (ranks, 2 * ranks, 5 * ranks):
+        for name in ("gpipe", "1f1b"):
+            found = exact_bubble(tool.simulate(name, ranks, count))
+            assert found == Fraction(ranks - 1, count + ranks - 1), (name, count)
+        for stages in (2, 3):
+            found = exact_bubble(tool.simulate("interleaved", ranks, count, stages))
+            assert found == Fraction(ranks - 1, stages * count + ranks - 1), (stages, count)
+        if count >= 2 * ranks:
+            found = exact_bubble(tool.simulate("zbv", ranks, count))
+            assert found == Fraction(ranks - 1, 6 * count + ranks - 1), count
+
+
+def test_each_pass_happens_once_and_in_order(tool):
+    """No rank does two things at a time; a stage waits for the one before it."""
+    for name, (_, stages, formula) in tool.SCHEDULES.items():
+        timeline = tool.simulate(name, 4, 8)
+        assert tool.bubble(timeline) == pytest.approx(formula(4, 8, stages))
+        ends = {passes[:3]: passes[4] for rank in timeline for passes in rank}
+        assert len(ends) == sum(map(len, timeline)) == 8 * 4 * stages * (3 if name == "zbv" else 2)
+        for rank in timeline:
+            assert all(a[4] <= b[3] for a, b in itertools.pairwise(rank))
+            for kind, stage, batch, begin, _ in rank:
+                before = ("F", stage - 1, batch) if kind == "F" else (kind, stage + 1, batch)
+                assert kind == "W" or ends.get(before, 0) <= begin
+    assert tool.in_flight(tool.simulate("gpipe", 4, 8)) == [8, 8, 8, 8]
+    assert tool.in_flight(tool.simulate("1f1b", 4, 8)) == [4, 3, 2, 1]
+
+
+def run(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(TOOL), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_real_runs_are_near_the_formulae():
+    """Within five percentage points, and as many micro-batches in flight as simulated."""
+    done = run("--measure", "-p", 2, "-m", 4)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
+    print(done.stdout)
+    assert [row[0] for row in rows] == ["gpipe", "1f1b", "interleaved", "zbv"]
+    for _, _, _, formula, simulated, measured, held in rows:
+        assert formula == simulated
+        assert abs(float(measured[:-2]) - float(formula[:-2])) < 5
+        assert held.startswith("[")
+
+
+def test_pictures_and_mistakes(tmp_path):
+    for suffix in (".svg", ".png"):
+        file = tmp_path / f"picture{suffix}"
+        done = run("1f1b", "-p", 2, "-m", 3, "-o", file)
+        assert done.stdout == "bubble: 25.0 %; in flight: [2, 1]\n"
+        assert file.stat().st_size > 1000
+    done = run("1f1b", "-p", 4, "-m", 2)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: 1f1b cannot do this: ")

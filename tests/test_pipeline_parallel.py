@@ -1,0 +1,449 @@
+"""Chapter 7 trains what chapter 1 trains, with the layers on different ranks."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import LLAMA, assert_one_sentence, assert_same_losses, exact, write_model
+from runner import CHAPTER_1, CHAPTER_3, CHAPTER_7, Job, Run, free_port
+from safetensors.torch import load_file, save_file
+from test_fsdp import (
+    OFF,
+    PEAK,
+    assert_same_folder,
+    save_weights,
+    take_over,
+    tensors_of,
+    told,
+    whole_state,
+)
+from test_tensor_parallel import FAMILIES as TP_FAMILIES
+from test_tensor_parallel import SIZE, worst
+from transformers import AutoConfig, AutoModelForCausalLM
+
+PP = {"script": CHAPTER_7}
+
+# Runs a chapter many times in the same processes, each time with other flags. In some steps each
+# rank saves its gradients, before they are clipped.
+MANY = """
+import json, os, runpy, sys
+import torch
+
+SAVED = (1, 2, 30)
+
+def watch(name):
+    original = getattr(torch.nn.utils, name)
+
+    def call(parameters, *args):
+        parameters = list(parameters)
+        global step
+        step += name == FIRST
+        if name == FIRST and step in SAVED:
+            model, = models
+            gradients = {n: p.grad for n, p in model.named_parameters()}
+            whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients.items()}
+            file = f"{case['folder']}/gradients-{step}-{os.environ.get('RANK', '0')}"
+            torch.save({n: g.clone() for n, g in whole.items()}, file)
+        return original(parameters, *args)
+
+    setattr(torch.nn.utils, name, call)
+
+FIRST = "clip_grad_norm_"
+watch(FIRST)
+
+def train(self, mode=True):
+    if hasattr(self, "lm_head") and "forward" not in vars(self):
+        models[:] = [self]
+    return original_train(self, mode)
+
+original_train = torch.nn.Module.train
+torch.nn.Module.train = train
+models = []
+for case in json.load(open(sys.argv[1])):
+    step = 0
+    os.environ.update(case["env"])
+    sys.argv = [case["script"], *case["flags"]]
+    print("\\ncase", case["name"], flush=True)
+    try:
+        runpy.run_path(case["script"], run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+"""
+
+SHAPE = SIZE | {"num_hidden_layers": 8, "pad_token_id": None}
+MIXED = ["sliding_attention", "full_attention"] * 4
+FAMILIES = {name: TP_FAMILIES[name] for name in ("llama", "mistral", "qwen2", "qwen3", "smollm3")}
+# Samples of 32 tokens, so the windows matter
+FAMILIES["mistral"] = FAMILIES["mistral"] | {"sliding_window": 8}
+FAMILIES["qwen2"] = FAMILIES["qwen2"] | {"use_sliding_window": True, "sliding_window": 8}
+FAMILIES["qwen2"] = FAMILIES["qwen2"] | {"layer_types": MIXED[::-1]}
+FAMILIES["smollm3"] = FAMILIES["smollm3"] | {"no_rope_layers": [1, 0] * 4}
+FAMILIES["gemma2"] = {"layer_types": MIXED, "sliding_window": 8, "query_pre_attn_scalar": 10}
+FAMILIES["gemma2"] |= SIZE | {"final_logit_softcapping": 1.0, "attn_logit_softcapping": 5.0}
+FAMILIES["gemma3_text"] = SIZE | {"layer_types": MIXED, "sliding_window": 8}
+FAMILIES = {name: config | SHAPE for name, config in FAMILIES.items()}
+FAMILIES["qwen2"]["hidden_size"] = 40
+
+
+def write_weights(folder, family: str, **config):
+    """A model's folder with weights, in which no norm is one and no bias is zero."""
+    write_model(folder, model_type=family, **FAMILIES[family] | config)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+            elif parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+SOURCES = {
+    "tied, pretrained": (TIED, ["--no-from-scratch"]),
+    "untied, pretrained": (UNTIED, ["--no-from-scratch"]),
+    "tied, from scratch": (TIED, ["--from-scratch"]),
+    "untied, from scratch": (UNTIED, ["--from-scratch"]),
+}
+BATCH = 16  # samples per step
+CHECKPOINTING, COMPILE = ["--activation-checkpointing"], ["--compile"]
+# Ranks, those of a pipeline, schedule, source and other flags
+CASES = [
+    (2, 2, "gpipe", "tied, pretrained", []),
+    (2, 2, "1f1b", "untied, from scratch", CHECKPOINTING),
+    (2, 2, "interleaved", "tied, from scratch", []),
+    (2, 2, "zbv", "tied, pretrained", CHECKPOINTING),
+    (2, 2, "1f1b", "tied, pretrained", COMPILE),
+    (2, 2, "interleaved", "untied, pretrained", [*COMPILE, *CHECKPOINTING]),
+    (2, 2, "1f1b", "tied, pretrained", ["--reshard-after-forward", "--layers-per-stage", "1,7"]),
+    (2, 2, "zbv", "untied, pretrained", ["--cpu-offload"]),
+    (4, 4, "gpipe", "untied, from scratch", CHECKPOINTING),
+    (4, 4, "1f1b", "tied, pretrained", []),
+    (4, 4, "interleaved", "untied, pretrained", []),
+    (4, 4, "zbv", "tied, from scratch", []),
+    (4, 2, "gpipe", "tied, from scratch", []),
+    (4, 2, "1f1b", "untied, pretrained", ["--reshard-after-forward"]),
+    (4, 2, "interleaved", "tied, pretrained", CHECKPOINTING),
+    (4, 2, "zbv", "untied, from scratch", []),
+    (4, 2, "zbv", "tied, pretrained", ["--cpu-offload"]),
+    (4, 1, "1f1b", "tied, pretrained", []),
+]
+LOOPED = ("interleaved", "zbv")
+FAMILY_CASES = [(2, 2, "1f1b", family, []) for family in FAMILIES]
+FAMILY_CASES += [(2, 2, "interleaved", "gemma2", []), (2, 2, "zbv", "qwen2", [])]
+
+
+def name_of(case) -> str:
+    return "-".join(str(part) for part in (*case[:4], *case[4])).replace(", ", "-")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, dataset):
+    """All of CASES, and chapter 1 for each source: their folders by name."""
+    folder = tmp_path_factory.mktemp("runs")
+    script = folder / "many.py"
+    script.write_text(MANY)
+    flags = ["--save-dir", folder, "-d", dataset, "-s", 32, "--lr", 1e-4, "--log-freq", 1]
+    flags += ["--ckpt-freq", 99]
+    models = {
+        source: write_weights(folder / f"model-{source}", "llama", **config)
+        for source, (config, _) in SOURCES.items()
+    }
+    models |= {family: write_weights(folder / f"model-{family}", family) for family in FAMILIES}
+
+    def described(name, chapter, source, more):
+        steps = 30 if source in SOURCES and not {*COMPILE} & {*more} else 4
+        origin = SOURCES[source][1] if source in SOURCES else ["--no-from-scratch"]
+        steps = ["--max-steps", steps, "--eval-freq", steps // 2]
+        own = ["-e", name, "-m", models[source], *origin, *flags, *steps, *more]
+        env = {"MASTER_PORT": str(free_port()), "COMET_AUTO_LOG_DISABLE": "true"}
+        (folder / name).mkdir()
+        case = {"name": name, "script": str(chapter), "env": env, "folder": str(folder / name)}
+        return case | {"flags": [str(flag) for flag in own]}
+
+    def start(name, cases, processes=0):
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(cases))
+        output = folder / f"{name}.txt"
+        return Job(script, [file], output, processes) if processes else Run(script, [file], output)
+
+    single = [described(source, CHAPTER_1, source, ["-b", BATCH]) for source in models]
+    jobs = [start("single", single)]
+    for processes in (2, 4):
+        cases = []
+        for case in CASES + FAMILY_CASES:
+            ranks, size, schedule, source, more = case
+            if ranks == processes:
+                count = size * (1 + (schedule in LOOPED))
+                own = ["-b", BATCH // count // (ranks // size), "--schedule", schedule]
+                own += ["--pipeline-parallel", size, *more]
+                cases.append(described(name_of(case), CHAPTER_7, source, own))
+        jobs[-1].wait(500)
+        jobs.append(start(f"on-{processes}", cases, processes))
+    for job in jobs:
+        assert job.wait(500) == 0, job.output[-5000:]
+    return folder
+
+
+def gradients(folder, step: int) -> dict:
+    """Of all ranks; those of a stage are equal on all of its ranks."""
+    files = sorted(folder.glob(f"gradients-{step}-*"))
+    return {name: g for file in files for name, g in torch.load(file).items()}
+
+
+class Folder:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def column(self, name: str) -> list[float]:
+        records = map(json.loads, (self.folder / "metrics.jsonl").open())
+        return [record[name] for record in records if name in record]
+
+
+@pytest.mark.parametrize("case", CASES + FAMILY_CASES, ids=name_of)
+def test_trains_what_chapter_1_trains(runs, case):
+    """Losses, norms, held-out losses, every gradient, and the model in the end."""
+    single, run = (Folder(runs / name) for name in (case[3], name_of(case)))
+    assert_same_losses(single, run, 30 if case in CASES else 4, **OFF)
+    assert len(run.column("eval/loss")) == 2
+    assert min(run.column("time/schedule_ms")) > 0
+    for step in (1, 2, 30) if case in CASES else (1, 2):
+        expected, found = gradients(single.folder, step), gradients(run.folder, step)
+        print(f"step {step}: {worst(expected, found)}")
+        assert worst(expected, found)[0] < 1e-4, step
+    a, b = (tensors_of(x.folder / "final") for x in (single, run))
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+
+
+# Each rank tells at its end which modules have weights on it, and how many numbers.
+WATCH = """
+import torch
+import torch.distributed as dist
+
+def step(self, *args, **options):
+    held.append(sum(p.to_local().numel() for g in self.param_groups for p in g["params"]))
+    return original_step(self, *args, **options)
+
+held = []
+original_step = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+
+def tell():
+    print("\\nheld", held[-1])
+    destroy()
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = tell
+"""
+
+
+def test_each_rank_has_its_stage_and_reads_no_more(trainer, tmp_path):
+    """And of its stage a half, on two pipelines. Layers 5, 7, 7 and 5, if nothing else is said."""
+    shape = LLAMA | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 24}
+    shape |= {"num_attention_heads": 4, "tie_word_embeddings": False}
+    folder = write_model(tmp_path / "large", **shape)
+    save_weights(folder, torch.bfloat16, max_shard_size="10MB")
+    sizes = {name: x.numel() for name, x in tensors_of(folder).items()}
+    layer = sum(n for name, n in sizes.items() if ".layers.0." in name)
+    ends = sizes["model.embed_tokens.weight"]
+    flags = ["-m", folder, "-b", 1, "--no-from-scratch", "--max-steps", 1, "--eval-freq", 0]
+    result = trainer(*flags, "-s", 8, "--pipeline-parallel", 2, processes=4, before=WATCH, **PP)
+    first, last = 12 * layer + ends, 12 * layer + ends + sizes["model.norm.weight"]
+    assert told(result, "held ") == [[str(n // 2)] for n in (first, first, last, last)]
+    result = trainer(*flags, "-s", 8, name="four", processes=4, before=WATCH, **PP)
+    first, last = 5 * layer + ends, 5 * layer + ends + sizes["model.norm.weight"]
+    assert told(result, "held ") == [[str(n)] for n in (first, 7 * layer, 7 * layer, last)]
+    whole = 4 * sum(sizes.values())
+    result = trainer(*flags, processes=4, before=PEAK, name="peak", **PP)
+    for (taken,) in told(result, "loading took"):
+        print(f"{int(taken) / whole:.2f} of the model")
+        assert int(taken) < 0.6 * whole
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    config = {"num_hidden_layers": 4} | TIED
+    return write_weights(tmp_path_factory.mktemp("models") / "tied", "llama", **config)
+
+
+def test_resume_on_other_stages(trainer, tied):
+    """Saved by four stages; bit for bit on as many. Two, zbv, and chapter 3 go on, and back."""
+    flags = ["-m", tied, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 4]
+    flags += ["--ckpt-freq", 2, "--lr", 1e-3]
+    four = {"name": "origin", "processes": 4} | PP
+    origin = trainer(*flags, "-b", 2, **four)
+    take_over(origin, trainer, "same", 2)
+    same = trainer(*flags, "-b", 2, **four | {"name": "same"})
+    assert exact(same.records) == exact(origin.records)
+    a, b = (whole_state(run.folder / "step-00000004") for run in (origin, same))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    others = [
+        ("two", 2, ["-b", 4], PP),
+        ("chapter-3", 2, ["-b", 4], {"script": CHAPTER_3}),
+        ("zbv", 4, ["-b", 1, "--schedule", "zbv", "--pipeline-parallel", 2], PP),
+    ]
+    for name, processes, split, script in others:
+        take_over(origin, trainer, name, 2)
+        resumed = trainer(*flags, *split, name=name, processes=processes, **script)
+        assert "Continuing from" in resumed.output
+        assert_same_losses(origin, resumed, 4, **OFF)
+        a, b = (whole_state(run.folder / "step-00000004") for run in (origin, resumed))
+        assert a.keys() == b.keys()
+        if script != PP:  # and back
+            take_over(resumed, trainer, "back", 2)
+            back = trainer(*flags, "-b", 4, name="back", processes=2, **PP)
+            assert_same_losses(origin, back, 4, **OFF)
+
+
+def test_final_is_the_folder_of_chapter_1(trainer, tied):
+    """To the last bit: a learning rate of 0 leaves the weights that were read."""
+    flags = ["-m", tied, "--no-from-scratch", "--max-steps", 1, "--lr", 0, "--eval-freq", 0]
+    single = trainer(*flags, "-b", 4, name="single")
+    run = trainer(*flags, "-b", 1, name="split", processes=4, **PP)
+    assert_same_folder(single.folder / "final", run.folder / "final")
+
+
+def test_compute_precision_and_signals(trainer, tied):
+    """In bf16 nearly the same losses. One rank is told to stop, all ranks save and stop."""
+    flags = ["-m", tied, "--no-from-scratch", "--max-steps", 3, "--eval-freq", 3]
+    single = trainer(*flags, "-b", 4, "--dtype", "bf16", name="single")
+    run = trainer(*flags, "-b", 2, "--dtype", "bf16", name="bf16", processes=2, **PP)
+    assert run.column("loss") == pytest.approx(single.column("loss"), rel=2e-3)
+    assert run.column("eval/loss") == pytest.approx(single.column("eval/loss"), rel=2e-3)
+    job = trainer.start("--max-steps", 200, "--eval-freq", 0, processes=2, **PP)
+    job.wait_for("step 5/200")
+    job.ranks[1].signal(15)
+    assert job.wait() == 128 + 15
+    (step,) = re.findall(r"Stopped after step (\d+): the same command", job.output)
+    newest = max((trainer.folder / "run").glob("step-*"))
+    assert json.loads((newest / "state.json").read_text())["step"] == int(step)
+
+
+# -- What would happen -----------------------------------------------------------------------------
+
+# What is damaged; the gradient that is worst, and how wrong at least
+TRAPS = {
+    "the gradient of the head is left out": ("add_gradients(*tied)", "", "embed_tokens", 0.01),
+    "each micro-batch is divided twice": ("scale_grads=False", "scale_grads=True", "", 0.4),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+def test_wrong_gradients_are_noticed(trainer, runs, tied, tmp_path, trap):
+    """So the tests above can fail."""
+    line, instead, name, error = TRAPS[trap]
+    script = damaged(tmp_path, {line: instead})
+    many = (runs / "many.py").read_text()
+    for folder, chapter, processes in (("one", CHAPTER_1, 0), ("two", script, 2)):
+        (tmp_path / folder).mkdir()
+        flags = [*trainer.defaults(folder), "-m", tied, "--no-from-scratch", "--max-steps", "1"]
+        flags += ["-b", 4 // (processes or 1)]
+        case = {"name": folder, "script": str(chapter), "folder": str(tmp_path / folder)}
+        env = {"MASTER_PORT": str(free_port()), "COMET_AUTO_LOG_DISABLE": "true"}
+        file = tmp_path / f"{folder}.json"
+        file.write_text(json.dumps([case | {"env": env, "flags": [str(f) for f in flags]}]))
+        tool, output = tmp_path / "many.py", tmp_path / f"{folder}.txt"
+        tool.write_text(many)
+        job = Job(tool, [file], output, processes) if processes else Run(tool, [file], output)
+        assert job.wait() == 0, job.output
+    expected, found = (gradients(tmp_path / folder, 1) for folder in ("one", "two"))
+    print(trap, worst(expected, found))
+    assert worst(expected, found)[0] > error
+    assert name in worst(expected, found)[1]
+
+
+def damaged(folder, damages: dict):
+    """A copy of the chapter with other lines."""
+    text = CHAPTER_7.read_text()
+    for line, instead in damages.items():
+        assert text.count(line) == 1
+        text = text.replace(line, instead)
+    script = folder / "07-pipeline-parallel" / "train-llm.py"
+    script.parent.mkdir()
+    script.write_text(text)
+    return script
+
+
+# A stage that raises, or that is killed, in its third forward pass
+RAISES = 'raise ValueError("a stage has failed")'
+KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.parametrize("end", [RAISES, KILLED])
+def test_a_stage_that_fails_ends_the_job(tied, dataset, tmp_path, end):
+    """Within 30 seconds, with torchrun; the traceback says where."""
+    line = '    batch = {"inputs_embeds" if x.is_floating_point()'
+    trap = f"    global calls\n    calls += 1\n    if calls > 30 and is_last:\n        {end}\n"
+    script = damaged(tmp_path, {line: trap + line, "SCHEDULES = {": "calls = 0\nSCHEDULES = {"})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    flags = ["-m", tied, "--from-scratch", "-d", dataset, "-s", 32, "-b", 1, "--eval-freq", 0]
+    flags += ["--log-freq", 1]
+    output = tmp_path / "output.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [str(part) for part in (*command, script, *flags)], stdout=file, stderr=file
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while "step 7/" not in output.read_text():
+                assert time.monotonic() < deadline, output.read_text()
+                assert process.poll() is None, output.read_text()
+                time.sleep(0.05)
+            begin = time.monotonic()
+            assert process.wait(30) != 0
+        finally:
+            process.kill()
+    print(f"ended after {time.monotonic() - begin:.1f} s")
+    text = output.read_text()
+    assert ("ValueError: a stage has failed" if end == RAISES else "SIGKILL") in text
+
+
+# -- Wrong flags -----------------------------------------------------------------------------------
+
+SMALL = {"model_type": "llama"} | SHAPE | {"num_hidden_layers": 4}
+ACCUMULATE = "--gradient-accumulation-steps"
+# Ranks, flags, the model, and a part of the sentence
+REFUSED = {
+    "ranks": (3, ["--pipeline-parallel", 2], SMALL, "2 does not divide the 3 ranks"),
+    "1f1b": (2, [ACCUMULATE, 1], SMALL, "--schedule 1f1b cannot have 1 micro-batches on 2 ranks"),
+    "interleaved": (2, ["--schedule", "interleaved", ACCUMULATE, 5], SMALL, "multiple"),
+    "zbv": (2, ["--schedule", "zbv", ACCUMULATE, 3], SMALL, "needs 4 micro-batches"),
+    "zbv, compiled": (2, ["--schedule", "zbv", "--compile"], SMALL, "--no-compile"),
+    "stages": (2, ["--stages-per-rank", 2], SMALL, "1f1b cannot have"),
+    "one stage": (2, ["--schedule", "zbv", "--stages-per-rank", 1], SMALL, "zbv cannot have"),
+    "layers": (2, ["--layers-per-stage", "1,4"], SMALL, "4 layers cannot make 2 stages of [1, 4]"),
+    "no layers": (2, [], SMALL | {"num_hidden_layers": 1}, "1 layers cannot make 2 stages"),
+    "a family": (1, [], {"model_type": "gpt2", "n_positions": 64, "eos_token_id": 0}, "gpt2"),
+    "granite": (1, [], SMALL | {"model_type": "granite"}, "granite is not among"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_sentence(trainer, tmp_path, case):
+    processes, flags, config, part = REFUSED[case]
+    folder = write_model(tmp_path / "m", **config)
+    result = trainer("-m", folder, *flags, "--max-steps", 1, processes=processes, status=1, **PP)
+    assert_one_sentence(result.run.ranks[0].output, part)
+
+
+def test_a_tensor_that_a_stage_lacks_is_named(trainer, tied, tmp_path):
+    """Whichever rank has that stage."""
+    source = tmp_path / "damaged"
+    shutil.copytree(tied, source)
+    tensors = load_file(source / "model.safetensors")
+    name = "model.layers.3.mlp.up_proj.weight"
+    tensors.pop(name)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    flags = ["-m", source, "--max-steps", 1, "--no-from-scratch"]
+    result = trainer(*flags, status=1, processes=2, **PP)
+    assert_one_sentence(result.run.ranks[0].output, name)

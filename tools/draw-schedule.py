@@ -1,0 +1,269 @@
+"""Draws who computes what and when in a pipeline, as SVG or PNG; measures it with sleeping stages.
+
+    python tools/draw-schedule.py 1f1b -p 4 -m 8 -o 1f1b.svg
+    python tools/draw-schedule.py --table -p 4
+    python tools/draw-schedule.py --measure -p 4 -m 8
+
+The order of the passes is PyTorch's own. A forward pass takes one unit of time, and a backward pass
+two: one for the gradient of the input, and one for the gradients of the weights.
+"""
+
+import argparse
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining as pp
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+# Class, stages per rank, and the bubble by the formula: for p ranks, m micro-batches, v stages each
+SCHEDULES = {
+    "gpipe": (pp.ScheduleGPipe, 1, lambda p, m, v: (p - 1) / (m + p - 1)),
+    "1f1b": (pp.Schedule1F1B, 1, lambda p, m, v: (p - 1) / (m + p - 1)),
+    "interleaved": (pp.ScheduleInterleaved1F1B, 2, lambda p, m, v: (p - 1) / (v * m + p - 1)),
+    "zbv": (pp.ScheduleZBVZeroBubble, 2, lambda p, m, v: (p - 1) / (3 * v * m + p - 1)),
+}
+UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
+NAMES = {"F": "forward", "B": "backward", "I": "backward, input", "W": "backward, weights"}
+# Okabe and Ito's colours; a rank's second stage has the lighter one
+COLOURS = {"F": ("#0072b2", "#56b4e9"), "B": ("#d55e00", "#f0a070"), "I": ("#d55e00", "#f0a070")}
+COLOURS |= {"W": ("#009e73", "#7fd0b8")}
+
+
+def simulate(schedule: str, ranks: int, micro_batches: int, stages: int | None = None) -> list:
+    """For each rank (kind, stage, micro-batch, begin, end) of its passes, in their order."""
+    kind, default, _ = SCHEDULES[schedule]
+    stages = stages or default
+    try:
+        orders = get_schedule_ops(kind, ranks, micro_batches, stages)
+    except (ValueError, AssertionError) as error:
+        sys.exit(f"error: {schedule} cannot do this: {error}")
+    passes = ("F", "B", "I", "W")
+    orders = [[a for a in o if a and a.computation_type.value in passes] for o in orders]
+    if schedule == "1f1b":  # torch 2.13 numbers the forward passes of the last rank from 1 on
+        last = [a for a in orders[-1] if a.computation_type.value == "F"]
+        moved = {id(a): a._replace(microbatch_index=n) for n, a in enumerate(last)}
+        orders[-1] = [moved.get(id(a), a) for a in orders[-1]]
+    done, timeline = {}, [[] for _ in orders]
+    while any(orders):
+        before = len(done)
+        for rank, order in enumerate(orders):
+            while order:
+                stage, batch = order[0].stage_index, order[0].microbatch_index
+                name = order[0].computation_type.value
+                needs = []
+                if name == "F" and stage > 0:
+                    needs = [("F", stage - 1, batch)]
+                elif name in "BI" and stage < ranks * stages - 1:
+                    needs = [(name, stage + 1, batch)]
+                if any(need not in done for need in needs):
+                    break
+                free = timeline[rank][-1][4] if timeline[rank] else 0
+                begin = max([free, *(done[need] for need in needs)])
+                end = begin + UNITS[name]
+                timeline[rank].append((name, stage, batch, begin, end))
+                done[name, stage, batch] = end
+                order.pop(0)
+        assert len(done) > before, "no pass can begin"
+    return timeline
+
+
+def bubble(timeline: list) -> float:
+    """The share of the time, from the first pass to the last one, in which a rank waits."""
+    end = max(passes[-1][4] for passes in timeline)
+    busy = sum(end - begin for passes in timeline for *_, begin, end in passes)
+    return 1 - busy / (end * len(timeline))
+
+
+def in_flight(timeline: list) -> list[int]:
+    """The most forward passes of each rank that still wait for their backward pass."""
+    peaks = []
+    for passes in timeline:
+        held = peak = 0
+        for name, *_ in passes:
+            held += {"F": 1, "B": -1, "W": -1}.get(name, 0)
+            peak = max(peak, held)
+        peaks.append(peak)
+    return peaks
+
+
+def draw(timeline: list, file: Path) -> None:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    end = max(passes[-1][4] for passes in timeline)
+    look = {"font.size": 9, "svg.hashsalt": "schedule", "svg.fonttype": "path"}
+    with mpl.rc_context(look | {"figure.facecolor": "white"}):
+        figure = Figure(figsize=(1 + 0.24 * end, 0.9 + 0.36 * len(timeline)), layout="constrained")
+        axes = figure.subplots()
+        kinds = {}
+        for rank, passes in enumerate(timeline):
+            for name, stage, batch, begin, stop in passes:
+                colour = COLOURS[name][stage >= len(timeline)]
+                kinds[name] = Patch(facecolor=COLOURS[name][0], label=NAMES[name])
+                axes.add_patch(
+                    Rectangle((begin, rank), stop - begin, 0.9, facecolor=colour, edgecolor="white")
+                )
+                middle = (begin + stop) / 2
+                axes.text(middle, rank + 0.45, batch, ha="center", va="center", fontsize=7)
+        axes.set(xlim=(0, end), ylim=(len(timeline), -0.1), xlabel="time", xticks=[])
+        axes.set_yticks([rank + 0.45 for rank in range(len(timeline))])
+        axes.set_yticklabels([f"rank {rank}" for rank in range(len(timeline))])
+        for side in ("top", "right", "left", "bottom"):
+            axes.spines[side].set_visible(False)
+        figure.legend(handles=[*kinds.values()], loc="outside lower right", ncols=3, frameon=False)
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+
+
+def table(ranks: int) -> str:
+    """The bubble by schedule and number of micro-batches, in percent."""
+    counts = [ranks * n for n in (1, 2, 4, 8, 16)]
+    lines = ["| micro-batches |" + "".join(f" {count} |" for count in counts)]
+    lines.append("|---|" + "---|" * len(counts))
+    for name in SCHEDULES:
+        cells = ""
+        for count in counts:
+            possible = name != "zbv" or count >= 2 * ranks
+            share = bubble(simulate(name, ranks, count)) if possible else None
+            cells += f" {100 * share:.1f} % |" if possible else " |"
+        lines.append(f"| {name} |{cells}")
+    return "\n".join(lines)
+
+
+# -- A real run, with stages that sleep ------------------------------------------------------------
+
+
+class Sleep(torch.autograd.Function):
+    """The value of x. Sleeps when going forward, if `forward`, and always when going back."""
+
+    @staticmethod
+    def forward(context, x, seconds, forward):
+        context.seconds = seconds
+        if forward:
+            time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        time.sleep(context.seconds)
+        return gradient, None, None
+
+
+class Sleeper(torch.nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+        self.seconds = seconds
+
+    def forward(self, x):
+        if not x.requires_grad:  # the first stage, whose input has no gradient
+            x = x.detach().requires_grad_()
+        # sin keeps x for the backward pass: the one tensor of a micro-batch that is kept
+        weight = Sleep.apply(self.weight, self.seconds, False)
+        return Sleep.apply(x.sin(), self.seconds, True) + 0 * weight
+
+
+class Held:
+    """A tensor that is kept for a backward pass; counts how many there are."""
+
+    now = most = 0
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+        Held.now += 1
+        Held.most = max(Held.most, Held.now)
+
+    def __del__(self):
+        Held.now -= 1
+
+
+def work(rank, schedule, ranks, micro_batches, seconds, port, queue):
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(minutes=2))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    kind, count, _ = SCHEDULES[schedule]
+    last = ranks * count - 1
+    numbers = [rank, last - rank] if schedule == "zbv" else range(rank, last + 1, ranks)
+    x = torch.ones(micro_batches, 8)
+    shape = x[:1].clone().requires_grad_()
+    stages = [
+        pp.PipelineStage(Sleeper(seconds), n, last + 1, torch.device("cpu"), shape, shape)
+        for n in numbers
+    ]
+    options = {"n_microbatches": micro_batches, "scale_grads": False}
+    options["loss_fn"] = lambda y, target: y.sum()
+    run = kind(stages if count > 1 else stages[0], **options)
+    times = []
+    for _ in range(4):  # the first one is to warm up
+        dist.barrier()
+        begin = time.perf_counter()
+        with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
+            run.step(x, target=x, return_outputs=False)
+        dist.barrier()
+        times.append(time.perf_counter() - begin)
+    queue.put((rank, min(times[1:]), Held.most))
+    dist.destroy_process_group()
+
+
+def measure(schedule: str, ranks: int, micro_batches: int, seconds: float) -> tuple:
+    """Of a real run on so many processes: the bubble, best of three, and what is in flight."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = torch.multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    arguments = (schedule, ranks, micro_batches, seconds, port, queue)
+    workers = [context.Process(target=work, args=(rank, *arguments)) for rank in range(ranks)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        if worker.exitcode:
+            sys.exit(f"error: a rank has failed with {worker.exitcode}")
+    results = sorted(queue.get() for _ in workers)
+    took = max(seconds for _, seconds, _ in results)
+    busy = 3 * seconds * micro_batches * SCHEDULES[schedule][1]
+    return 1 - busy / took, [count for *_, count in results]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("schedule", nargs="?", choices=SCHEDULES, help="what to draw")
+    parser.add_argument("-p", "--ranks", type=int, default=4, help="of the pipeline")
+    parser.add_argument("-m", "--micro-batches", type=int, default=8)
+    parser.add_argument("--stages-per-rank", type=int, help="2 where there must be several")
+    parser.add_argument("-o", "--output", type=Path, help="an .svg or .png file")
+    parser.add_argument("--table", action="store_true", help="bubbles for more micro-batches")
+    parser.add_argument("--measure", action="store_true", help="real runs of sleeping stages")
+    parser.add_argument("--sleep", type=float, default=0.1, help="seconds per stage and direction")
+    args = parser.parse_args()
+    ranks, count = args.ranks, args.micro_batches
+    if args.table:
+        print(table(ranks))
+    if args.measure:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        print("| schedule | ranks | micro-batches | formula | simulated | measured | in flight |")
+        print("|---|---|---|---|---|---|---|")
+        for name in [args.schedule] if args.schedule else SCHEDULES:
+            _, stages, formula = SCHEDULES[name]
+            shares = [formula(ranks, count, stages), bubble(simulate(name, ranks, count))]
+            share, held = measure(name, ranks, count, args.sleep)
+            cells = " | ".join(f"{100 * x:.1f} %" for x in (*shares, share))
+            print(f"| {name} | {ranks} | {count} | {cells} | {held} |", flush=True)
+    elif args.schedule:
+        timeline = simulate(args.schedule, ranks, count, args.stages_per_rank)
+        print(f"bubble: {100 * bubble(timeline):.1f} %; in flight: {in_flight(timeline)}")
+        if args.output:
+            draw(timeline, args.output)
+    elif not args.table:
+        parser.error("name a schedule, or say --table or --measure")
+
+
+if __name__ == "__main__":
+    main()
