@@ -1,6 +1,7 @@
 """Chapter 7 trains what chapter 1 trains, with the layers on different ranks."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import time
 import pytest
 import torch
 from conftest import LLAMA, assert_one_sentence, assert_same_losses, exact, write_model
+from filelock import FileLock
 from runner import CHAPTER_1, CHAPTER_3, CHAPTER_7, Job, Run, free_port
 from safetensors.torch import load_file, save_file
 from test_fsdp import (
@@ -144,10 +146,28 @@ def name_of(case) -> str:
     return "-".join(str(part) for part in (*case[:4], *case[4])).replace(", ", "-")
 
 
-@pytest.fixture(scope="module")
+def steps_of(case) -> int:
+    """Compiled ones and families take fewer."""
+    return 30 if case[3] in SOURCES and "--compile" not in case[4] else 4
+
+
+@pytest.fixture(scope="session")
 def runs(tmp_path_factory, dataset):
-    """All of CASES, and chapter 1 for each source: their folders by name."""
-    folder = tmp_path_factory.mktemp("runs")
+    """All of CASES, and chapter 1 for each source: their folders by name.
+
+    Workers of pytest-xdist share them: the first one makes them, the others wait.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pipelines"
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "complete").exists():
+            folder.mkdir()
+            make_runs(folder, dataset)
+            (folder / "complete").touch()
+    return folder
+
+
+def make_runs(folder, dataset):
     script = folder / "many.py"
     script.write_text(MANY)
     flags = ["--save-dir", folder, "-d", dataset, "-s", 32, "--lr", 1e-4, "--log-freq", 1]
@@ -158,8 +178,7 @@ def runs(tmp_path_factory, dataset):
     }
     models |= {family: write_weights(folder / f"model-{family}", family) for family in FAMILIES}
 
-    def described(name, chapter, source, more):
-        steps = 30 if source in SOURCES and not {*COMPILE} & {*more} else 4
+    def described(name, chapter, source, steps, more):
         origin = SOURCES[source][1] if source in SOURCES else ["--no-from-scratch"]
         steps = ["--max-steps", steps, "--eval-freq", steps // 2]
         own = ["-e", name, "-m", models[source], *origin, *flags, *steps, *more]
@@ -174,7 +193,11 @@ def runs(tmp_path_factory, dataset):
         output = folder / f"{name}.txt"
         return Job(script, [file], output, processes) if processes else Run(script, [file], output)
 
-    single = [described(source, CHAPTER_1, source, ["-b", BATCH]) for source in models]
+    alone = {(case[3], steps_of(case)) for case in CASES + FAMILY_CASES}
+    single = [
+        described(f"{source}, {steps} steps", CHAPTER_1, source, steps, ["-b", BATCH])
+        for source, steps in sorted(alone)
+    ]
     jobs = [start("single", single)]
     for processes in (2, 4):
         cases = []
@@ -184,12 +207,11 @@ def runs(tmp_path_factory, dataset):
                 count = size * (1 + (schedule in LOOPED))
                 own = ["-b", BATCH // count // (ranks // size), "--schedule", schedule]
                 own += ["--pipeline-parallel", size, *more]
-                cases.append(described(name_of(case), CHAPTER_7, source, own))
+                cases.append(described(name_of(case), CHAPTER_7, source, steps_of(case), own))
         jobs[-1].wait(500)
         jobs.append(start(f"on-{processes}", cases, processes))
     for job in jobs:
         assert job.wait(500) == 0, job.output[-5000:]
-    return folder
 
 
 def gradients(folder, step: int) -> dict:
@@ -210,11 +232,12 @@ class Folder:
 @pytest.mark.parametrize("case", CASES + FAMILY_CASES, ids=name_of)
 def test_trains_what_chapter_1_trains(runs, case):
     """Losses, norms, held-out losses, every gradient, and the model in the end."""
-    single, run = (Folder(runs / name) for name in (case[3], name_of(case)))
-    assert_same_losses(single, run, 30 if case in CASES else 4, **OFF)
+    steps = steps_of(case)
+    single, run = (Folder(runs / name) for name in (f"{case[3]}, {steps} steps", name_of(case)))
+    assert_same_losses(single, run, steps, **OFF)
     assert len(run.column("eval/loss")) == 2
     assert min(run.column("time/schedule_ms")) > 0
-    for step in (1, 2, 30) if case in CASES else (1, 2):
+    for step in (1, 2, 30) if steps == 30 else (1, 2):
         expected, found = gradients(single.folder, step), gradients(run.folder, step)
         print(f"step {step}: {worst(expected, found)}")
         assert worst(expected, found)[0] < 1e-4, step
