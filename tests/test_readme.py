@@ -725,7 +725,7 @@ def test_exercises_have_the_measured_losses():
 
 
 def test_symptoms_are_what_the_scripts_say():
-    text = README.partition("## When something is wrong")[2].partition("\n## ")[0]
+    text = page("docs/troubleshooting.md")
     symptoms = [row.split("|")[1] for row in text.splitlines() if row.startswith("| ")]
     quoted = {quote for symptom in symptoms for quote in re.findall("`(.*?)`", symptom)}
     # Of the system and of PyTorch; a metric
@@ -740,7 +740,7 @@ def test_symptoms_are_what_the_scripts_say():
 
 
 def test_scripts_and_flags_in_the_texts_exist():
-    files = [*READMES, LAUNCH, "README.md", "outputs/README.md", "benchmarks/results.md"]
+    files = [*READMES, LAUNCH, *DOCS, "README.md", "outputs/README.md", "benchmarks/results.md"]
     mentions = 0
     for file in files:
         text = (REPOSITORY / file).read_text()
