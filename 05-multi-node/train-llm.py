@@ -1,9 +1,9 @@
 """Chapter 5: many nodes, with hybrid shards, and checkpoints that fit them.
 
-The ranks of a node share one copy of the model, and the copies average their gradients. So the slow
-links between nodes carry only these. Checkpoints are written by all ranks to one folder, by rank 0
-to one file, by each rank to its own disk, or while training goes on. Comments with NODES 1 to 10
-mark the ideas.
+The ranks of a node share one copy of the model, and the copies average their gradients. So only
+gradients cross the slow links between nodes. A checkpoint is one folder with a file of each rank,
+or one file of rank 0, or a file of each rank on its own disk. A thread can write it while training
+goes on. Comments with NODES 1 to 10 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     NNODES=4 MASTER_ADDR=node-0 NODE_RANK=0 ../launch/run.sh 05 -e c4 --save-dir /shared/runs \
@@ -108,7 +108,7 @@ def main():
     if checkpoint:
         load_training_state(checkpoint, stateful, model)
     elif args.resume_dir:
-        # NODES: --skip-optimizer: the weights only. The rest of the run begins anew.
+        # NODES: With --skip-optimizer take only the weights. The rest of the run begins anew.
         read_state(of_this_rank(args.resume_dir), {"model": model.state_dict()})
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, so run_folder stays; one rank logs
@@ -138,7 +138,7 @@ def main():
         if None in places:
             if run_folder:  # STREAM: what was learned so far is not lost
                 save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
-            UNFINISHED.close()  # NODES: the end of a rank would be the end of its thread
+            UNFINISHED.close()  # NODES: a rank that ends would stop its thread
             fail(f"a stream broke off after step {state.step}: the warning above says why")
         # STREAM 3: A pass ends for all ranks when one runs out of rows, since the others need it.
         if min(row_counts) < rows_per_step:
@@ -243,14 +243,14 @@ def main():
             # A saved step is always a logged step, so its numbers have passed the check above.
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
 
-    UNFINISHED.close()  # NODES: the last checkpoint gets its name
+    UNFINISHED.close()  # NODES: wait until the last checkpoint has its name
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
             # FSDP: Each rank writes a file of shards. These files are joined, and rewritten under
             # the names of the Hub. `load_file` maps the file, so the model may exceed the memory.
             joined = folder / "joined"
             hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
-            # NODES: Files on several disks cannot be joined, so there rank 0 has to write them all.
+            # NODES: Files on several disks cannot be joined, so rank 0 writes the file of `local`.
             part = to_rank_0 if args.checkpoint_format == "local" else dict
             dcp.save(part(weights_of(model)), storage_writer=hub)
             if RANK == 0:
@@ -298,7 +298,7 @@ def build_model(args, config, device, checkpoint):
         model.init_weights()  # as Transformers would have done, only straight on the GPU
     with suppress(OSError):  # FSDP: from_pretrained would have read this file; many lack it
         model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
-    if not (checkpoint or args.from_scratch or args.resume_dir):  # NODES: it has weights, too
+    if not (checkpoint or args.from_scratch or args.resume_dir):  # NODES: its weights are used
         remedy = "--from-scratch starts from random weights, --demo needs no download"
         with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
             # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
@@ -673,7 +673,7 @@ class RunState:
     places: tuple = (START,) * WORLD_SIZE  # STREAM: of each rank in its stream
 
 
-# NODES: The folder of what only this rank reads again, with --checkpoint-format local.
+# NODES: The folder of this rank's checkpoints, with --checkpoint-format local.
 OWN = f"rank-{RANK}"
 
 
@@ -681,7 +681,7 @@ OWN = f"rank-{RANK}"
 def new_folder(folder):
     """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
-    # NODES: In a folder of its own, each rank does what rank 0 does in one for all.
+    # NODES: In its own folder, each rank does the work of rank 0 in a shared folder.
     if RANK > 0 and folder.parent.name != OWN:  # FSDP: one makes the folder, and renames it
         dist.barrier()
         return (yield temporary)
@@ -719,28 +719,28 @@ def to_rank_0(state):
 
 def own_shards(state):
     """The state with this rank's shards as plain tensors, in the same memory."""
-    # NODES 4: To DCP they are tensors of this rank alone, so it need not see the others' files.
+    # NODES 4: DCP sees tensors of this rank alone, so it needs no files of other ranks.
     return tree_map_only(DTensor, DTensor.to_local, state)
 
 
-# NODES: What a rank gives to torch.distributed.checkpoint.
+# NODES: The tensors that a rank gives to torch.distributed.checkpoint, for each format.
 CHECKPOINTS = {"shard": dict, "full": to_rank_0, "local": own_shards}
 
 
 @lru_cache
 def writers():
-    """A process group of the threads that write, whose messages must not meet training's."""
+    """A process group for the threads that write, because training sends messages meanwhile."""
     return dist.new_group(backend="gloo")
 
 
-# NODES: The thread that ends a checkpoint; and what has to happen before the next one begins.
+# NODES: The thread that finishes a checkpoint, and the calls that wait for this thread.
 NAMING = ThreadPoolExecutor(1)
 UNFINISHED = ExitStack()
 
 
 def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
     """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
-    # NODES 5: One checkpoint at a time, so a killed run loses no more than the one in progress.
+    # NODES 5: One checkpoint at a time, so a killed run loses one checkpoint at most.
     UNFINISHED.close()
     folder = run_folder / OWN if args.checkpoint_format == "local" else run_folder
     saving = write_checkpoint(folder, model, tokenizer, stateful, state, args)
@@ -751,14 +751,14 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
             written.result()
         next(saving, None)
 
-    # NODES 6: A folder gets its name when its files are on the disk, not when copies are made.
+    # NODES 6: A folder gets its name after its files are on the disk, because a run may be killed.
     UNFINISHED.callback(NAMING.submit(finish).result)
     if not args.async_checkpoint:
         UNFINISHED.close()
 
 
 def write_checkpoint(run_folder, model, tokenizer, stateful, state, args):
-    """Yields once, when the state may change again: the future of the files, or None."""
+    """Yields the future of the files, or None, as soon as the state may change again."""
     local = args.checkpoint_format == "local"
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
         # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
@@ -775,15 +775,15 @@ def write_checkpoint(run_folder, model, tokenizer, stateful, state, args):
             shutil.copy(args.save_dir / args.experiment_name / "metrics.jsonl", folder)
         yield written
     if local:
-        dist.barrier(writers())  # NODES: all ranks have the new one, and none needs an old one
+        dist.barrier(writers())  # NODES: all ranks have the new one, so none needs an old one
     for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
         # Its name goes first: a folder that is only half removed is not taken for a checkpoint.
         shutil.rmtree(old.rename(run_folder / "incomplete"))
 
 
 def newest_checkpoint(run_folder, args):
-    """The newest one that all ranks have, or None."""
-    # NODES 8: A probe tells at the start whether the nodes share the folder, not the next resume.
+    """The newest checkpoint that all ranks have, or None."""
+    # NODES 8: Check now that all nodes share the folder, because at a resume it is too late.
     probe = run_folder / uuid.uuid4().hex
     probe.touch()
     shared = all(gather((run_folder / gather(probe.name)[0]).exists()))
@@ -800,7 +800,7 @@ def newest_checkpoint(run_folder, args):
 
 
 def of_this_rank(checkpoint):
-    """Where this rank finds a checkpoint of any format."""
+    """The folder in which this rank finds its part of a checkpoint of any format."""
     own = checkpoint.parent / OWN / checkpoint.name
     return own if own.exists() else checkpoint
 
@@ -814,14 +814,14 @@ def open_run(args):
     run_folder = args.save_dir / args.experiment_name
     with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
-    # NODES: --resume-dir is where a run begins. Started again, the run continues itself.
+    # NODES: A new run begins with --resume-dir. Later it resumes from its own checkpoints.
     own = newest_checkpoint(run_folder, args)
     begin = not args.skip_optimizer and args.resume_dir and of_this_rank(args.resume_dir)
     newest = own or begin
     if not newest:
         return run_folder, None, new_state
     if not (newest / ".metadata").exists():  # FSDP: of torch.distributed.checkpoint
-        # NODES: Those of chapters 3 and 4 are, in the format `shard`.
+        # NODES: Checkpoints of chapters 3 and 4 can be read: they have the format `shard`.
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
     state = RunState(**json.loads((newest / "state.json").read_text()))
     if not own:
@@ -846,7 +846,7 @@ def load_training_state(checkpoint, stateful, model):
 
 def read_state(checkpoint, state):
     """Fills the tensors and objects of `state` from a checkpoint of any format."""
-    # NODES: For DCP a checkpoint of rank 0's whole tensors is one more way to cut them.
+    # NODES: DCP reads the whole tensors of `full` in the same way as the shards of `shard`.
     local = checkpoint.parent.name == OWN
     with explain(f"cannot read {checkpoint}: is it of another model, or of other ranks?"):
         parts = own_shards(state) if local else state
@@ -1079,7 +1079,7 @@ def parse_args():
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
-    # NODES: Two ways to say the same.
+    # NODES: Two ways to set the global batch.
     either = parser.add_mutually_exclusive_group().add_argument
     either("--gradient-accumulation-steps", type=positive, default="1", help="passes per step")
     either("--global-batch-size", type=positive, help="samples per optimizer step, of all ranks")
@@ -1110,7 +1110,7 @@ def parse_args():
     add("--eval-dataset", help="held-out documents, or else the validation split of -d")
     add("--eval-dataset-subset", help="configuration name on the Hub")
     add("--eval-documents", type=positive, default=1000, help="how many of them, the first ones")
-    # NODES: Who shares a copy of the model, who writes what, and where a run begins.
+    # NODES: The size of a copy's group, the format of checkpoints, and the start of a run.
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     add("--shard-size", type=positive, default=node, help="ranks per copy; or else a node's")
     add("--checkpoint-format", choices=CHECKPOINTS, default="shard", help="who writes what")
@@ -1131,7 +1131,7 @@ def parse_args():
     args = parser.parse_args(given + sys.argv[1:])
     if not args.max_steps:  # STREAM: also where --num-epochs is given
         parser.error("a stream has no known length, which the schedule needs: give --max-steps")
-    # NODES 10: Fewer ranks make more passes, so the batch stays when nodes come and go.
+    # NODES 10: Fewer ranks make more passes, so the global batch stays when nodes come and go.
     size = args.batch_size * WORLD_SIZE
     total = args.global_batch_size or size * args.gradient_accumulation_steps
     if total % size:

@@ -1,8 +1,9 @@
 """Chapter 7: the layers of a model on different devices, with pipeline parallelism.
 
-Each device has some of the layers, a stage, and sends its activations to the next stage. Several
-micro-batches follow each other, so that all stages have work. Only neighbours exchange data, and
-not much, so slow links suffice. FSDP shards each stage. Comments with PP 1 to 11 mark the ideas.
+Each device has a stage, which is some of the layers, and sends its activations to the next stage.
+Several micro-batches follow each other, so that all stages have work. Only neighbouring stages
+exchange data, so slow links suffice. With several pipelines, FSDP shards each stage between them.
+Comments with PP 1 to 11 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
@@ -105,7 +106,7 @@ def main():
     # DDP: Ranks with other flags or data would train something else, and nobody would notice.
     if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
-    # PP: `model` has the weights of this rank. Its stages, which share them, are what computes.
+    # PP: `model` has the weights of this rank. Its stages share these weights, and compute.
     model, stages, tied = build_model(args, config, device, checkpoint)
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
@@ -126,7 +127,7 @@ def main():
         # The loss is a mean over a micro-batch. Divided, the losses (and their gradients) of all
         # micro-batches add up to the mean over the global batch.
         loss_fn=lambda loss, labels: loss / accumulation,
-        scale_grads=False,  # or they would be divided once more
+        scale_grads=False,  # the gradients are already divided
     )
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, so run_folder stays; one rank logs
@@ -146,11 +147,11 @@ def main():
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         # Several small passes need less memory than one large pass, and their gradients add up.
-        batches = []  # PP: all of them enter the pipeline together
+        batches = []  # PP: all micro-batches enter the pipeline together
         for micro_step in range(accumulation):
             # Sample number n is the same in each run with this seed, so a run can resume anywhere.
             # DDP 6: Each rank reads other samples, because equal ones would give equal gradients.
-            # PP 3: A pipeline reads one batch, as its first rank needs inputs, and its last labels.
+            # PP 3: A pipeline reads one batch, as inputs of its first rank and labels of its last.
             first = state.samples + (micro_step * groups + group) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
             with timer("data"):
@@ -160,10 +161,10 @@ def main():
         # PP: Forward and backward passes take turns, so they are timed together.
         with timer("schedule"):
             copy_weight(*tied)
-            input_ids = torch.cat(batches)  # which the schedule divides again
+            input_ids = torch.cat(batches)  # the schedule divides it again
             losses = schedule.step(input_ids, labels=input_ids, target=input_ids)
         if losses is not None:  # PP: the last stage is on this rank
-            # The others add 0 to the average over ranks.
+            # The other ranks add 0 to the average over ranks.
             loss_sum += losses.detach().mean() * args.pipeline_parallel
         with timer("update"):
             add_gradients(*tied)
@@ -222,7 +223,7 @@ def main():
             logged_step = state.step
         if eval_now:
             with autocast:
-                copy_weight(*tied)  # PP: the update has changed it
+                copy_weight(*tied)  # PP: the update has changed the weight
                 eval_loss = evaluate(model, eval_samples, args, device)
             say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
             metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
@@ -259,8 +260,8 @@ FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_t
 
 
 def part_of(model, units, own):
-    """A model in which other modules take the place of those `units` that are not its own."""
-    # PP 5: Layers keep their numbers, for their names and for what the config says of each.
+    """A copy of the model in which identities replace the `units` that are not its own."""
+    # PP 5: Layers keep their numbers, because their names and the config use these numbers.
     elsewhere = torch.nn.Identity()
     elsewhere.forward = lambda hidden_states, *args, **kwargs: hidden_states
     memo = {id(unit): unit if unit in own else elsewhere for unit in units}
@@ -269,7 +270,7 @@ def part_of(model, units, own):
 
 
 def run_stage(forward, is_last, x, labels):
-    """From token ids or activations to activations, or in the last stage to the loss."""
+    """Turns token ids or activations into activations, or in the last stage into the loss."""
     batch = {"inputs_embeds" if x.is_floating_point() else "input_ids": x, "use_cache": False}
     # PP 6: The last stage runs the model's own forward: some families change the logits there.
     if is_last:
@@ -277,10 +278,10 @@ def run_stage(forward, is_last, x, labels):
     return forward(**batch).last_hidden_state
 
 
-# PP 7: The first stage updates tied embeddings, with both gradients, and the last gets a copy.
+# PP 7: The first stage updates tied embeddings with both gradients. The last stage gets a copy.
 @torch.no_grad()
 def copy_weight(ends, group):
-    """Gives the head, if it is tied, the weight of the embeddings."""
+    """Copies the weight of the embeddings to a tied head."""
     for module in ends:
         module.weight.grad = None
         module.weight.copy_(ends[0].weight)  # both may be on this rank
@@ -302,7 +303,7 @@ def build_model(args, config, device, checkpoint):
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
-        # PP: What stages exchange, or they would find out in a pass of their own.
+        # PP: The shape of the activations. Without it, stages would need an extra pass.
         shape = (args.batch_size, args.seq_length, config.hidden_size)
         x = torch.empty(shape, dtype=DTYPES[args.dtype], requires_grad=True)
     parameters = model.num_parameters()
@@ -328,7 +329,7 @@ def build_model(args, config, device, checkpoint):
         mine.append(part)
         part.forward = partial(run_stage, part.forward if n == last else part.base_model, n == last)
         stages.append(pp.PipelineStage(part, n, last + 1, device, x, x, group=mesh.get_group("pp")))
-    # PP: The ranks with the first and the last stage, which with zbv are the same.
+    # PP: The ranks with the first and the last stage. With zbv, one rank has both stages.
     rows = mesh.mesh[:: ranks - (args.schedule != "zbv") or 1]
     tied = (ends, dist.new_subgroups_by_enumeration(rows.T.tolist())[0])
     # FSDP 5: Gathered weights are cast to bf16, which halves the traffic; sums stay in fp32.
@@ -376,7 +377,7 @@ def build_model(args, config, device, checkpoint):
             layer.compile()
         if device.type == "cuda":
             # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
-            # PP: Of the models of this rank, the last one may have the last stage.
+            # PP: If this rank has the last stage, it is the last one of `mine`.
             mine[-1].loss_function = torch.compile(model.loss_function)
     return model, stages, tied
 
@@ -411,7 +412,7 @@ def load_weights(model, name):
     saved = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
     prefix = f"{model.base_model_prefix}."  # some files have the names of the model without it
     shards = {n if n in saved else n.removeprefix(prefix): x for n, x in weights_of(model).items()}
-    if all(gather(set(shards) <= set(saved))):  # PP: each rank reads its weights; all go this way
+    if all(gather(set(shards) <= set(saved))):  # PP: the same choice on all ranks
         return dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
     # FSDP: Some families have other names in the files, or merge tensors (the experts of a layer).
     # Transformers converts them, in the memory of one rank. The others get their shards from it.
@@ -456,7 +457,7 @@ def load_config_and_tokenizer(args):
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
-    # PP: Each family of the list is compared with one device, weight by weight, in the tests.
+    # PP: Tests compare each family of the list with one device, weight by weight.
     if config.model_type not in FAMILIES:
         fail(f"{config.model_type} is not among {', '.join(FAMILIES)}: use chapter 3")
     # PP 10: Embeddings and head count as a layer each, so first and last stage have fewer layers.
@@ -585,7 +586,7 @@ def evaluate(model, samples, args, device):
     groups = WORLD_SIZE // args.pipeline_parallel
     group = RANK % groups
     forward = copy.copy(model.schedule)
-    if args.stages_per_rank > 1:  # or its backward passes would run, too, and fail (torch 2.13)
+    if args.stages_per_rank > 1:  # without backward passes, which fail here (torch 2.13)
         actions = forward.pipeline_order_with_comms[forward.rank]
         actions = [action for action in actions if "F" in str(action) or "SHARD" in str(action)]
         forward.pipeline_order_with_comms = {forward.rank: actions}
@@ -597,11 +598,11 @@ def evaluate(model, samples, args, device):
         indices = range(len(samples))[begin : begin + size]
         input_ids = read_batch(samples, [*indices] + [0] * (size - len(indices)), device)
         labels = input_ids.clone()
-        labels[len(indices) :] = -100  # no loss where no sample is
+        labels[len(indices) :] = -100  # no loss for the padding
         losses = forward.eval(input_ids, labels=labels, target=labels)
         if losses is not None:
             counts = (labels[:, 0] >= 0).view(-1, args.batch_size).sum(1)
-            loss_sum += (losses * counts)[counts > 0].sum()  # the mean over nothing is NaN
+            loss_sum += (losses * counts)[counts > 0].sum()  # a mean over no label is NaN
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: a sum of sums, since the shares may differ in size
     return loss_sum.item() / len(samples)
@@ -727,8 +728,8 @@ def join_process_group():
 
 
 def check_groups(args):
-    """Refuses what the schedule cannot do."""
-    # PP: PyTorch makes the schedule for stages that do nothing, and says what it lacks.
+    """Refuses flags that the schedule cannot work with."""
+    # PP: PyTorch builds the schedule for stages without work, and raises an error if it cannot.
     ranks = args.pipeline_parallel
     count = args.gradient_accumulation_steps
     if WORLD_SIZE % ranks:
@@ -951,7 +952,7 @@ def parse_args():
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
-    # PP: As many micro-batches as stages, if nothing is said.
+    # PP: The default is the number of stages.
     add("--gradient-accumulation-steps", type=positive, help="passes per optimizer step")
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
@@ -974,7 +975,7 @@ def parse_args():
     # FSDP: What to give up for memory, or for speed.
     add("--cpu-offload", action="store_true", help="shards and AdamW in CPU memory: less on GPUs")
     add("--reshard-after-forward", action=switch, default=False, help="less memory, more traffic")
-    # PP: Which layers are where, and who computes when.
+    # PP: The layers of each stage, and the order in which stages compute.
     add("--pipeline-parallel", type=positive, default=WORLD_SIZE, help="ranks of a pipeline")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="order of micro-batches")
     add("--stages-per-rank", type=positive, help="2 for interleaved and zbv, or else 1")

@@ -1,10 +1,10 @@
 """Chapter 8: DDP over slow links, with compressed gradients.
 
-Each process trains as in chapter 2, but sends less than its whole gradient: numbers of 16 bits, or
-narrow matrices whose product is nearly the gradient, or some of its frequencies. What is not sent
-stays behind and joins the gradient of the next step. This pays where the network is slow, and only
-there: computing takes time, and most methods lose something. Comments with COMPRESSION 1 to 10
-mark the ideas, those with COMPRESSION: other changed places.
+Each process trains as in chapter 2, but sends less than its whole gradient. It sends numbers of 16
+bits, or narrow matrices with nearly the gradient as their product, or some of its frequencies. The
+rest is added to the gradient of the next step. This pays only on a slow network, because the
+compression takes time, and most methods need more steps. Comments with COMPRESSION 1 to 10 mark
+the ideas, those with COMPRESSION: other changed places.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo --compress dct-topk --keep 0.1
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # as in chapter 2
@@ -121,7 +121,7 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful)
-        compression.load(checkpoint)  # COMPRESSION: each rank what it has not sent yet
+        compression.load(checkpoint)  # COMPRESSION: the residuals of this rank
     # DDP 5: Rank 0 alone writes files and logs, since the other ranks would write the same.
     run_folder = run_folder if RANK == 0 else None
     run_log = None
@@ -201,7 +201,7 @@ def main():
                 "grad_norm": grad_norm.item(),
                 **timer.read(tokens_per_step=global_batch * args.seq_length),
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device decides
-                **compression.metrics(state.step - logged_step),  # COMPRESSION: and its bytes
+                **compression.metrics(state.step - logged_step),  # COMPRESSION: the bytes sent
             }
             if run_log:
                 run_log.metrics(state, metrics)
@@ -210,7 +210,7 @@ def main():
             # In fp16 an infinite gradient is nothing unusual: the scaler skips that step.
             finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
             if not (math.isfinite(mean_loss) and finite_gradient):
-                if args.compress == "fp16":  # COMPRESSION: its largest number is 65,504
+                if args.compress == "fp16":  # COMPRESSION: fp16 ends at 65,504
                     fail("the loss or its gradient overflowed, perhaps in fp16: --compress bf16")
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
@@ -223,7 +223,7 @@ def main():
             if run_log:
                 run_log.metrics(state, metrics)
         if save_now:
-            # COMPRESSION 2: The ranks decode for themselves, so see that all have the same weights.
+            # COMPRESSION 2: Each rank decodes for itself, so check that all have the same weights.
             bits = sum(int(p.data.view(torch.int32).sum()) for p in model.parameters())
             assert len({*gather(bits)}) == 1, "the ranks have different weights"
             compression.save()
@@ -301,11 +301,11 @@ def parameter_groups(model, args):
 # -- Compression -----------------------------------------------------------------------------------
 
 METHODS = ["none", "fp16", "bf16", "powersgd", "dct", "dct-topk"]
-CHUNK = 64  # numbers that are transformed together; the place of one needs six bits
+CHUNK = 64  # numbers that are transformed together; a place among them needs six bits
 
 
 class Compression:
-    """A communication hook, and what its rank has not sent yet.
+    """A communication hook, with the residuals: what this rank has not sent yet.
 
     https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
     """
@@ -358,7 +358,7 @@ class Compression:
         message = spectrum.gather(1, places) / WORLD_SIZE
         received = [message]
         if largest:
-            # COMPRESSION 8: Each rank has chosen others, so all receive the choices of all N ranks.
+            # COMPRESSION 8: Each rank has its own choice, so all ranks receive all N choices.
             # The place of a number takes the last six of its 32 bits, so it travels for free.
             message = message.view(torch.int32) >> 6 << 6 | places.int()
             received = [torch.empty_like(message) for _ in range(WORLD_SIZE)]
@@ -385,15 +385,15 @@ class Compression:
         return {"communication/bytes_per_step": sent, "communication/ratio": volume / self.whole}
 
     def save(self):
-        """Writes what this rank has not sent, for the checkpoint of rank 0."""
+        """Writes the residuals of this rank, for the checkpoint of rank 0."""
         if self.folder:
             torch.save([*self.residuals.values()], self.folder / f"residuals-{RANK:05d}.pt")
-            dist.barrier()  # all have written, so rank 0 can put the files into the checkpoint
+            dist.barrier()  # all files are written, so rank 0 can move them into the checkpoint
 
     def load(self, checkpoint):
-        """Restores what the ranks had not sent, on as many ranks or on others."""
+        """Restores the residuals, on the same number of ranks or on another number."""
         files = sorted(checkpoint.glob("residuals-*.pt"))
-        # COMPRESSION 10: On other ranks, each begins with the mean, so together they owe as much.
+        # COMPRESSION 10: More or fewer ranks get the mean, so the mean over the ranks stays.
         files = [files[RANK]] if len(files) == WORLD_SIZE else files
         for file in files:
             saved = torch.load(file, self.cosines.device)
@@ -585,7 +585,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         save_model(folder, model, tokenizer)
         training_state = {name: part.state_dict() for name, part in stateful.items()}
         torch.save(training_state, folder / "training_state.pt")
-        for rank in range(WORLD_SIZE):  # COMPRESSION: what each rank has not sent
+        for rank in range(WORLD_SIZE):  # COMPRESSION: the residuals of all ranks
             file = f"residuals-{rank:05d}.pt"
             shutil.move(run_folder / file, folder)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
@@ -871,7 +871,7 @@ def parse_args():
     add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
     add("--seed", type=count, default=0, help="of random weights and the order of samples")
     # DDP: No --device, because torchrun hands out the devices.
-    # COMPRESSION: What is sent, and what becomes of the rest.
+    # COMPRESSION: The part of a gradient that is sent, and the use of the rest.
     add("--compress", choices=METHODS, default="none", help="how gradients are compressed")
     add("--keep", type=real, default=0.5, help="share of the frequencies that are sent")
     add("--error-feedback", action=switch, default=True, help="the rest joins the next gradient")
@@ -889,7 +889,7 @@ def parse_args():
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
-    # COMPRESSION: Methods without sense. An all-gather sends N numbers where an all-reduce sends 2.
+    # COMPRESSION: Refuse useless flags. An all-gather sends N numbers, an all-reduce sends only 2.
     if not 0 < args.keep <= 1:
         parser.error("--keep must be a share above 0 and at most 1")
     if args.compress == "dct-topk" and args.keep * WORLD_SIZE >= 2:

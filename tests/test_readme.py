@@ -387,7 +387,8 @@ def test_remedies_for_too_little_memory_have_one_order():
     third = section(READMES[2], "What fits").partition("memory runs out")[2]
     table = "".join(line for line in third.splitlines() if line.startswith("|"))
     assert remedies(table) == IN_ORDER[3]
-    (row,) = [line for line in README.splitlines() if line.startswith("| `out of GPU memory`")]
+    lines = page("docs/troubleshooting.md").splitlines()
+    (row,) = [line for line in lines if line.startswith("| `out of GPU memory`")]
     assert remedies(row) == [*REMEDIES]
 
 
