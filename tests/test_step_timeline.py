@@ -1,0 +1,149 @@
+"""tools/step-timeline.py: the lanes hold what the profiler has seen, and nothing else."""
+
+import importlib.util
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from conftest import TINY_LLAMA, assert_one_sentence
+from PIL import Image
+from runner import REPOSITORY
+from transformers import AutoConfig, AutoModelForCausalLM
+
+TOOL = REPOSITORY / "tools" / "step-timeline.py"
+
+spec = importlib.util.spec_from_file_location("step_timeline", TOOL)
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+
+def test_a_step_of_chapter_2(tmp_path):
+    """One run through torchrun, as a user starts it: PNG, SVG, collectives, phases and clocks."""
+    seen, steps = [], []
+    read_steps, draw = tool.read_steps, tool.draw
+    file = tmp_path / "step.png"
+    arguments = ["02-ddp", "-o", str(file), "--max-steps", "3", "-s", "32"]
+    arguments += ["-d", str(REPOSITORY / "02-ddp" / "*.py")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [str(TOOL), *arguments])
+        patch.setattr(tool, "read_steps", lambda e: (seen.append(e), read_steps(e))[1])
+        patch.setattr(tool, "draw", lambda *given: (steps.append(given), draw(*given))[1])
+        tool.main()
+    ((title, ranks),) = steps
+    assert title == "02-ddp on 2 CPU processes: optimizer step 3"
+    check_collectives(ranks, seen)
+    check_phases(ranks, seen)
+    # Clocks agree: an all-reduce ends on no rank before it has begun on all.
+    for one, other in zip(*(rank["communicating"] for rank in ranks), strict=True):
+        if one[0] == "all-reduce":
+            assert max(one[1], other[1]) < min(one[2], other[2])
+    check_white_and_small(file)
+    figure = draw(title, ranks)
+    lanes = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert lanes == ["rank 0 computing", "communicating", "rank 1 computing", "communicating"]
+    tool.save(figure, tmp_path / "step.svg")
+    assert "<svg" in (tmp_path / "step.svg").read_text()
+
+
+def check_collectives(ranks, seen):
+    """Those of DDP, and no others."""
+    config = AutoConfig.from_pretrained(TINY_LLAMA)
+    parameters = AutoModelForCausalLM.from_config(config).parameters()
+    size = sum(4 * parameter.numel() for parameter in parameters)
+    assert 2**20 < size < 25 * 2**20  # so a first bucket, which is small, and a second one
+    for rank, events in zip(ranks, seen, strict=True):
+        kinds = Counter(kind for kind, *_ in rank["communicating"])
+        assert kinds == {"broadcast": 1, "all-reduce": 2}  # the broadcast: DDP sends the buffers
+        ends = {end for name, _, end, _ in events if name.startswith("gloo:")}
+        for _, begin, end in rank["communicating"]:
+            assert end in ends
+            assert rank["begin"] <= begin < min(end, rank["end"])
+
+
+def check_phases(ranks, seen):
+    """Each operator of the main thread is covered by a span of its phase."""
+    for rank, events in zip(ranks, seen, strict=True):
+        spans = {phase: [] for phase, *_ in rank["computing"]}
+        assert set(spans) <= {"data", "forward", "backward", "update", "else"}
+        for phase, begin, end in rank["computing"]:
+            spans[phase].append((begin, end))
+        for phase in ("forward", "backward", "update"):
+            (_, begin, end, thread) = [e for e in events if e[0] == tool.PHASE + phase][-1]
+            assert all(begin <= a <= b <= end for a, b in spans[phase])
+            # Every operator of the phase is covered, the nested ones by the others.
+            for name, a, b, other in events:
+                if name.startswith("aten::") and other == thread and begin <= a < end:
+                    assert any(c <= a and b <= d for c, d in spans[phase])
+        ordered = [span for _, *span in rank["computing"]]
+        assert all(a[1] <= b[0] for a, b in pairwise(ordered))
+        # Averaging begins in the backward pass.
+        (_, begin, end, _) = [e for e in events if e[0] == tool.PHASE + "backward"][-1]
+        assert all(begin < s[1] < end for s in rank["communicating"] if s[0] == "all-reduce")
+
+
+def check_white_and_small(picture):
+    with Image.open(picture) as image:
+        assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
+    assert picture.stat().st_size < 60_000
+
+
+def test_pictures_of_the_readmes():
+    pictures = sorted((REPOSITORY / "docs").glob("step-*.png"))
+    assert len(pictures) == 4
+    for picture in pictures:
+        check_white_and_small(picture)
+        readme = REPOSITORY / picture.stem.removeprefix("step-") / "README.md"
+        assert f"(../docs/{picture.name})" in readme.read_text()
+
+
+def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
+    events = [
+        (tool.PHASE + "schedule", 10, 100, 1),
+        ("aten::mm", 12, 40, 1),
+        ("aten::nested", 15, 16, 1),
+        ("_c10d_functional::wait_tensor", 20, 30, 1),
+        (tool.ENGINE + ": MmBackward0", 50, 60, 1),
+        ("aten::mm", 51, 59, 1),
+        ("aten::copy_", 70, 75, 1),  # gradients, after the last pass
+        ("aten::copy_", 70, 75, 2),  # another thread
+        ("c10d::_reduce_scatter_base_", 45, 46, 1),
+        ("c10d::allreduce_", 47, 48, 1),
+        ("gloo:all_reduce", 49, 55, 2),
+        ("gloo:all_reduce", 50, 52, 3),
+        (tool.PHASE + "update", 100, 110, 1),
+        ("aten::add", 101, 102, 1),
+        ("c10d::allreduce_", 120, 121, 1),  # after the step
+        ("gloo:all_reduce", 122, 123, 2),
+    ]
+    (step,) = tool.read_steps(events)
+    assert step == {
+        "begin": 10,
+        "end": 110,
+        "computing": [
+            *(("forward", 12, 20), ("forward", 30, 40), ("backward", 51, 59)),
+            *(("backward", 70, 75), ("update", 101, 102)),
+        ],
+        "communicating": [("reduce-scatter", 45, 55), ("all-reduce", 47, 52)],
+    }
+    assert tool.rows(step["communicating"]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["09-nothing"], "no chapter 09-nothing"),
+        (["01-single-gpu"], "no chapter 01-single-gpu that communicates"),
+        (["02-ddp", "-o", "step.gif"], "must end in .png or .svg"),
+    ],
+)
+def test_mistakes(arguments, part, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [str(TOOL), *arguments])
+    with pytest.raises(SystemExit) as stop:
+        tool.main()
+    assert stop.value.code == 2
+    assert_one_sentence(capsys.readouterr().err, part)
+
+
+def test_too_few_steps():
+    with pytest.raises(SystemExit, match="raise --max-steps"):
+        tool.choose([[{"begin": 0, "end": 1}] * 2] * 2)

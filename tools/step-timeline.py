@@ -1,0 +1,264 @@
+"""Draws one optimizer step of a chapter: when each rank computes, and when it communicates.
+
+    python tools/step-timeline.py 02-ddp
+    python tools/step-timeline.py 07-pipeline-parallel -b 1 --gradient-accumulation-steps 8
+    python tools/step-timeline.py 03-fsdp --processes 4 -o step.svg
+
+The chapter runs unmodified on CPU processes, as its `--demo` unless flags of the chapter say
+otherwise. torch.profiler watches it. The picture, PNG or SVG, shows the fastest step after the
+first two, because other programs disturb some steps. Two lanes per rank:
+
+computing      Operators of the process's main thread, without waiting. Gaps too short to be seen
+               are closed.
+communicating  Collectives and messages, from the call until the data has arrived. So a long bar may
+               mean that another rank is late. Bars above each other are under way together.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from bisect import bisect
+from contextlib import contextmanager
+from operator import itemgetter
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CHAPTERS = [path.parent for path in sorted(REPOSITORY.glob("0[2-9]-*/train-llm.py"))]
+FLAGS = ["--demo", "--max-steps", "7", "--eval-freq", "0"]
+FIRST_STEP = 3  # the ones before have more to do
+
+ENGINE, WAIT = "autograd::engine::evaluate_function", "_c10d_functional::wait_tensor"
+PHASE = "step-timeline:"
+WATCHED = (PHASE, "aten::", "c10d::", "gloo:", ENGINE, WAIT)
+# What gloo's threads do, and the calls that lead to it: its reduce-scatter is an all-reduce inside.
+CALLS = {
+    "gloo:all_reduce": {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter"},
+    "gloo:all_gather": {"allgather": "all-gather"},
+    "gloo:broadcast": {"broadcast": "broadcast"},
+    "gloo:send": {"send": "send"},
+    "gloo:recv": {"recv": "receive"},
+}
+# Colours of tools/plot-runs.py for phases; Okabe and Ito's others for collectives
+COLORS = {"data": "#999999", "forward": "#56b4e9", "backward": "#0072b2", "update": "#cc79a7"}
+COLORS |= {"else": "#d0d0d0"}
+COLORS |= {"all-reduce": "#d55e00", "all-gather": "#e69f00", "reduce-scatter": "#009e73"}
+COLORS |= {"send": "#b07800", "receive": "#f0e442", "broadcast": "#000000"}
+LOOK = {"font.size": 12, "figure.facecolor": "white", "svg.hashsalt": "step"}
+LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False}
+
+
+def watch(folder: Path, script: Path, flags: list[str]) -> None:
+    """In each process of the chapter: runs it, and writes down what the profiler has seen."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    sys.argv = [str(script), *flags]
+    spec = importlib.util.spec_from_file_location("chapter", script)
+    chapter = importlib.util.module_from_spec(spec)
+    sys.modules["chapter"] = chapter
+    spec.loader.exec_module(chapter)
+
+    class Timer(chapter.PhaseTimer):
+        @contextmanager
+        def __call__(self, phase):
+            with record_function(PHASE + phase), super().__call__(phase):
+                yield
+
+    chapter.PhaseTimer = Timer
+    chapter.DEMO["experiment_name"] = None  # a run without a name writes nothing
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        chapter.main()
+    events = [
+        (event.name(), event.start_ns(), event.end_ns(), event.start_thread_id())
+        for event in profiler.profiler.kineto_results.events()
+        if event.name().startswith(WATCHED)
+    ]
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(events))
+
+
+def outermost(events) -> list[tuple]:
+    """Those events of a thread that are in no other, in their order."""
+    found = []
+    for event in sorted(events, key=lambda event: (event[1], -event[2])):
+        if not found or event[1] >= found[-1][2]:
+            found.append(event)
+    return found
+
+
+def around(events: list[tuple], time: int) -> tuple | None:
+    """The one among outermost events that this moment is in."""
+    place = bisect(events, time, key=lambda event: event[1]) - 1
+    return events[place] if place >= 0 and time < events[place][2] else None
+
+
+def read_computing(of_main: list[tuple]) -> list[tuple]:
+    """(phase, begin, end) of operators, without waiting."""
+    phases, engine, pauses, operators = (
+        outermost(event for event in of_main if event[0].startswith(prefixes))
+        for prefixes in (PHASE, ENGINE, ("c10d::", WAIT), "aten::")
+    )
+    computing = []
+    for _, begin, end, _ in operators:
+        name, _, phase_end, _ = around(phases, begin) or (PHASE + "else", 0, 0, 0)
+        phase = name.removeprefix(PHASE)
+        if phase == "schedule":  # both kinds of passes; at its end it reduces gradients
+            later = bisect(engine, begin, key=lambda event: event[1])
+            is_last = later == len(engine) or engine[later][1] > phase_end
+            phase = "backward" if is_last or around(engine, begin) else "forward"
+        for _, pause_begin, pause_end, _ in pauses[bisect(pauses, begin, key=itemgetter(2)) :]:
+            if pause_begin >= end:
+                break
+            computing.append((phase, begin, max(begin, pause_begin)))
+            begin = min(end, pause_end)
+        computing.append((phase, begin, end))
+    return computing
+
+
+def read_communicating(events: list[tuple]) -> list[tuple]:
+    """(kind, begin, end), from the call in the main thread to the end in a thread of gloo."""
+    communicating = []
+    for work, calls in CALLS.items():
+        begun = sorted(
+            (begin, kind)
+            for name, begin, *_ in events
+            for part, kind in calls.items()
+            if name.startswith("c10d::") and part in name
+        )
+        ends = [end for name, begin, end, _ in sorted(events, key=itemgetter(1)) if name == work]
+        if len(begun) != len(ends):
+            sys.exit(f"error: {len(begun)} calls of {', '.join(calls)} have {len(ends)} {work}")
+        communicating += [
+            (kind, begin, end) for (begin, kind), end in zip(begun, ends, strict=True)
+        ]
+    return sorted(communicating, key=itemgetter(1))
+
+
+def read_steps(events: list[tuple]) -> list[dict]:
+    """Of each step its begin and end, and the spans of both lanes, in ns."""
+    main_thread = next(thread for name, *_, thread in events if name == PHASE + "update")
+    of_main = [event for event in events if event[3] == main_thread]
+    lanes = {"computing": read_computing(of_main), "communicating": read_communicating(events)}
+    steps, begin = [], None
+    for name, phase_begin, end, _ in outermost(e for e in of_main if e[0].startswith(PHASE)):
+        begin = begin or phase_begin
+        if name == PHASE + "update":
+            within = {k: [s for s in v if begin <= s[1] < end] for k, v in lanes.items()}
+            steps.append({"begin": begin, "end": end} | within)
+            begin = None
+    return steps
+
+
+def choose(ranks: list[list[dict]]) -> tuple[int, list[dict]]:
+    """The number of the fastest step, and what each rank did in it."""
+    steps = [*enumerate(zip(*ranks, strict=True), 1)][FIRST_STEP - 1 :]
+    if not steps:
+        sys.exit(f"error: step {FIRST_STEP} is the first one to draw: raise --max-steps")
+    return min(steps, key=lambda s: max(r["end"] for r in s[1]) - min(r["begin"] for r in s[1]))
+
+
+def rows(spans: list[tuple]) -> list[int]:
+    """A row for each span, so that those in a row do not overlap."""
+    ends, places = [], []
+    for _, begin, end in spans:
+        place = next((n for n, other in enumerate(ends) if other <= begin), len(ends))
+        ends[place : place + 1] = [end]
+        places.append(place)
+    return places
+
+
+def draw(title: str, ranks: list[dict]):
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    start = min(rank["begin"] for rank in ranks)
+    length = max(rank["end"] for rank in ranks) - start
+    with mpl.rc_context(LOOK):
+        figure = Figure(figsize=(12, 1.3 + 1.25 * len(ranks)), layout="constrained")
+        axes = figure.subplots()
+        used, labels = set(), {}
+        for n, rank in enumerate(ranks):
+            bars = []  # (what, begin, end), computing pieces joined
+            for what, begin, end in rank["computing"]:
+                if bars and bars[-1][0] == what and begin - bars[-1][2] < length / 1000:
+                    begin = bars.pop()[1]
+                bars.append((what, begin, end))
+            for lane, spans in (("computing", bars), ("communicating", rank["communicating"])):
+                place = 2.5 * n + (lane == "communicating")
+                labels[place] = f"rank {n} {lane}" if lane == "computing" else lane
+                places = rows(spans)
+                height = 0.8 / (1 + max(places, default=0))
+                for (what, begin, end), row in zip(spans, places, strict=True):
+                    span = ((begin - start) / 1e6, (end - begin) / 1e6)
+                    where = (place - 0.4 + row * height, height)
+                    color = COLORS.get(what, "#444444")
+                    # An edge shows also what is very short.
+                    edge = 0.8 if lane == "communicating" else 0
+                    axes.broken_barh([span], where, color=color, linewidth=edge)
+                    used.add(what)
+        axes.set(title=title, xlabel="ms since the step began", xlim=(0, length / 1e6))
+        axes.set_yticks([*labels], labels.values())
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        order = [what for what in COLORS if what in used] + sorted(used - {*COLORS})
+        patches = [Patch(color=COLORS.get(what, "#444444"), label=what) for what in order]
+        place = {
+            "loc": "outside lower center",
+            "ncols": 10,
+            "columnspacing": 1,
+            "handlelength": 1.3,
+        }
+        figure.legend(handles=patches, frameon=False, **place)
+    return figure
+
+
+def save(figure, file: Path) -> None:
+    import matplotlib as mpl
+    from PIL import Image
+
+    with mpl.rc_context(LOOK):
+        figure.savefig(file, dpi=110, metadata={"Date": None} if file.suffix == ".svg" else {})
+    if file.suffix == ".png":  # a few colours are enough
+        Image.open(file).convert("RGB").quantize(64).save(file, optimize=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("chapter", help="its folder, such as 02-ddp; its flags may follow")
+    parser.add_argument("--processes", type=int, default=2, help="[%(default)s]")
+    parser.add_argument("-o", "--output", type=Path, help=".png or .svg [step-CHAPTER.png]")
+    args, flags = parser.parse_known_args()
+    names = [folder.name for folder in CHAPTERS]
+    name = Path(args.chapter).name
+    if name not in names:
+        parser.error(f"no chapter {args.chapter} that communicates: choose {', '.join(names)}")
+    output = args.output or Path(f"step-{name}.png")
+    if output.suffix not in (".png", ".svg"):
+        parser.error(f"--output {output} must end in .png or .svg")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(args.processes), __file__, "--watch", folder]
+        command += [str(REPOSITORY / name / "train-llm.py"), *FLAGS, *flags]
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if "error: " in line]
+            sys.exit(errors[0] if errors else done.stderr)
+        files = [Path(folder) / f"{rank}.json" for rank in range(args.processes)]
+        number, ranks = choose([read_steps(json.loads(file.read_text())) for file in files])
+    title = f"{name} on {args.processes} CPU processes: optimizer step {number}"
+    try:
+        save(draw(title, ranks), output)
+    except OSError as error:
+        sys.exit(f"error: cannot write {output}: {error.strerror}")
+    print(f"wrote {output}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--watch"]:
+        watch(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    else:
+        main()
