@@ -171,7 +171,9 @@ def main():
             with timer("forward"), autocast:
                 # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
                 # A row has one label less than tokens, because nothing follows its last token.
+                # A tensor, because --compile would compile the loss anew for each new number.
                 labels_per_rank = (tokens[-1] - global_batch) / WORLD_SIZE
+                labels_per_rank = torch.full((), labels_per_rank, device=device)
                 # STREAM 6: Padding is not learned, because its label is -100, which has no loss.
                 # It comes last, where no other token attends to it. So it needs no mask, and any
                 # token id will do.

@@ -274,7 +274,7 @@ def run_stage(forward, is_last, x, labels):
     batch = {"inputs_embeds" if x.is_floating_point() else "input_ids": x, "use_cache": False}
     # PP 6: The last stage runs the model's own forward: some families change the logits there.
     if is_last:
-        return forward(**batch, labels=labels).loss.repeat(1)
+        return forward(**batch, labels=labels).loss[None]
     return forward(**batch).last_hidden_state
 
 
@@ -304,7 +304,7 @@ def build_model(args, config, device, checkpoint):
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
         # PP: The shape of the activations. Without it, stages would need an extra pass.
-        shape = (args.batch_size, args.seq_length, config.hidden_size)
+        shape = args.batch_size, args.seq_length, config.hidden_size
         x = torch.empty(shape, dtype=DTYPES[args.dtype], requires_grad=True)
     parameters = model.num_parameters()
     model.num_parameters = lambda **options: parameters  # PP: for the log, those of all ranks
@@ -320,18 +320,20 @@ def build_model(args, config, device, checkpoint):
     ends = []
     mine = torch.nn.ModuleList()
     for n in [rank, last - rank] if args.schedule == "zbv" else range(rank, last + 1, ranks):
+        is_last = n == last
         begin = n and 1 + sum(sizes[:n])
-        end = 1 + sum(sizes[: n + 1]) if n < last else None
+        end = begin + sizes[n] + (not n) + 2 * is_last  # with embeddings, or norm and head
         part = part_of(model, units, units[begin:end])
         if model.all_tied_weights_keys and last and not n % last:  # PP: the first or the last
             part.lm_head = copy.deepcopy(model.lm_head) if n else None
             ends.append(part.lm_head or part.base_model.embed_tokens)
         mine.append(part)
-        part.forward = partial(run_stage, part.forward if n == last else part.base_model, n == last)
-        stages.append(pp.PipelineStage(part, n, last + 1, device, x, x, group=mesh.get_group("pp")))
+        part.forward = partial(run_stage, part.forward if is_last else part.base_model, is_last)
+        y = torch.empty(1) if is_last else x  # the loss or activations
+        stages.append(pp.PipelineStage(part, n, last + 1, device, x, y, group=mesh.get_group("pp")))
     # PP: The ranks with the first and the last stage. With zbv, one rank has both stages.
     rows = mesh.mesh[:: ranks - (args.schedule != "zbv") or 1]
-    tied = (ends, dist.new_subgroups_by_enumeration(rows.T.tolist())[0])
+    tied = ends, dist.new_subgroups_by_enumeration(rows.T.tolist())[0]
     # FSDP 5: Gathered weights are cast to bf16, which halves the traffic; sums stay in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
@@ -394,7 +396,7 @@ class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
         fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
         # PP: Draw the weights of other ranks, too, or this rank would get their random numbers.
         if fills and args[0].is_meta:
-            args = (torch.empty_like(args[0], device=self.device), *args[1:])
+            args = torch.empty_like(args[0], device=self.device), *args[1:]
         if not fills or dist.tensor.DTensor not in types:
             return op(*args, **kwargs)
         whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)

@@ -103,7 +103,7 @@ def main():
     # It begins with rank 0's weights. In the backward pass, as soon as a bucket of gradients is
     # complete, it averages the bucket while the GPU computes the next gradients.
     ddp_model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    compression = Compression(model, args, run_folder)
+    compression = Compression(model, args)
     if args.compress != "none":
         # COMPRESSION 1: The hook averages a bucket in place of DDP, so it decides what is sent.
         # DDP calls it once per bucket and optimizer step, also with gradient accumulation.
@@ -210,9 +210,8 @@ def main():
             # In fp16 an infinite gradient is nothing unusual: the scaler skips that step.
             finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
             if not (math.isfinite(mean_loss) and finite_gradient):
-                if args.compress == "fp16":  # COMPRESSION: fp16 ends at 65,504
-                    fail("the loss or its gradient overflowed, perhaps in fp16: --compress bf16")
-                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
+                # COMPRESSION: Numbers in fp16 end at 65,504.
+                fail("the loss or its gradient is not finite: lower --lr, or bf16 instead of fp16")
             loss_sum.zero_()
             logged_step = state.step
         if eval_now:
@@ -226,7 +225,10 @@ def main():
             # COMPRESSION 2: Each rank decodes for itself, so check that all have the same weights.
             bits = sum(int(p.data.view(torch.int32).sum()) for p in model.parameters())
             assert len({*gather(bits)}) == 1, "the ranks have different weights"
-            compression.save()
+            if args.experiment_name:  # COMPRESSION: each rank writes its residuals
+                file = args.save_dir / args.experiment_name / f"residuals-{RANK:05d}.pt"
+                torch.save([*compression.residuals.values()], file)
+                dist.barrier()  # all files are written, so rank 0 can move them into the checkpoint
         if run_folder and save_now:
             # A saved step is always a logged step, so its numbers have passed the check above.
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
@@ -310,9 +312,8 @@ class Compression:
     https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
     """
 
-    def __init__(self, model, args, run_folder):
+    def __init__(self, model, args):
         self.args = args
-        self.folder = run_folder
         self.whole = 8 * model.num_parameters()
         self.volume = 0  # of these bytes, each of N ranks sends (N - 1) / N
         # COMPRESSION 3: Residuals belong to parameters, because DDP makes other buckets in step 2.
@@ -341,7 +342,9 @@ class Compression:
             future.wait()  # the callbacks of two buckets would start all-reduces in any order
             return future
         futures = [self.average(p, p.grad) for p in bucket.parameters()]
-        return torch.futures.collect_all(futures).then(lambda _: bucket.buffer())
+        done = torch.futures.collect_all(futures)
+        # On GPUs, `wait_all` makes this stream wait for those in which the futures decode.
+        return done.then(lambda _: torch.futures.wait_all(futures) and bucket.buffer())
 
     def average(self, parameter, gradient):
         """Begins to average some frequencies of each chunk, the lowest or the largest ones."""
@@ -349,10 +352,12 @@ class Compression:
             self.volume += 2 * gradient.nbytes
             return dist.all_reduce(gradient, dist.ReduceOp.AVG, async_op=True).get_future()
         # COMPRESSION 7: What was not sent joins the next gradient, so it is late, but not lost.
-        spectrum = gradient.view(-1, CHUNK) @ self.cosines.T + self.residuals[parameter]
+        chunks = gradient.view(-1, CHUNK)
+        spectrum = chunks @ self.cosines.T + self.residuals[parameter]
+        count = max(1, round(self.args.keep * CHUNK))
+        lowest = self.k[:, :count].expand(len(chunks), -1)
         largest = self.args.compress == "dct-topk"
-        score = spectrum.abs() if largest else -self.k
-        places = score.topk(max(1, round(self.args.keep * CHUNK))).indices.expand(len(spectrum), -1)
+        places = spectrum.abs().topk(count).indices if largest else lowest
         if self.args.error_feedback:
             self.residuals[parameter] = spectrum.scatter(1, places, 0.0)
         message = spectrum.gather(1, places) / WORLD_SIZE
@@ -368,27 +373,21 @@ class Compression:
             work = dist.all_reduce(message, async_op=True)
         self.volume += message.nbytes * (WORLD_SIZE if largest else 2)
 
+        # This may run later, in a CUDA stream of its own. So it uses only tensors that live on.
         def decode(_):
-            spectrum.zero_()
+            chunks.zero_()
             for message in received:  # in the order of the ranks, so all ranks get the same sum
                 index = message.long() & 63 if largest else places
-                spectrum.scatter_add_(1, index, message.view(torch.float32))
-            gradient.copy_((spectrum @ self.cosines).view_as(gradient))
+                chunks.scatter_add_(1, index, message.view(torch.float32))
+            return chunks.copy_(chunks @ self.cosines)  # a future waits for the tensor it returns
 
         return work.get_future().then(decode)
 
     def metrics(self, steps):
         """Bytes that a rank sends per optimizer step, and their ratio to those of chapter 2."""
-        volume = self.volume / steps or self.whole
-        self.volume = 0
+        volume, self.volume = self.volume / steps or self.whole, 0
         sent = volume - volume / WORLD_SIZE
         return {"communication/bytes_per_step": sent, "communication/ratio": volume / self.whole}
-
-    def save(self):
-        """Writes the residuals of this rank, for the checkpoint of rank 0."""
-        if self.folder:
-            torch.save([*self.residuals.values()], self.folder / f"residuals-{RANK:05d}.pt")
-            dist.barrier()  # all files are written, so rank 0 can move them into the checkpoint
 
     def load(self, checkpoint):
         """Restores the residuals, on the same number of ranks or on another number."""
