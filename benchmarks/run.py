@@ -167,8 +167,8 @@ def contenders(args) -> list[Contender]:
     return found
 
 
-def run(contender: Contender, flags: list[str], args) -> dict:
-    """One run: tokens per second, losses, memory per device."""
+def run(contender: Contender, flags: list[str], args) -> dict | None:
+    """One run: tokens per second, losses, memory per device. None if it failed."""
     launch = [sys.executable]
     if contender.torchrun:
         launch += ["-m", "torch.distributed.run", "--standalone"]
@@ -184,7 +184,8 @@ def run(contender: Contender, flags: list[str], args) -> dict:
         env |= {"COMET_AUTO_LOG_DISABLE": str(not contender.comet).lower()}
         done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env)
         if done.returncode:
-            sys.exit(f"{done.stderr}\nerror: {contender.method} failed")
+            print(f"{done.stderr}\nerror: {contender.method} failed", file=sys.stderr)
+            return None
         if not contender.is_chapter:
             return json.loads([line for line in done.stdout.splitlines() if line[:1] == "{"][-1])
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
@@ -286,6 +287,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="[all]"
     )
+    parser.add_argument("--only", nargs="+", help="of these methods, the rows with these names")
     parser.add_argument("-b", "--batch-size", type=int, default=8, help="samples, global [8]")
     parser.add_argument("-s", "--seq-length", type=int, default=256, help="[256]")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16" if ON_GPU else "fp32")
@@ -318,6 +320,8 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     found = contenders(args)
+    if args.only:
+        found = [one for one in found if one.method in ("chapter 1", *args.only)]
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     rates = []
     with tempfile.TemporaryDirectory() as folder:
@@ -330,9 +334,15 @@ def main() -> None:
         flags += ["--warmup-steps", 0, "--lr", 1e-4, *shlex.split(args.flags)]
         for number in range(args.rounds):
             rates.append(matrix_rate(dtype))
-            order = found if number % 2 == 0 else found[::-1]
+            order = found[:] if number % 2 == 0 else found[::-1]
             for contender in order:
-                contender.results.append(run(contender, flags, args))
+                result = run(contender, flags, args)
+                if not result:
+                    if contender.is_chapter:
+                        sys.exit(1)
+                    found.remove(contender)  # a peer that fails has no row
+                    continue
+                contender.results.append(result)
                 speed = contender.results[-1]["tokens_per_second"]
                 what = f"{contender.devices} × {contender.method}: {speed:,.0f} tokens/s"
                 print(f"round {number + 1}: {what}", file=sys.stderr)

@@ -153,6 +153,12 @@ def numbers(step):
     torch.manual_seed(100 * step + rank)
     return [torch.randn(shape) for shape in SHAPES]
 
+class Watched(chapter.Compression):
+    def average(self, parameter, gradient):
+        future = super().average(parameter, gradient)
+        futures.append((future, gradient))
+        return future
+
 results = {}
 for case in json.loads(sys.argv[3]):
     method, keep, feedback, steps = case
@@ -162,11 +168,16 @@ for case in json.loads(sys.argv[3]):
     ddp = torch.nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, bucket_cap_mb=0.002
     )
-    compression = chapter.Compression(model, args, None)
+    compression = Watched(model, args)
     ddp.register_comm_hook(compression, chapter.Compression.hook)
     averages = []
     for step in range(steps):
+        futures = []
         ddp(numbers(step)).backward()
+        # On GPUs a future waits for the streams of the tensors that are its value, for no others.
+        for future, gradient in futures:
+            (tensor,) = torch.utils._pytree.tree_leaves(future.wait())
+            assert tensor.data_ptr() == gradient.data_ptr(), (case, tensor, gradient)
         averages.append([p.grad.clone() for p in model.parameters()])
         for p in model.parameters():
             p.grad.zero_()
@@ -179,13 +190,13 @@ if rank == 0:
         left = [torch.full(shape, 10.0 ** other) for shape in SHAPES]
         torch.save(left, folder / f"residuals-{other:05d}.pt")
 dist.barrier()
-compression = chapter.Compression(Model(), args, None)
+compression = chapter.Compression(Model(), args)
 compression.load(folder)
 results["mean"] = [*compression.residuals.values()]
 dist.barrier()
 (folder / f"residuals-{size:05d}.pt").unlink(missing_ok=True)
 dist.barrier()
-compression = chapter.Compression(Model(), args, None)
+compression = chapter.Compression(Model(), args)
 compression.load(folder)
 results["own"] = [*compression.residuals.values()]
 torch.save(results, f"results-{rank}.pt")
