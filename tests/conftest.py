@@ -59,6 +59,20 @@ LLAMA = {
 }
 
 
+# More than a minute each, some of it without computing: one of them at the end leaves a core idle.
+LONGEST = (
+    "test_time_limit_requeue",
+    "test_an_elastic_job",
+    "test_demo_and_the_commands",
+    "test_chapters_and_peers",
+    "test_bytes_between_two_nodes",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not item.name.startswith(LONGEST))
+
+
 @pytest.fixture(scope="session")
 def model(tmp_path_factory) -> Path:
     return write_model(tmp_path_factory.mktemp("models") / "llama", **LLAMA)
@@ -85,6 +99,18 @@ def dataset(texts, tmp_path_factory) -> Path:
     file = tmp_path_factory.mktemp("data") / "text.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return file
+
+
+def damaged(chapter: Path, folder: Path, damages: dict) -> Path:
+    """A copy of a chapter with other lines."""
+    text = chapter.read_text()
+    for line, instead in damages.items():
+        assert text.count(line) == 1, line
+        text = text.replace(line, instead)
+    script = folder / chapter.parent.name / chapter.name
+    script.parent.mkdir(parents=True)
+    script.write_text(text)
+    return script
 
 
 def assert_one_sentence(output: str, part: str) -> None:

@@ -1,7 +1,7 @@
 """Runs scripts of this repository the way a user does, without paying for the imports each time.
 
-A server process imports torch, transformers, datasets and Comet once; every run is a fork of it: a
-process of its own with its own arguments, signals, output and exit status.
+A server process imports torch, transformers, datasets and Comet once (preload.py). Every run is a
+fork of it: a process of its own with its own arguments, signals, output and exit status.
 """
 
 import atexit
@@ -15,7 +15,9 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CHAPTER_1 = REPOSITORY / "01-single-gpu" / "train-llm.py"
@@ -28,19 +30,14 @@ CHAPTER_7 = REPOSITORY / "07-pipeline-parallel" / "train-llm.py"
 CHAPTER_8 = REPOSITORY / "08-gradient-compression" / "train-llm.py"
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "comet_ml",
-        "datasets",
-        "torch",
-        "transformers.modeling_layers",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.auto.tokenization_auto",
-        "transformers.models.llama.modeling_llama",
-        "transformers.optimization",
-        "transformers.tokenization_utils_tokenizers",
-    ]
-)
+_context.set_forkserver_preload(["preload"])
+
+
+def _start_server() -> None:
+    """Once. It finds `preload` in this folder."""
+    paths = [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
+        forkserver.ensure_running()
 
 
 def _child(script: Path, arguments: list[str], output: Path, options: dict) -> None:
@@ -66,6 +63,7 @@ class Run:
 
     def __init__(self, script: Path, arguments, output: Path, **options):
         self.file = output
+        _start_server()
         self.process = _context.Process(
             target=_child, args=(script, [str(a) for a in arguments], output, options)
         )

@@ -9,7 +9,14 @@ import shutil
 
 import pytest
 import torch
-from conftest import LLAMA, assert_one_sentence, assert_same_model, exact, write_model
+from conftest import (
+    LLAMA,
+    assert_one_sentence,
+    assert_same_model,
+    damaged,
+    exact,
+    write_model,
+)
 from runner import CHAPTER_2, CHAPTER_8, Job
 from test_fsdp import take_over
 
@@ -56,18 +63,6 @@ def without_bytes(records: list[dict]) -> list[dict]:
     return [{k: v for k, v in r.items() if not k.startswith("communication/")} for r in records]
 
 
-def damaged(folder, damages: dict):
-    """A copy of the chapter with other lines."""
-    text = CHAPTER_8.read_text()
-    for line, instead in damages.items():
-        assert text.count(line) == 1, line
-        text = text.replace(line, instead)
-    script = folder / "08-gradient-compression" / "train-llm.py"
-    script.parent.mkdir(parents=True)
-    script.write_text(text)
-    return script
-
-
 # -- The same training -----------------------------------------------------------------------------
 
 
@@ -92,7 +87,7 @@ PLAIN = {}  # the record of a run without compression, by the number of ranks
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_replicas_stay_equal_and_losses_near(trainer, method):
     """Also with many buckets, on which PowerSGD of PyTorch hangs if nobody waits."""
-    flags = ["--max-steps", 12, "--eval-freq", 0, "--log-freq", 12, "--lr", 3e-3, *SMALL]
+    flags = ["--max-steps", 6, "--eval-freq", 0, "--log-freq", 6, "--lr", 3e-3, *SMALL]
     for processes in (2, 4):
         if processes not in PLAIN:
             PLAIN[processes] = trainer(*flags, name="plain", processes=processes, **COMPRESSION)
@@ -110,7 +105,7 @@ def test_replicas_stay_equal_and_losses_near(trainer, method):
 
 def test_ranks_that_drift_apart_are_noticed(trainer, tmp_path):
     line = "            for message in received:"
-    script = damaged(tmp_path, {line: "            for message in received[RANK:]:"})
+    script = damaged(CHAPTER_8, tmp_path, {line: "            for message in received[RANK:]:"})
     flags = ["--max-steps", 2, "--eval-freq", 0, "--compress", "dct-topk", "--keep", 0.1, *SMALL]
     result = trainer(*flags, processes=2, script=script, status=None)
     assert result.status
@@ -461,7 +456,7 @@ def test_on_four_ranks_too(interrupted, method):
 
 def test_a_residual_that_does_not_come_back_is_noticed(interrupted, tmp_path):
     damages = {"        compression.load(checkpoint)  # COMPRESSION": "        # COMPRESSION"}
-    script = damaged(tmp_path / "damaged", damages)
+    script = damaged(CHAPTER_8, tmp_path / "damaged", damages)
     origin, resumed = interrupted("dct-topk", 2, script=script)
     a, b = (run.column("loss") for run in (origin, resumed))
     assert a[:4] == b[:4]  # the residual changes the fourth gradient, and so the fifth loss

@@ -107,7 +107,7 @@ def test_losses_for_every_shard_size(train, model, texts, tmp_path):
     """Those of one process, also norms and held-out losses; equal copies, to the last bit."""
     held_out = tmp_path / "held-out.jsonl"
     held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:17]))
-    flags = ["--max-steps", 12, "--eval-dataset", held_out, "--eval-freq", 6]
+    flags = ["--max-steps", 6, "--eval-dataset", held_out, "--eval-freq", 3]
     single = train(*flags, "-b", 16, processes=1, script=CHAPTER_4, name="single")
     four = [*flags, "-b", 2, "--gradient-accumulation-steps", 2]
     options = {"processes": 4, "before": WATCH}
@@ -115,13 +115,13 @@ def test_losses_for_every_shard_size(train, model, texts, tmp_path):
     cases = [(1, ["--cpu-offload"]), (2, []), (2, ["--no-reshard-after-forward"]), (4, [])]
     for number, (size, more) in enumerate(cases):
         run = train(*four, "--shard-size", size, *more, name=f"run-{number}", **options)
-        assert_same_losses(single, run, 12, **OFF)
+        assert_same_losses(single, run, 6, **OFF)
         held = told(run, "shards ")
         for rank in range(4):
             assert held[rank] == held[rank % size]
         assert len({shards[0] for shards in held}) == size
         # Once per step for each of the two layers and the root
-        assert told(run, "all-reduces ") == [[str(12 * 3)]] * 4
+        assert told(run, "all-reduces ") == [[str(6 * 3)]] * 4
     assert exact(run.records) == exact(before.records)
     assert_same_model(run, before)
     assert told(run, "shards ") == told(before, "shards ")
@@ -500,7 +500,7 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, shards, m
     paths = [trainer.folder, *([STAND_IN] if NO_TORCHVISION else [])]
     monkeypatch.setenv("PYTHONPATH", ":".join(map(str, paths)))
     flags = ["-d", "rows", "--eval-freq", 0, "--lr", 1e-3, "-b", 2, "--global-batch-size", 8]
-    flags += ["--max-steps", 5000, "--ckpt-freq", 50]
+    flags += ["--max-steps", 5000, "--ckpt-freq", 20]
     both = nodes(trainer, "1:2", *flags, name="run", script=(CHAPTER_5,))
 
     def start(number: int):
@@ -532,7 +532,7 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, shards, m
 
     wait_until(lambda: resumes() > 0)
     joined = step()
-    wait_until(lambda: step() > joined + 120)
+    wait_until(lambda: step() > joined + 60)
     before = resumes()
     victims = [psutil.Process(second.process.pid), *second.workers()]
     for process in victims:
@@ -547,7 +547,7 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, shards, m
     assert [record["step"] for record in records] == [*range(1, len(records) + 1)]
     ranks = ["memory/rank1/resident_gb" in record for record in records]
     assert not ranks[0]
-    assert sum(ranks) > 50
+    assert sum(ranks) > 30
     assert not ranks[-1]
 
     single = train(*flags, "-d", shards, processes=1, name="single", start=True)

@@ -4,7 +4,14 @@ import re
 
 import pytest
 import torch
-from conftest import LLAMA, assert_one_sentence, assert_same_losses, exact, write_model
+from conftest import (
+    LLAMA,
+    assert_one_sentence,
+    assert_same_losses,
+    damaged,
+    exact,
+    write_model,
+)
 from runner import CHAPTER_3, CHAPTER_6
 from safetensors.torch import load_file
 from test_fsdp import (
@@ -65,9 +72,9 @@ FAMILIES = {
 }
 
 
-def write_weights(folder, family: str, **config):
+def write_weights(folder, family: str, families=FAMILIES, **config):
     """A model's folder with weights, in which no norm is one and no bias is zero."""
-    write_model(folder, model_type=family, **FAMILIES[family] | config)
+    write_model(folder, model_type=family, **families[family] | config)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     with torch.no_grad():
@@ -367,7 +374,7 @@ TRAPS = {
 def test_wrong_gradients_are_noticed(gradients, tmp_path, trap):
     """So the tests above can fail."""
     family, damages, name, error = TRAPS[trap]
-    script = damaged(tmp_path, damages)
+    script = damaged(CHAPTER_6, tmp_path, damages)
     folder = write_weights(tmp_path / "m", family)
     expected, _ = gradients("-m", folder, "-b", 4, name="single")
     options = {"name": "damaged", "processes": 2, "script": script, "status": None}
@@ -377,20 +384,8 @@ def test_wrong_gradients_are_noticed(gradients, tmp_path, trap):
     assert name in worst(expected, found)[1]
 
 
-def damaged(folder, damages: dict):
-    """A copy of the chapter with other lines."""
-    text = CHAPTER_6.read_text()
-    for line, instead in damages.items():
-        assert text.count(line) == 1
-        text = text.replace(line, instead)
-    script = folder / "06-tensor-parallel" / "train-llm.py"
-    script.parent.mkdir()
-    script.write_text(text)
-    return script
-
-
 def test_a_parameter_that_the_plan_misses_is_named(trainer, tmp_path):
-    script = damaged(tmp_path, {"self_attn.[qk]_norm": "self_attn.[qk]norm"})
+    script = damaged(CHAPTER_6, tmp_path, {"self_attn.[qk]_norm": "self_attn.[qk]norm"})
     folder = write_model(tmp_path / "m", model_type="qwen3", **FAMILIES["qwen3"])
     result = trainer("-m", folder, "--max-steps", 1, processes=1, script=script, status=None)
     assert result.status
