@@ -27,9 +27,9 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-# CPU threads that wait for each other spin. Less of it helps where other programs are busy.
+# Waiting CPU threads spin. Shorter spinning helps if other programs use the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Comet: patch no library; do without a silent server after 20 s; spend at most a minute at the end.
+# Comet patches no library, waits 20 s for a silent server, and takes at most a minute at the end.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
 os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
@@ -105,7 +105,7 @@ def main():
     while state.step < total_steps and not stop_signal:
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
-            # Sample number n is the same in each run with this seed, so a run can resume anywhere.
+            # Sample n is the same in each run with this seed, so a run can resume at any sample.
             first = state.samples + micro_step * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
             with timer("data"):
@@ -122,15 +122,15 @@ def main():
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # without its graph, which would keep all activations
         with timer("update"):
-            # Clip the complete gradient, before the update: one odd batch cannot throw weights off.
+            # Clip the complete gradient before the update, so that no odd batch spoils the weights.
             scaler.unscale_(optimizer)
-            max_norm = args.max_grad_norm or math.inf  # inf: the norm is measured, nothing clipped
+            max_norm = args.max_grad_norm or math.inf  # inf: measures and does not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()
-            scheduler.step()  # once per optimizer step, however many micro-batches
-            optimizer.zero_grad()  # or the next gradients would be added to these
+            scheduler.step()  # once per optimizer step, not per micro-batch
+            optimizer.zero_grad()  # because backward() adds to the gradients
         state.step += 1
         state.samples += global_batch
         state.epoch = state.samples / len(train_samples)
@@ -156,7 +156,7 @@ def main():
                 run_log.metrics(state, metrics)
             numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
             say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
-            # In fp16 an infinite gradient is nothing unusual: the scaler skips that step.
+            # In fp16 an infinite gradient is normal: the scaler skips that step.
             finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
             if not (math.isfinite(mean_loss) and finite_gradient):
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
@@ -187,41 +187,41 @@ def main():
 
 def build_model(args, config, device, checkpoint):
     """The model on `device`, with weights from the checkpoint, pretrained or random ones."""
-    # Weights in fp32, whatever the files have: AdamW changes a weight by about the learning rate,
-    # and next to 0.02 the nearest bf16 number is 0.0001 away. Smaller changes would be lost.
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
+    # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
     if args.from_scratch and not checkpoint:
         model.to_empty(device=device).tie_weights()
-        model.init_weights()  # as Transformers would have done, only straight on the GPU
+        model.init_weights()  # as Transformers does, but directly on the GPU
     else:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
         with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
             model = from_files(checkpoint or args.model_name)
     model.to(device)  # files are read into CPU memory first
     if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
-        with suppress(ValueError):  # a family without it keeps its default, SDPA for most
+        with suppress(ValueError):  # families without it keep their default, mostly SDPA
             model.set_attn_implementation("flash_attention_2")
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
     if args.activation_checkpointing:
-        # A layer keeps its input only. The backward pass computes the rest a second time.
+        # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Layer by layer: all layers are alike, so the compiled code of the first serves all. A
-        # model that is compiled whole builds a mask and loses the fast kernel of causal attention.
+        # Compile each layer: all layers are alike, so they share the compiled code of the first. A
+        # model that is compiled as a whole builds a mask, and loses the fast causal attention.
         for layer in layers:
             layer.compile()
         if device.type == "cuda":
-            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
+            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs do not gain.
             model.loss_function = torch.compile(model.loss_function)
     return model
 
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    transformers.modeling_utils.log_state_dict_report = dict  # do nothing there: it may raise
+    transformers.modeling_utils.log_state_dict_report = dict  # the report may raise
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -259,9 +259,9 @@ def load_config_and_tokenizer(args):
 
 
 def load_documents(name, subset):
-    """The splits of a file, folder or glob (a text file is one document), or of the Hub."""
+    """The splits of a file, folder, glob (one document per text file) or dataset of the Hub."""
     pattern = f"{name}/**/*" if os.path.isdir(name) else name
-    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # else an address or a Hub id
+    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # or an address, or a Hub id
     files = [file for file in found if Path(file).suffix in FORMATS]
     kinds = {FORMATS[Path(file).suffix] for file in files}
     spec = {"path": name, "name": subset}
@@ -283,7 +283,7 @@ def tokenize(rows, tokenizer, column):
 
 
 def tokenized(documents, tokenizer):
-    """The token ids of the documents of a split, from the column `text` or the first with text."""
+    """The token ids of the documents of a split: column `text`, or the first column with text."""
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
     if not columns:
@@ -294,13 +294,13 @@ def tokenized(documents, tokenizer):
         tokenize,
         batched=True,  # 1,000 documents per call
         fn_kwargs={"tokenizer": tokenizer, "column": column},
-        remove_columns=documents.column_names,  # the token ids are all that stays
+        remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
 
 
 class PackedSamples:
-    """All documents end to end, cut into samples of `seq_length` tokens; the last rest is dropped.
+    """All documents, joined and cut into samples of `seq_length` tokens, without the last tokens.
 
     No padding, so no computation is wasted. `tokens` is a view of the memory-mapped Arrow file that
     `datasets` has cached: packing copies nothing, and all processes of a machine share the file.
@@ -319,7 +319,7 @@ class PackedSamples:
 
 
 def load_samples(args, tokenizer, global_batch):
-    """The samples to train on and those held out: a split of their own, or the last 1 %."""
+    """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
     splits = load_documents(args.dataset_name, args.dataset_subset)
     train_samples = PackedSamples(tokenized(splits["train"], tokenizer), args.seq_length)
     count = len(train_samples)
@@ -327,7 +327,7 @@ def load_samples(args, tokenizer, global_batch):
     if held_out:
         eval_samples = PackedSamples(tokenized(held_out, tokenizer), args.seq_length)
     else:
-        count -= max(1, count // 100)  # the last ones, before anything is shuffled
+        count -= max(1, count // 100)  # the last samples, before the shuffle
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
         train_samples = Subset(train_samples, range(count))
     say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
@@ -343,10 +343,10 @@ def permutation(seed, epoch, count):
 
 
 def sample_order(first, count, dataset_size, seed):
-    """Which samples of the dataset a run reads as its samples number `first` and following.
+    """The dataset's indices of `count` samples of a run, from the run's sample number `first` on.
 
     A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
-    depends on seed and epoch alone: to resume, a run only needs to know how many it has read.
+    depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
     """
     numbers = (divmod(n, dataset_size) for n in range(first, first + count))
     return [int(permutation(seed, epoch, dataset_size)[i]) for epoch, i in numbers]
@@ -380,7 +380,7 @@ def evaluate(model, samples, args, device):
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A run that resumes keeps these flags: with another value it would be another training.
+# A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
 
@@ -389,7 +389,7 @@ LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_g
 class RunState:
     """Where a run stands: `state.json` of every checkpoint."""
 
-    flags: dict  # the ones that must not change
+    flags: dict  # the flags that must not change
     comet_key: str
     step: int = 0  # optimizer steps done
     samples: int = 0  # samples read, over all epochs
@@ -423,7 +423,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
     for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
-        # Its name goes first: a folder that is only half removed is not taken for a checkpoint.
+        # Rename it first, so that no half-removed folder looks like a checkpoint.
         shutil.rmtree(old.rename(run_folder / "incomplete"))
 
 
@@ -454,7 +454,7 @@ def load_training_state(checkpoint, stateful):
     training_state = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
     for name, part in stateful.items():
         part.load_state_dict(training_state[name])
-    # If --max-steps has changed, so has the schedule: compute the next learning rate again.
+    # Another --max-steps changes the schedule, so compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
 
@@ -504,7 +504,7 @@ class PhaseTimer:
 
 
 def memory_metrics(device):
-    """GB (1e9 bytes) that PyTorch uses and has reserved on the GPU; without one, of the process."""
+    """GB (1e9 bytes) that PyTorch uses and reserves on the GPU; without a GPU, of the process."""
     if device.type != "cuda":
         return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
     return {
@@ -516,7 +516,7 @@ def memory_metrics(device):
 
 
 def describe_run(args, model, train_samples):
-    """What is logged once: every flag, and what follows from them."""
+    """Values that are logged once: every flag, and numbers that follow from the flags."""
     return vars(args) | {
         "world_size": 1,
         "parameters_total": model.num_parameters(),
@@ -534,13 +534,13 @@ class RunLog:
     """Writes the same records to `metrics.jsonl` and to Comet."""
 
     def __init__(self, run_folder, checkpoint, state, args):
-        if checkpoint:  # only the records before it: a killed run may have left later ones
+        if checkpoint:  # drops later records, which a killed run may have left
             shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.comet = start_comet(run_folder / "comet", state, args)
 
     def metrics(self, state, metrics):
-        # JSON has no infinity, which the gradient norm of a step that fp16 skips may be.
+        # JSON has no infinity. The gradient norm may be infinite in a step that fp16 skips.
         finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
         record = {"step": state.step, "epoch": state.epoch} | finite
         print(json.dumps(record), file=self.file, flush=True)
@@ -548,7 +548,7 @@ class RunLog:
 
 
 def start_comet(folder, state, args):
-    """A Comet experiment, which ends with the script; without key or network an archive instead."""
+    """A Comet experiment, which ends with the script. Without key or network, it is an archive."""
     config = comet_ml.ExperimentConfig(
         name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
     )
@@ -563,7 +563,7 @@ def start_comet(folder, state, args):
             return comet_ml.start(online=True, **options)
         except Exception as error:
             say(f"warning: Comet cannot be reached ({error!r:.300})")
-    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # or it reports on its archive at length
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the archive
     say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
     return comet_ml.start(online=False, **options)
 
@@ -602,7 +602,7 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# Two minutes on a laptop, with a text that every Python brings along.
+# Two minutes on a laptop, with a text that comes with every Python.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
     "model_name": f"{REPOSITORY}/tiny-llama",

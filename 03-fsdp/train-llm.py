@@ -1,6 +1,6 @@
 """Chapter 3: models larger than one device, with fully sharded data parallelism (FSDP2).
 
-Each process keeps its shard of every weight, gradient and AdamW moment, and no more. The weights of
+Each process keeps only its shard of every weight, gradient and AdamW moment. The weights of
 a layer are gathered from all ranks right before the layer computes, and freed right after. So a
 model may be as large as the devices are together. Comments with FSDP 1 to 11 mark the ideas.
 
@@ -29,9 +29,9 @@ from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
-# CPU threads that wait for each other spin. Less of it helps where other programs are busy.
+# Waiting CPU threads spin. Shorter spinning helps if other programs use the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Comet: patch no library; do without a silent server after 20 s; spend at most a minute at the end.
+# Comet patches no library, waits 20 s for a silent server, and takes at most a minute at the end.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
 os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
@@ -60,7 +60,7 @@ from transformers.utils import is_flash_attn_2_available
 # DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
 RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# DDP: One progress bar and one log, because all ranks would show the same.
+# DDP: Only rank 0 prints, because all ranks have the same progress bar and the same log.
 CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -69,7 +69,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 def main():
     args = parse_args()
-    # DDP 2: Each process joins the others and takes a device of its own, or all would share GPU 0.
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
     args.compile = device.type == "cuda" if args.compile is None else args.compile
@@ -94,7 +94,7 @@ def main():
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
-    # DDP: Ranks with other flags or data would train something else, and nobody would notice.
+    # DDP: Other flags or data on one rank would spoil the training without any error.
     if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     model = build_model(args, config, device, checkpoint)
@@ -129,11 +129,11 @@ def main():
     while state.step < total_steps and not stop_signal:
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
-            # Sample number n is the same in each run with this seed, so a run can resume anywhere.
-            # DDP 6: Each rank reads other samples, because equal ones would give equal gradients.
+            # Sample n is the same in each run with this seed, so a run can resume at any sample.
+            # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
-            # FSDP 2: Every micro-batch scatters gradients: whole ones take 4 bytes per parameter.
+            # FSDP 2: Scatter in every micro-batch: whole gradients take 4 bytes per parameter.
             # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
@@ -152,17 +152,17 @@ def main():
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # without its graph, which would keep all activations
         with timer("update"):
-            # Clip the complete gradient, before the update: one odd batch cannot throw weights off.
+            # Clip the complete gradient before the update, so that no odd batch spoils the weights.
             scaler.unscale_(optimizer)
-            max_norm = args.max_grad_norm or math.inf  # inf: the norm is measured, nothing clipped
+            max_norm = args.max_grad_norm or math.inf  # inf: measures and does not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            # FSDP 3: The norm is over the shards of all ranks, so all ranks must ask for it.
+            # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
             grad_norm = grad_norm.full_tensor()
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()
-            scheduler.step()  # once per optimizer step, however many micro-batches
-            optimizer.zero_grad()  # or the next gradients would be added to these
+            scheduler.step()  # once per optimizer step, not per micro-batch
+            optimizer.zero_grad()  # because backward() adds to the gradients
         state.step += 1
         state.samples += global_batch
         state.epoch = state.samples / len(train_samples)
@@ -170,7 +170,7 @@ def main():
 
         at_end = state.step == total_steps
         stop_signal = max(stop_signals, default=0)
-        # DDP: A signal may reach the ranks in different steps. All must stop after the same one.
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
         stop = torch.tensor(stop_signal)
         dist.all_reduce(stop, dist.ReduceOp.MAX)
         stop_signal = stop.item()
@@ -194,7 +194,7 @@ def main():
                 run_log.metrics(state, metrics)
             numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
             say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
-            # In fp16 an infinite gradient is nothing unusual: the scaler skips that step.
+            # In fp16 an infinite gradient is normal: the scaler skips that step.
             finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
             if not (math.isfinite(mean_loss) and finite_gradient):
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
@@ -234,8 +234,8 @@ def main():
 
 def build_model(args, config, device, checkpoint):
     """The model on `device`, with weights from the checkpoint, pretrained or random ones."""
-    # Weights in fp32, whatever the files have: AdamW changes a weight by about the learning rate,
-    # and next to 0.02 the nearest bf16 number is 0.0001 away. Smaller changes would be lost.
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
+    # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
@@ -248,7 +248,7 @@ def build_model(args, config, device, checkpoint):
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     fully_shard(model, **policy)
-    # FSDP 7: Take memory for the shards of this rank only, since all else belongs to other ranks.
+    # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
     model.to_empty(device="cpu" if args.cpu_offload else device)
     # FSDP 8: Initialise every parameter and buffer, because that memory holds arbitrary numbers.
     # Files do not store buffers such as the rotary frequencies. fully_shard has given the model a
@@ -256,8 +256,8 @@ def build_model(args, config, device, checkpoint):
     type(model).__name__ = type(model).__name__.removeprefix("FSDP")
     model.is_custom_code = lambda: False
     with AsOnOneDevice():
-        model.init_weights()  # as Transformers would have done, only straight on the GPU
-    with suppress(OSError):  # FSDP: from_pretrained would have read this file; many lack it
+        model.init_weights()  # as Transformers does, but directly on the GPU
+    with suppress(OSError):  # FSDP: as from_pretrained does; many models lack this file
         model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
     if not (checkpoint or args.from_scratch):
         remedy = "--from-scratch starts from random weights, --demo needs no download"
@@ -267,27 +267,27 @@ def build_model(args, config, device, checkpoint):
     for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
         buffer.data = buffer.to(device)
     if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
-        with suppress(ValueError):  # a family without it keeps its default, SDPA for most
+        with suppress(ValueError):  # families without it keep their default, mostly SDPA
             model.set_attn_implementation("flash_attention_2")
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
     if args.activation_checkpointing:
-        # A layer keeps its input only. The backward pass computes the rest a second time.
+        # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Layer by layer: all layers are alike, so the compiled code of the first serves all. A
-        # model that is compiled whole builds a mask and loses the fast kernel of causal attention.
+        # Compile each layer: all layers are alike, so they share the compiled code of the first. A
+        # model that is compiled as a whole builds a mask, and loses the fast causal attention.
         for layer in layers:
             layer.compile()
         if device.type == "cuda":
-            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
+            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs do not gain.
             model.loss_function = torch.compile(model.loss_function)
     return model
 
 
 class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
-    """Gives a sharded tensor the initial values that the whole one would get on one device.
+    """Gives a sharded tensor the initial values that the whole tensor would get on one device.
 
     Without it every rank would draw the same numbers for its shards on CPUs, and other numbers than
     a single device on GPUs. Takes memory for one whole parameter at a time.
@@ -316,7 +316,7 @@ def load_weights(model, name):
     if set(shards) <= set(saved):
         return dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
     # FSDP: Some families have other names in the files, or merge tensors (the experts of a layer).
-    # Transformers converts them, in the memory of one rank. The others get their shards from it.
+    # Transformers converts them in the memory of rank 0. The other ranks get their shards from it.
     whole = from_files(name).state_dict() if RANK == 0 else {}
     options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state_dict.set_model_state_dict(model, whole, options=options)
@@ -324,7 +324,7 @@ def load_weights(model, name):
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    transformers.modeling_utils.log_state_dict_report = dict  # do nothing there: it may raise
+    transformers.modeling_utils.log_state_dict_report = dict  # the report may raise
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -362,9 +362,9 @@ def load_config_and_tokenizer(args):
 
 
 def load_documents(name, subset):
-    """The splits of a file, folder or glob (a text file is one document), or of the Hub."""
+    """The splits of a file, folder, glob (one document per text file) or dataset of the Hub."""
     pattern = f"{name}/**/*" if os.path.isdir(name) else name
-    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # else an address or a Hub id
+    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # or an address, or a Hub id
     files = [file for file in found if Path(file).suffix in FORMATS]
     kinds = {FORMATS[Path(file).suffix] for file in files}
     spec = {"path": name, "name": subset}
@@ -386,7 +386,7 @@ def tokenize(rows, tokenizer, column):
 
 
 def tokenized(documents, tokenizer):
-    """The token ids of the documents of a split, from the column `text` or the first with text."""
+    """The token ids of the documents of a split: column `text`, or the first column with text."""
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
     if not columns:
@@ -397,13 +397,13 @@ def tokenized(documents, tokenizer):
         tokenize,
         batched=True,  # 1,000 documents per call
         fn_kwargs={"tokenizer": tokenizer, "column": column},
-        remove_columns=documents.column_names,  # the token ids are all that stays
+        remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
 
 
 class PackedSamples:
-    """All documents end to end, cut into samples of `seq_length` tokens; the last rest is dropped.
+    """All documents, joined and cut into samples of `seq_length` tokens, without the last tokens.
 
     No padding, so no computation is wasted. `tokens` is a view of the memory-mapped Arrow file that
     `datasets` has cached: packing copies nothing, and all processes of a machine share the file.
@@ -422,7 +422,7 @@ class PackedSamples:
 
 
 def load_samples(args, tokenizer, global_batch):
-    """The samples to train on and those held out: a split of their own, or the last 1 %."""
+    """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
     splits = load_documents(args.dataset_name, args.dataset_subset)
     train_samples = PackedSamples(tokenized(splits["train"], tokenizer), args.seq_length)
     count = len(train_samples)
@@ -430,7 +430,7 @@ def load_samples(args, tokenizer, global_batch):
     if held_out:
         eval_samples = PackedSamples(tokenized(held_out, tokenizer), args.seq_length)
     else:
-        count -= max(1, count // 100)  # the last ones, before anything is shuffled
+        count -= max(1, count // 100)  # the last samples, before the shuffle
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
         train_samples = Subset(train_samples, range(count))
     say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
@@ -446,10 +446,10 @@ def permutation(seed, epoch, count):
 
 
 def sample_order(first, count, dataset_size, seed):
-    """Which samples of the dataset a run reads as its samples number `first` and following.
+    """The dataset's indices of `count` samples of a run, from the run's sample number `first` on.
 
     A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
-    depends on seed and epoch alone: to resume, a run only needs to know how many it has read.
+    depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
     """
     numbers = (divmod(n, dataset_size) for n in range(first, first + count))
     return [int(permutation(seed, epoch, dataset_size)[i]) for epoch, i in numbers]
@@ -481,13 +481,13 @@ def evaluate(model, samples, args, device):
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
     model.train()  # dropout on again
-    dist.all_reduce(loss_sum)  # DDP: a sum of sums, since the shares may differ in size
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
     return loss_sum.item() / len(samples)
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A run that resumes keeps these flags: with another value it would be another training.
+# A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
 
@@ -496,7 +496,7 @@ LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_g
 class RunState:
     """Where a run stands: `state.json` of every checkpoint."""
 
-    flags: dict  # the ones that must not change
+    flags: dict  # the flags that must not change
     comet_key: str
     step: int = 0  # optimizer steps done
     samples: int = 0  # samples read, over all epochs
@@ -526,7 +526,7 @@ def save_model(folder, model, tokenizer):
 
 
 def sharded_state(model, stateful):
-    """What checkpoints hold: each rank's shards, under the names of their parameters."""
+    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
     weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
     return stateful | {"model": weights, "optimizer": moments}
 
@@ -542,7 +542,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
     for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
-        # Its name goes first: a folder that is only half removed is not taken for a checkpoint.
+        # Rename it first, so that no half-removed folder looks like a checkpoint.
         shutil.rmtree(old.rename(run_folder / "incomplete"))
 
 
@@ -574,7 +574,7 @@ def load_training_state(checkpoint, stateful, model):
     state = sharded_state(model, stateful)
     dcp.load(state, checkpoint_id=checkpoint)
     state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
-    # If --max-steps has changed, so has the schedule: compute the next learning rate again.
+    # Another --max-steps changes the schedule, so compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
 
@@ -589,7 +589,7 @@ def join_process_group():
         fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
     if gpus:
-        torch.cuda.set_device(device)  # DDP: first of all, or each rank takes memory of GPU 0
+        torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
     # DDP: The ranks meet in a store that torchrun keeps. After a restart it still has the keys of
     # the dead ranks, so each attempt gets a prefix. (On several nodes the counts may differ.)
     store, *_ = next(dist.rendezvous("env://"))
@@ -602,7 +602,7 @@ def join_process_group():
 
 
 def gather(value):
-    """What each rank passes, in the order of the ranks, on every rank."""
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
@@ -661,7 +661,7 @@ class PhaseTimer:
 
 
 def memory_metrics(device):
-    """GB (1e9 bytes) that PyTorch uses and has reserved on the GPU; without one, of the process."""
+    """GB (1e9 bytes) that PyTorch uses and reserves on the GPU; without a GPU, of the process."""
     if device.type != "cuda":
         return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
     return {
@@ -673,7 +673,7 @@ def memory_metrics(device):
 
 
 def describe_run(args, model, train_samples):
-    """What is logged once: every flag, and what follows from them."""
+    """Values that are logged once: every flag, and numbers that follow from the flags."""
     return vars(args) | {
         "world_size": WORLD_SIZE,  # DDP: the number of devices
         "parameters_total": model.num_parameters(),
@@ -691,13 +691,13 @@ class RunLog:
     """Writes the same records to `metrics.jsonl` and to Comet."""
 
     def __init__(self, run_folder, checkpoint, state, args):
-        if checkpoint:  # only the records before it: a killed run may have left later ones
+        if checkpoint:  # drops later records, which a killed run may have left
             shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.comet = start_comet(run_folder / "comet", state, args)
 
     def metrics(self, state, metrics):
-        # JSON has no infinity, which the gradient norm of a step that fp16 skips may be.
+        # JSON has no infinity. The gradient norm may be infinite in a step that fp16 skips.
         finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
         record = {"step": state.step, "epoch": state.epoch} | finite
         print(json.dumps(record), file=self.file, flush=True)
@@ -705,7 +705,7 @@ class RunLog:
 
 
 def start_comet(folder, state, args):
-    """A Comet experiment, which ends with the script; without key or network an archive instead."""
+    """A Comet experiment, which ends with the script. Without key or network, it is an archive."""
     config = comet_ml.ExperimentConfig(
         name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
     )
@@ -720,7 +720,7 @@ def start_comet(folder, state, args):
             return comet_ml.start(online=True, **options)
         except Exception as error:
             say(f"warning: Comet cannot be reached ({error!r:.300})")
-    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # or it reports on its archive at length
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the archive
     say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
     return comet_ml.start(online=False, **options)
 
@@ -759,14 +759,14 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# Two minutes on a laptop, with a text that every Python brings along.
+# Two minutes on a laptop, with a text that comes with every Python.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
     "model_name": f"{REPOSITORY}/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: chapter 1's global batch, so also its losses
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: global batch and losses of chapter 1
     "max_steps": 400,
     "lr": 2e-3,
     "warmup_steps": 40,
@@ -822,8 +822,8 @@ def parse_args():
     add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
     add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
     add("--seed", type=count, default=0, help="of random weights and the order of samples")
-    # DDP: No --device, because torchrun hands out the devices.
-    # FSDP: What to give up for memory, or for speed.
+    # DDP: No --device, because torchrun assigns the devices.
+    # FSDP: These two flags exchange speed for memory.
     add("--cpu-offload", action="store_true", help="shards and AdamW in CPU memory: less on GPUs")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action="store_true", help="a small preset; other flags override it")
@@ -846,5 +846,5 @@ if __name__ == "__main__":
         main()
     except torch.OutOfMemoryError:
         remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
-        # FSDP: more devices help, too, because each of them then has a smaller shard.
+        # FSDP: more devices help, too, because each device then has a smaller shard.
         fail(f"out of GPU memory: {remedy} --activation-checkpointing, more GPUs, --cpu-offload")
