@@ -24,9 +24,25 @@ import weakref
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CHAPTERS = {"chapter 1": "01-single-gpu", "DDP": "02-ddp"}  # else 03-fsdp
+CHAPTERS = {"chapter 1": "01-single-gpu", "DDP": "02-ddp", "HSDP": "05-multi-node"}
+CHAPTERS |= {
+    "tensor parallel": "06-tensor-parallel",
+    "pipeline": "07-pipeline-parallel",
+}  # else 03-fsdp
 METHOD_FLAGS = {"no reshard": ["--no-reshard-after-forward"], "offload": ["--cpu-offload"]}
-METHODS = ["chapter 1", "DDP", "FSDP", "no reshard", "offload"]
+METHODS = [
+    "chapter 1",
+    "DDP",
+    "FSDP",
+    "no reshard",
+    "offload",
+    "HSDP",
+    "tensor parallel",
+    "pipeline",
+]
+# Flags of chapters 5 to 7, for the chapter and for the estimator: groups of two ranks
+GROUPS = {"HSDP": "--shard-size", "tensor parallel": "--tensor-parallel"}
+GROUPS |= {"pipeline": "--pipeline-parallel"}
 FIRST_STEP, LAST_STEP = 3, 6
 
 LLAMA_1B = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192}
@@ -66,6 +82,8 @@ def watch(chapter: str, flags: list[str]) -> None:
             self.storages, self.off = {}, False
 
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+                return NotImplemented  # comes again, as this rank's part of the tensors
             result = op(*args, **kwargs or {})
             for value in tree_leaves((args, kwargs, result)):
                 if isinstance(value, torch.Tensor):
@@ -139,18 +157,27 @@ def run(command: list) -> str:
     return done.stdout
 
 
-def measured(method: str, devices: int, flags: list) -> tuple[int, list[int]]:
-    """Bytes at the fullest moment, and of weights, gradients and moments; of the fullest rank."""
+def arguments(method: str, flags: list) -> list:
+    """Of this script, to run a chapter and to watch it."""
     chapter = REPOSITORY / CHAPTERS.get(method, "03-fsdp") / "train-llm.py"
-    launch = [sys.executable]
-    if method != "chapter 1":
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", devices]
     flags = [*flags, "--from-scratch", "--max-steps", LAST_STEP, "--eval-freq", 0]
-    output = run([*launch, __file__, "--watch", chapter, *flags, *METHOD_FLAGS.get(method, [])])
+    return ["--watch", chapter, *flags, *METHOD_FLAGS.get(method, [])]
+
+
+def fullest_rank(output: str, devices: int) -> tuple[int, list[int]]:
+    """Bytes at the fullest moment, and of weights, gradients and moments."""
     ranks = re.findall(r"allocated (\d+) \[(.*?)\]", output)
     assert len(ranks) == devices, output
     states = [[int(size) for size in states.split(", ")] for _, states in ranks]
     return max(int(peak) for peak, _ in ranks), [max(sizes) for sizes in zip(*states, strict=True)]
+
+
+def measured(method: str, devices: int, flags: list) -> tuple[int, list[int]]:
+    """Of the fullest rank, as above."""
+    launch = [sys.executable]
+    if method != "chapter 1":
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", devices]
+    return fullest_rank(run([*launch, __file__, *arguments(method, flags)]), devices)
 
 
 def estimated(method: str, devices: int, flags: list, device: str) -> tuple[float, list[int]]:
@@ -172,7 +199,7 @@ def model_folder(folder: Path, config: dict) -> Path:
 
 def compare(name: str, folder: Path, method: str, devices: int, flags: list, device: str) -> float:
     """Prints a row and returns the ratio."""
-    flags = ["-m", folder, *flags]
+    flags = ["-m", folder, *flags, *([GROUPS[method], 2] if method in GROUPS else [])]
     guess, guessed_states = estimated(method, devices, flags, device)
     stdlib = os.path.join(sysconfig.get_path("stdlib"), "[a-z]*.py")
     text = stdlib if device == "cuda" else REPOSITORY / "0*" / "*.py"
@@ -216,7 +243,10 @@ def main() -> None:
             folder = model_folder(Path(temporary, str(number)), config)
             cases = itertools.product(args.methods, args.devices, args.batch_sizes, variants)
             for method, devices, batch, variant in cases:
-                if method != "chapter 1" or devices == 1:
+                # Chapters 6 and 7 do not train all families.
+                known_family = method not in GROUPS or config["model_type"] != "gpt2"
+                possible = devices % 2 == 0 if method in GROUPS else devices == 1
+                if known_family and (possible or method in METHODS[1:5]):
                     flags = ["-b", batch, "-s", args.seq_length, *variant.split()]
                     ratios.append(compare(name, folder, method, devices, flags, device))
     print(f"\n{len(ratios)} runs, ratios {min(ratios):.3f} to {max(ratios):.3f}")
