@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CHAPTERS = sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
+CHAPTERS = sorted(REPOSITORY.glob("0[1-8]-*/train-llm.py"))  # 9 has other flags and other output
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 # What a chapter prints, and what is over when it does
 SIGNS = {

@@ -28,6 +28,7 @@ CHAPTER_5 = REPOSITORY / "05-multi-node" / "train-llm.py"
 CHAPTER_6 = REPOSITORY / "06-tensor-parallel" / "train-llm.py"
 CHAPTER_7 = REPOSITORY / "07-pipeline-parallel" / "train-llm.py"
 CHAPTER_8 = REPOSITORY / "08-gradient-compression" / "train-llm.py"
+CHAPTER_9 = REPOSITORY / "09-hf-trainer" / "train-llm.py"
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preload"])

@@ -370,6 +370,7 @@ def test_rule(step, rule):
 def test_every_chapter_is_in_the_table():
     scripts = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
     assert [name for name in scripts if name in CONTINUES] == [step.after for step in STEPS]
+    assert {*scripts} - {*CONTINUES} == {"01-single-gpu", "09-hf-trainer"}
     pairs = [(before.parent.name, after.parent.name) for before, after in load_tool().pairs()]
     assert pairs == [(step.before, step.after) for step in STEPS]
 
@@ -425,6 +426,10 @@ def test_order_of_a_chapter(chapter):
 @pytest.fixture(scope="module")
 def tool():
     return load_tool()
+
+
+def test_chapter_9_imports_nothing_of_this_project():
+    assert imports_of_this_project("", read("09-hf-trainer"), STEPS[0]) == []
 
 
 @every_step

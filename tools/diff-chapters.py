@@ -10,7 +10,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# The tree of chapters: each one, and the one that it continues. Chapters 1 and 9 continue none.
+# The tree of chapters: each one, and the one that it continues. Chapter 1 continues none. Chapter 9
+# stands beside the tree: it has other code for the same training.
 CONTINUES = {
     "02-ddp": "01-single-gpu",
     "03-fsdp": "02-ddp",
@@ -23,8 +24,10 @@ CONTINUES = {
 
 
 def chapters() -> list[Path]:
-    """The scripts in the order of their numbers."""
-    return sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
+    """The scripts of the tree in the order of their numbers."""
+    tree = {*CONTINUES, *CONTINUES.values()}
+    scripts = sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
+    return [script for script in scripts if script.parent.name in tree]
 
 
 def pairs() -> list[tuple[Path, Path]]:

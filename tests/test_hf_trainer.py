@@ -1,0 +1,505 @@
+"""Chapter 9: the Trainer trains as chapter 1 does, from a typed configuration, and on Slurm."""
+
+import ast
+import importlib.util
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from types import SimpleNamespace
+
+import hydra
+import pytest
+import test_slurm
+import torch
+import yaml
+from conftest import assert_one_sentence, assert_same_model
+from omegaconf import OmegaConf
+from runner import CHAPTER_1, CHAPTER_9, REPOSITORY, Job, Run
+from test_chapters import comments_per_line_of_code, tokens
+from test_readme import Estimator, parameters
+from transformers import AutoConfig, AutoModelForCausalLM
+
+CONF = CHAPTER_9.parent / "conf"
+TOKENS = 2_000
+
+
+class Result:
+    def __init__(self, folder, output):
+        self.folder, self.output = folder, output
+
+    @property
+    def records(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
+
+    def column(self, name: str) -> list[float]:
+        return [record[name] for record in self.records if name in record]
+
+
+class Runs:
+    """Runs of chapter 9 with a small model, by a configuration of their own, `small.yaml`."""
+
+    def __init__(self, folder, model, dataset):
+        self.folder, self.number = folder, 0
+        (folder / "conf").mkdir()
+        small = {
+            "defaults": ["train", "_self_"],
+            "model": {"name": str(model), "from_scratch": True},
+            "data": {"path": "json", "data_files": str(dataset), "seq_length": 32},
+            "optimizer": {"learning_rate": 1e-2},
+            "training": {"per_device_train_batch_size": 4, "logging_steps": 1, "save_steps": 100},
+            "experiment_name": "run",
+            "save_dir": str(folder),
+            "report_to": [],
+        }
+        (folder / "conf" / "small.yaml").write_text(yaml.safe_dump(small))
+        self.arguments = ["--config-dir", folder / "conf", "--config-name", "small"]
+
+    def start(self, *overrides, processes=0, **options):
+        self.number += 1
+        output = self.folder / f"output-{self.number}.txt"
+        if processes:
+            return Job(CHAPTER_9, [*self.arguments, *overrides], output, processes, **options)
+        return Run(CHAPTER_9, [*self.arguments, *overrides], output, **options)
+
+    def __call__(self, *overrides, name="run", status=0, **options) -> Result:
+        run = self.start(*overrides, f"experiment_name={name}", **options)
+        assert run.wait() == status, run.output
+        return Result(self.find(name), run.output)
+
+    def find(self, name: str):
+        """The folder of a run is named after its overrides."""
+        (file,) = self.folder.glob(f"{name}/**/metrics.jsonl")
+        return file.parent
+
+
+@pytest.fixture
+def runs(tmp_path, model, dataset) -> Runs:
+    return Runs(tmp_path, model, dataset)
+
+
+@pytest.fixture(scope="module")
+def chapter_9():
+    spec = importlib.util.spec_from_file_location("chapter_9", CHAPTER_9)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["chapter_9"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- The same training -----------------------------------------------------------------------------
+
+
+def test_losses_are_those_of_chapter_1(trainer, runs):
+    """Across epochs, with accumulation: on one process, and on two with DDP; and FSDP on CPUs."""
+    flags = ["-b", 8, "--gradient-accumulation-steps", 4, "--max-steps", 40, "--eval-freq", 20]
+    one = trainer(*flags, "--warmup-steps", 5, name="one")
+    assert one.column("epoch")[-1] > 1, "the order of the second epoch is another one"
+    more = ["training.max_steps=40", "training.eval_steps=20", "optimizer.warmup_steps=5"]
+    batch = "training.per_device_train_batch_size=8", "training.gradient_accumulation_steps=4"
+    single = runs(*more, *batch, name="single")
+    batch = "training.per_device_train_batch_size=4", "training.gradient_accumulation_steps=4"
+    # The 10 held-out samples divide by 2 ranks × 1. The Trainer would fill up a larger last batch.
+    batch += ("training.per_device_eval_batch_size=1",)
+    ddp = runs(*more, *batch, "parallel=ddp", name="ddp", processes=2)
+    fsdp = runs(*more, *batch, "parallel=fsdp", name="fsdp", processes=2)
+    for result in (single, ddp, fsdp):
+        assert result.column("loss") == pytest.approx(one.column("loss"), rel=1e-4)
+        assert result.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-3)
+        assert result.column("eval/loss") == pytest.approx(one.column("eval/loss"), rel=1e-4)
+        assert result.column("learning_rate") == pytest.approx(one.column("learning_rate"))
+        assert all(speed > 0 for speed in result.column("tokens_per_second"))
+    assert len(single.column("loss")) == 40
+    assert "memory/rank1_gb" not in single.records[0]
+    assert 0.1 < ddp.records[0]["memory/rank1_gb"] < 10
+    # Two copies that add up the same numbers in the same order
+    assert ddp.column("loss") == fsdp.column("loss")
+    sentence = "parallel=fsdp, but nothing is sharded: on CPUs, the Trainer runs DDP instead"
+    assert fsdp.output.count(sentence) == 1
+    assert sentence not in ddp.output
+
+
+def test_demo(tmp_path, trainer):
+    """Within 0.1 % of chapter 1 at every logged step; then the tools read what it has written."""
+    expected = trainer.folder / "demo-single-gpu"
+    flags = ["--demo", "--max-steps", 20, "--save-dir", trainer.folder]
+    processes = {"one": Run(CHAPTER_1, flags, tmp_path / "one.txt")}
+    demo = ["--config-name", "demo", "training.max_steps=20", f"save_dir={tmp_path}/9"]
+    demo += ["report_to=[]"]
+    processes["single"] = Run(CHAPTER_9, demo, tmp_path / "single.txt")
+    for process in processes.values():
+        assert process.wait(300) == 0, process.output
+    half = [*demo, "parallel=ddp", "training.per_device_train_batch_size=4"]
+    job = Job(CHAPTER_9, half, tmp_path / "ddp.txt", 2)
+    assert job.wait(300) == 0, job.output
+    folders = [file.parent for file in sorted(tmp_path.glob("9/**/metrics.jsonl"))]
+    assert len(folders) == 2
+    one = Result(expected, "").column("loss")
+    assert len(one) == 2
+    for folder in folders:
+        assert Result(folder, "").column("loss") == pytest.approx(one, rel=1e-3)
+    final = folders[0] / "final"
+    AutoModelForCausalLM.from_pretrained(final)
+    for tool, *flags in (
+        ("generate.py", final, "--prompt", "def ", "--max-new-tokens", 5),
+        ("perplexity.py", final, "-d", REPOSITORY / "tools" / "*.py", "-s", 64),
+    ):
+        command = [sys.executable, REPOSITORY / "tools" / tool, *map(str, flags)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+    loss = float(re.search(r"loss ([\d.]+)", done.stdout)[1])
+    assert 6 < loss < math.log(2048)
+
+
+def test_stop_and_resume(runs):
+    """The signal reaches one rank only. The same command goes on with the same numbers."""
+    flags = ["training.max_steps=300", "parallel=ddp"]
+    flags += ["training.save_total_limit=1000", "training.eval_steps=1000"]
+    undisturbed = runs(*flags, name="undisturbed", processes=2)
+    run = runs.start(*flags, "experiment_name=stopped", processes=2)
+    while not [*runs.folder.glob("stopped/**/metrics.jsonl")]:
+        assert run.ranks[0].process.exitcode is None, run.output
+        time.sleep(0.05)
+    run.ranks[1].signal(signal.SIGTERM)
+    assert run.wait() == 143
+    folder = runs.find("stopped")
+    (step,) = map(int, re.findall(r"Stopped after step (\d+): the same command", run.output))
+    assert 1 <= step < 300
+    checkpoint = f"{folder}/checkpoint-{step}"
+    assert json.loads((folder / "run.json").read_text())["checkpoint"] == checkpoint
+    # A save that was cut short: it has a later step, but is not complete
+    (folder / "checkpoint-299").mkdir()
+    again = runs(*flags, name="stopped", processes=2)
+    assert f"checkpoint: {checkpoint}" in again.output
+    assert again.column("loss") == undisturbed.column("loss")
+    assert [record["step"] for record in again.records[:300]] == [*range(1, 301)]
+    assert_same_model(undisturbed, again)
+    # Another global batch would be another training
+    other = runs.start(*flags, "experiment_name=stopped")
+    other.wait()
+    assert_one_sentence(other.output, "1 processes: parallel=single takes one")
+
+
+def test_other_settings_do_not_resume(runs):
+    runs("training.max_steps=2", name="run")
+    text = (runs.folder / "conf" / "small.yaml").read_text()
+    (runs.folder / "conf" / "small.yaml").write_text(text.replace("0.01", "0.02"))
+    run = runs.start("training.max_steps=2")
+    assert run.wait() == 1
+    assert_one_sentence(run.output, "keep the settings or take another experiment_name")
+
+
+# -- The configuration -----------------------------------------------------------------------------
+
+WRONG = {
+    "modle=tiny-llama": "Could not override 'modle'",
+    "optimizer.lr=1": "Key 'lr' not in 'Optimizer'",
+    "parallel.fsdp_config.cpu_ofload=true": "Key 'cpu_ofload' not in 'Fsdp'",
+    "optimizer.learning_rate=high": "'high' of type 'str' could not be converted to Float",
+    "training.max_steps=1.5": "could not be converted to Integer",
+    "parallel=fsdpp": "Available options in 'parallel': ddp fsdp single",
+    "optimizer.lr_scheduler_type=cosin": "cosin is not a valid SchedulerType",
+    "report_to=[comt]": "comt is not supported",
+    "model.name=/nowhere": "cannot set up the run",
+    "data.data_files=/nowhere/*.json": "/nowhere/*.json",
+    "parallel=ddp": "1 processes: parallel=single takes one, ddp and fsdp take several",
+    "training.per_device_train_batch_size=100000": "the dataset is too small",
+}
+
+
+@pytest.mark.parametrize("override", WRONG)
+def test_a_mistake_is_one_sentence(runs, override):
+    run = runs.start(override)
+    assert run.wait() == 1
+    assert_one_sentence(run.output, WRONG[override])
+
+
+def test_a_misspelt_key_in_a_file_is_one_sentence(runs):
+    file = runs.folder / "conf" / "small.yaml"
+    file.write_text(file.read_text().replace("seq_length", "sequence_length"))
+    run = runs.start()
+    assert run.wait() == 1
+    assert_one_sentence(run.output, "Key 'sequence_length' not in 'Data'")
+
+
+def test_the_files_of_the_issue_exist_and_every_field_has_a_comment():
+    names = {f"{file.parent.name}/{file.stem}" for file in CONF.glob("**/*.yaml")}
+    models = ("llama-3.2-1b", "gpt2-124m", "gpt2-355m", "pythia-1b", "tiny-llama")
+    expected = {f"model/{name}" for name in models} | {"conf/demo", "conf/train"}
+    expected |= {f"data/{name}" for name in ("alpaca", "tinystories", "openwebtext", "stdlib")}
+    expected |= {f"parallel/{name}" for name in ("single", "ddp", "fsdp")}
+    assert names == expected | {"launcher/slurm", "launcher/local"}
+    for file in CONF.glob("**/*.yaml"):
+        for line in file.read_text().splitlines():
+            if line.strip() and not line.strip().endswith(":"):
+                assert "# " in line, f"{file.name}: {line}"
+    lines = CHAPTER_9.read_text().splitlines()
+    fields = 0
+    for node in ast.walk(ast.parse(CHAPTER_9.read_text())):
+        if isinstance(node, ast.AnnAssign):
+            fields += 1
+            assert "  # " in lines[node.lineno - 1], lines[node.lineno - 1]
+    assert fields > 35
+
+
+def compose(*overrides, name="train"):
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose(name, overrides=[*overrides], return_hydra_config=True)
+
+
+def test_every_file_fits_the_types(chapter_9):
+    for group in ("model", "data", "parallel"):
+        for file in (CONF / group).glob("*.yaml"):
+            config = compose(f"{group}={file.stem}")
+            assert OmegaConf.get_type(config, group).__name__ == group.capitalize()
+    assert compose("parallel=fsdp").parallel.fsdp
+    demo = compose(name="demo")
+    assert (demo.training.max_steps, demo.optimizer.learning_rate) == (400, 2e-3)
+
+
+def test_commands_of_the_readme(chapter_9):
+    """Their overrides fit; of a sweep, the first value."""
+    text = (CHAPTER_9.parent / "README.md").read_text()
+    commands = re.findall(r"^(?:python|torchrun .*) ?train-llm.py (.*)$", text, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        words = command.split()
+        name = words[words.index("--config-name") + 1] if "--config-name" in words else "train"
+        overrides = [word.partition(",")[0] for word in words if "=" in word]
+        assert compose(*overrides, name=name).experiment_name
+
+
+def test_the_launcher_asks_for_a_task_per_device(chapter_9):
+    launcher = compose("hydra/launcher=slurm", "nodes=2", "devices=4").hydra.launcher
+    assert (launcher.nodes, launcher.tasks_per_node, launcher.gpus_per_node) == (2, 4, 4)
+    assert launcher.gpus_per_task is None
+    assert "export SLURM_CPU_BIND=cores" in launcher.setup
+    assert compose("hydra/launcher=local", "devices=3").hydra.launcher.tasks_per_node == 3
+
+
+def test_size():
+    text = CHAPTER_9.read_text()
+    assert sum(tokens(text).values()) <= TOKENS
+    assert comments_per_line_of_code(text) >= 0.25
+    for trick in (".split()[", " exec(", " eval("):
+        assert trick not in text
+
+
+def test_order_of_samples(chapter_1, chapter_9):
+    """The sampler of the Trainer, over more than two epochs."""
+    trainer = SimpleNamespace(
+        train_dataset=range(7),
+        args=SimpleNamespace(max_steps=5, seed=3),
+        get_total_train_batch_size=lambda args: 4,
+    )
+    order = chapter_9.InOrder._get_train_sampler(trainer)
+    assert order.tolist() == chapter_1.sample_order(0, 20, 7, 3)
+
+
+def test_a_gpu_that_does_not_shard_ends_the_run(chapter_9, runs):
+    """Without a GPU here, the callback is called as on one."""
+    config = SimpleNamespace(run_folder=runs.folder)
+    handlers = [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)]
+    run = chapter_9.Run(config)
+    for number, handler in zip((signal.SIGUSR2, signal.SIGTERM), handlers, strict=True):
+        signal.signal(number, handler)
+    args = SimpleNamespace(fsdp=True, device=torch.device("cuda"))
+    with pytest.raises(SystemExit, match="parallel=fsdp, but nothing is sharded"):
+        run.on_train_begin(args, SimpleNamespace(global_step=0), None, torch.nn.Linear(1, 1))
+
+
+def test_memory_in_the_readme():
+    """The formula and tools/estimate-memory.py, for Pythia-1B."""
+    text = (CHAPTER_9.parent / "README.md").read_text().partition("## Memory")[2]
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    shape |= {"num_attention_heads": 8, "vocab_size": 50304, "tie_word_embeddings": False}
+    config = AutoConfig.for_model("gpt_neox", **shape)
+    whole, root, layer = parameters(config)
+    for count in (whole, root, layer):
+        assert f"{count:,}" in text
+    tokens_per_device = 8 * 1024
+    behind = 34 * tokens_per_device * 2048 * 16 + 4 * tokens_per_device * 50304
+    ddp = (16 * whole + 2 * whole + behind) / 1e9
+    fsdp = (16 * whole / 2 + 2 * (root + 2 * layer) + behind) / 1e9
+    assert f"{ddp:.2f} GB with DDP and {fsdp:.2f} GB with FSDP" in text
+    assert f"| the formula | {ddp:.1f} | {fsdp:.1f} |" in text
+    names = "the estimator", "the estimator with `--activation-checkpointing`"
+    for name, flags in zip(names, ([], ["--activation-checkpointing"]), strict=True):
+        total = Estimator().trace(config, "--no-compile", *flags)
+        cells = [f"{total(method, 2):.1f}" for method in ("DDP", "FSDP")]
+        assert f"| {name} | {' | '.join(cells)} |" in text
+
+
+# -- Logs ------------------------------------------------------------------------------------------
+
+
+def test_comet_and_tensorboard(runs):
+    """An archive without a key, which a run that resumes continues; and TensorBoard's events."""
+    flags = ["training.max_steps=2", "report_to=[comet_ml,tensorboard]"]
+    run = runs(*flags, env={"COMET_AUTO_LOG_DISABLE": "false"})
+    key = json.loads((run.folder / "run.json").read_text())["comet_key"]
+    (archive,) = (run.folder / "comet").glob("*.zip")
+    assert archive.name.startswith(key)
+    with zipfile.ZipFile(archive) as file:
+        messages = file.read("messages.json").decode()
+    for name in ("train/loss", "train/tokens_per_second", "train/memory/rank0_gb"):
+        assert name in messages, name
+    assert [*run.folder.glob("runs/**/events.*")]
+    assert "COMET INFO" not in run.output
+
+
+# -- Slurm -----------------------------------------------------------------------------------------
+
+# Without accounting, this Slurm has no sacct, with which Submitit asks for the state of its jobs.
+SACCT = """#!/bin/sh
+echo "JobID|State|NodeList"
+exec squeue --noheader --states=all --array --format="%i|%T|%N"
+"""
+
+# Each step takes time until the job is queued again, so that the time limit meets it half way.
+SLOW = """import os, sys, time
+if "SLURM_STEP_ID" in os.environ:
+    restarts, rank = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ["SLURM_PROCID"]
+    import transformers
+    training_step = transformers.Trainer.training_step
+
+    def slow(*args, **kwargs):
+        with open(f"{os.environ['PORTS']}/{restarts}-{rank}", "w") as file:
+            file.write(os.environ["MASTER_PORT"])
+        time.sleep(0.4 if restarts == "0" else 0)
+        return training_step(*args, **kwargs)
+
+    transformers.Trainer.training_step = slow
+"""
+
+
+slurm = test_slurm.slurm  # the fixture: a Slurm of its own for each test
+
+
+@pytest.fixture
+def sweep(slurm, runs):
+    """Starts sweeps; those that still wait for their jobs end with the test."""
+    started = []
+
+    def start(*arguments, **env):
+        started.append(Sweep(slurm, runs, *arguments, **env))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.process.kill()
+
+
+class Sweep:
+    """`train-llm.py -m hydra/launcher=slurm`, one task on each of two CPUs."""
+
+    def __init__(self, slurm, runs, name, *overrides, **env):
+        self.slurm, self.runs, self.name = slurm, runs, name
+        stub = slurm.work / "bin" / "sacct"
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(SACCT)
+        stub.chmod(0o755)
+        self.file = slurm.work / f"{name}.log"
+        resources = ["devices=2", "gpus_per_node=null", "cpus_per_task=1", "signal_delay_s=1"]
+        resources[1:] = [f"hydra.launcher.{resource}" for resource in resources[1:]]
+        command = [sys.executable, CHAPTER_9, *runs.arguments, "-m", "hydra/launcher=slurm"]
+        command += [*resources, "parallel=ddp", *overrides]
+        env = slurm.env | {"PATH": f"{stub.parent}:{slurm.env['PATH']}"} | env
+        streams = {"stdout": self.file.open("w"), "stderr": subprocess.STDOUT}
+        command = [*map(str, command), f"experiment_name={name}"]
+        self.process = subprocess.Popen(command, env=env, cwd=slurm.work, **streams)
+
+    @property
+    def output(self) -> str:
+        logs = self.runs.folder.glob(f"{self.name}/.submitit/**/*.out")
+        return "".join(file.read_text() for file in [self.file, *logs])
+
+    def wait(self, status: int) -> None:
+        assert self.process.wait(240) == status, self.output
+
+    def wait_for(self, text: str) -> None:
+        self.slurm.wait_for(lambda: text in self.output or self.process.poll(), text)
+        assert text in self.output, self.output
+
+    @property
+    def jobs(self) -> list[str]:
+        """As Submitit names them: the number of the job, and of the run within a sweep."""
+        folders = self.runs.folder.glob(f"{self.name}/.submitit/[0-9]*")
+        return sorted({file.name for file in folders if "%" not in file.name})
+
+    def show(self, name: str) -> str:
+        text = self.slurm.ask("scontrol", "--oneliner", "show", "job", self.jobs[0])
+        return re.search(rf"\b{name}=(\S+)", text)[1]
+
+
+def test_sweep_scancel_and_failure_on_slurm(slurm, sweep, runs):
+    """Two runs of two tasks are one job array, and equal a run without Slurm."""
+    steps = ["training.max_steps=4", "training.eval_steps=4"]
+    both = sweep("sweep", "optimizer.learning_rate=1e-2,2e-2", *steps)
+    alone = runs("parallel=ddp", "devices=2", *steps, name="alone", processes=2)
+    both.wait(0)
+    numbers = [job.partition("_") for job in both.jobs if "_" in job]
+    assert len({number for number, *_ in numbers}) == 1, "one job array"
+    assert [index for *_, index in numbers] == ["0", "1"]
+    files = sorted(runs.folder.glob("sweep/**/metrics.jsonl"))
+    assert ["learning_rate=0.01" in str(file) for file in files] == [True, False]
+    losses = [Result(file.parent, "").column("loss") for file in files]
+    assert losses[0] == alone.column("loss")
+    assert losses[0][0] == losses[1][0]
+    assert losses[0][1:] != losses[1][1:]
+    assert all((file.parent / "final" / "config.json").exists() for file in files)
+
+    failing = sweep("failing", "data.data_files=/nowhere/*.json")
+    cancelled = sweep("cancelled", "training.max_steps=100000")
+    cancelled.wait_for("'loss'")
+    slurm.ask("scancel", *cancelled.jobs)
+    cancelled.wait(1)
+    assert cancelled.show("JobState") == "CANCELLED"
+    assert cancelled.show("Restarts") == "0"
+    folder = runs.find("cancelled")
+    step = Result(folder, "").column("loss")
+    checkpoint = json.loads((folder / "run.json").read_text())["checkpoint"]
+    assert checkpoint == f"{folder}/checkpoint-{len(step)}"
+
+    failing.wait(1)
+    assert failing.show("JobState") == "FAILED"
+    assert failing.show("ExitCode") == "1:0"
+    assert "error: cannot set up the run" in failing.output
+    assert "Traceback" not in failing.output
+
+
+def test_time_limit_and_requeue_on_slurm(slurm, sweep, runs, tmp_path):
+    """All ranks save the same step before the limit; the job goes on exactly, on a new port."""
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "ports").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW)
+    steps = ["training.max_steps=400", "training.eval_steps=1000"]
+    env = {"PYTHONPATH": f"{tmp_path}/slow", "PORTS": f"{tmp_path}/ports"}
+    begin = time.monotonic()
+    limited = sweep("limited", *steps, **env)
+    alone = runs("parallel=ddp", "devices=2", *steps, name="alone", processes=2)
+    # A signal that comes before the handlers would end the job, so the limit is set when it trains.
+    limited.wait_for("'loss'")
+    minutes = 1 + (int(time.monotonic() - begin) + 30) // 60
+    job = f"job={limited.jobs[0]}"
+    slurm.ask("scontrol", "update", job, f"TimeLimit={minutes}")
+    limited.wait_for("is queued again")
+    slurm.ask("scontrol", "update", job, "TimeLimit=60")
+    limited.wait(0)
+    assert int(limited.show("Restarts")) >= 1
+    output = limited.output
+    (step,) = map(int, re.findall(r"Stopped after step (\d+)", output))
+    assert f"Job {limited.jobs[0]} is queued again" in output
+    assert f"checkpoint-{step}" in output.partition("is queued again")[2]
+    result = Result(runs.find("limited"), output)
+    assert result.column("loss") == alone.column("loss")
+    assert result.column("learning_rate") == alone.column("learning_rate")
+    assert [r["step"] for r in result.records if "loss" in r] == [*range(1, 401)]
+    assert_same_model(alone, result)
+    ports = {file.name: int(file.read_text()) for file in (tmp_path / "ports").iterdir()}
+    assert ports["0-0"] == ports["0-1"]
+    assert ports["1-0"] == ports["1-1"] == ports["0-0"] + 1
