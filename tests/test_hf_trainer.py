@@ -349,7 +349,6 @@ def test_comet_and_tensorboard(runs):
     for name in ("train/loss", "train/tokens_per_second", "train/memory/rank0_gb"):
         assert name in messages, name
     assert [*run.folder.glob("runs/**/events.*")]
-    assert "COMET INFO" not in run.output
 
 
 # -- Slurm -----------------------------------------------------------------------------------------
@@ -498,7 +497,8 @@ def test_time_limit_and_requeue_on_slurm(slurm, sweep, runs, tmp_path):
     result = Result(runs.find("limited"), output)
     assert result.column("loss") == alone.column("loss")
     assert result.column("learning_rate") == alone.column("learning_rate")
-    assert [r["step"] for r in result.records if "loss" in r] == [*range(1, 401)]
+    said = [[r["step"] for r in run.records if "loss" in r] for run in (result, alone)]
+    assert said[0] == said[1] == [*range(1, len(said[0]) + 1)]
     assert_same_model(alone, result)
     ports = {file.name: int(file.read_text()) for file in (tmp_path / "ports").iterdir()}
     assert ports["0-0"] == ports["0-1"]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
-# The tree of chapters: each one, and the one that it continues. Chapter 1 continues none. Chapter 9
-# stands beside the tree: it has other code for the same training.
+# The tree of chapters: each one, and the one that it continues. Chapters 1 and 9 continue none.
 CONTINUES = {
     "02-ddp": "01-single-gpu",
     "03-fsdp": "02-ddp",
@@ -24,10 +23,8 @@ CONTINUES = {
 
 
 def chapters() -> list[Path]:
-    """The scripts of the tree in the order of their numbers."""
-    tree = {*CONTINUES, *CONTINUES.values()}
-    scripts = sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
-    return [script for script in scripts if script.parent.name in tree]
+    """The scripts in the order of their numbers."""
+    return sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 
 
 def pairs() -> list[tuple[Path, Path]]:
