@@ -61,7 +61,8 @@ LLAMA = {
 
 # More than a minute each, some of it without computing: one of them at the end leaves a core idle.
 LONGEST = (
-    "test_time_limit_requeue",
+    "test_time_limit",
+    "test_sweep_scancel",
     "test_an_elastic_job",
     "test_demo_and_the_commands",
     "test_chapters_and_peers",
