@@ -274,7 +274,7 @@ def run_stage(forward, is_last, x, labels):
     batch = {"inputs_embeds" if x.is_floating_point() else "input_ids": x, "use_cache": False}
     # PP 6: The last stage runs the model's own forward: some families change the logits there.
     if is_last:
-        return forward(**batch, labels=labels).loss[None]
+        return forward(**batch, labels=labels).loss.repeat(1)
     return forward(**batch).last_hidden_state
 
 
@@ -992,7 +992,7 @@ def parse_args():
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
     # PP: The defaults that follow from other flags.
-    args.stages_per_rank = args.stages_per_rank or 1 + (args.schedule in ("interleaved", "zbv"))
+    args.stages_per_rank = args.stages_per_rank or 1 + (args.schedule in "interleaved, zbv")
     stages = args.pipeline_parallel * args.stages_per_rank
     args.gradient_accumulation_steps = args.gradient_accumulation_steps or stages
     name = args.experiment_name or ""
