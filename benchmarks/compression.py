@@ -219,7 +219,7 @@ def hooks(args, folder: Path) -> None:
         sent, ratios, times = [], [], [0.0]
         for size in (2, 4):
             chapter.WORLD_SIZE = size
-            compression = chapter.Compression(model, options, None)
+            compression = chapter.Compression(model, options)
             if options.compress == "dct-topk":  # of one rank's message, only the size matters
                 chapter.WORLD_SIZE = 1
             ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)

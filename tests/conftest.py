@@ -61,6 +61,8 @@ LLAMA = {
 
 # More than a minute each, some of it without computing: one of them at the end leaves a core idle.
 LONGEST = (
+    "test_trains_what_chapter_1_trains",
+    "test_gradients_of_compiled_layers",
     "test_time_limit",
     "test_sweep_scancel",
     "test_an_elastic_job",
