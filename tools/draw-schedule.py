@@ -93,9 +93,12 @@ def in_flight(timeline: list) -> list[int]:
 
 
 def draw(timeline: list, file: Path) -> None:
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch, Rectangle
+    except ImportError:
+        sys.exit('error: -o needs matplotlib: pip install -c constraints.txt ".[tools]"')
 
     end = max(passes[-1][4] for passes in timeline)
     look = {"font.size": 9, "svg.hashsalt": "schedule", "svg.fonttype": "path"}

@@ -12,9 +12,12 @@ import statistics
 import sys
 from pathlib import Path
 
-import matplotlib as mpl
-from matplotlib.figure import Figure
-from PIL import Image  # matplotlib needs it, too
+try:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from PIL import Image  # matplotlib needs it, too
+except ImportError:
+    sys.exit('error: this tool needs matplotlib: pip install -c constraints.txt ".[tools]"')
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; in print, the dashes do.
 STYLES = [("#0072b2", "-"), ("#d55e00", (0, (5, 2))), ("#009e73", (0, (1, 1.2)))]

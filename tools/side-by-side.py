@@ -24,10 +24,13 @@ from difflib import SequenceMatcher
 from itertools import groupby, takewhile, zip_longest
 from pathlib import Path
 
-from pygments import lex
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import PythonLexer
-from pygments.token import STANDARD_TYPES
+try:
+    from pygments import lex
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import PythonLexer
+    from pygments.token import STANDARD_TYPES
+except ImportError:
+    sys.exit('error: this tool needs pygments: pip install -c constraints.txt ".[tools]"')
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = Path(__file__).with_name("side-by-side-template.html")

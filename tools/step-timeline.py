@@ -238,6 +238,8 @@ def main() -> None:
     output = args.output or Path(f"step-{name}.png")
     if output.suffix not in (".png", ".svg"):
         parser.error(f"--output {output} must end in .png or .svg")
+    if not importlib.util.find_spec("matplotlib"):  # before the run, which takes a while
+        sys.exit('error: this tool needs matplotlib: pip install -c constraints.txt ".[tools]"')
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(args.processes), __file__, "--watch", folder]
