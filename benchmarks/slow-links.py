@@ -22,6 +22,7 @@ import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import runpy
@@ -34,6 +35,8 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from compression import PRELOAD, enter  # which also sets the threads of a rank
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 WARMUP = 3  # steps; DDP rebuilds its buckets after the first one
@@ -63,10 +66,16 @@ def sent_over_link() -> int:
     return int(line.partition(":")[2].split()[8])
 
 
-def run_chapter(chapter: str, flags: list[str]) -> None:
-    """Runs it; rank 0 prints the time, and the bytes sent so far, after each optimizer step."""
+def run_chapter(node: str, output: Path, env: dict, chapter: str, flags: list[str]) -> None:
+    """Runs it in a namespace; rank 0 prints the time and the bytes sent after each step."""
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    enter(node)
+    os.environ |= {name: str(value) for name, value in env.items()}
     import torch
 
+    torch.set_num_threads(1)
     seen = []
     original = torch.optim.AdamW.step
 
@@ -76,9 +85,9 @@ def run_chapter(chapter: str, flags: list[str]) -> None:
         return result
 
     torch.optim.AdamW.step = step
-    sys.argv = [chapter, *flags]
-    runpy.run_path(chapter, run_name="__main__")
-    if os.environ["RANK"] == "0":
+    sys.argv = [str(chapter), *map(str, flags)]
+    runpy.run_path(str(chapter), run_name="__main__")
+    if env["RANK"] == 0:
         print("\nseen " + json.dumps(seen), flush=True)
 
 
@@ -234,22 +243,26 @@ def run(link: Link, method: Method, processes: int, steps: int, folder: Path) ->
     if method.chapter == "07-pipeline-parallel":
         flags += ["-b", batch // MICRO_BATCHES, "--gradient-accumulation-steps", MICRO_BATCHES]
     together = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": processes, "GROUP_WORLD_SIZE": NODES}
-    together |= {"MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": 29500, "OMP_NUM_THREADS": 1}
-    together |= {"GLOO_SOCKET_IFNAME": "eth0", "GOMP_SPINCOUNT": 10000, "CUDA_VISIBLE_DEVICES": ""}
-    together |= {"COMET_AUTO_LOG_DISABLE": "true", "TORCHELASTIC_RESTART_COUNT": 0}
-    running, logs = [], []
+    together |= {"MASTER_ADDR": ADDRESS.format(1), "MASTER_PORT": 29500}
+    together |= {"GLOO_SOCKET_IFNAME": "eth0", "TORCHELASTIC_RESTART_COUNT": 0}
+    # The server has imported the libraries, and each rank is a copy of it
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    running, outputs = [], []
     for rank in range(ranks):
         env = together | {"RANK": rank, "LOCAL_RANK": rank % processes}
         env |= {"GROUP_RANK": rank // processes}
-        env = os.environ | {key: str(value) for key, value in env.items()}
-        logs.append(folder / f"{name}-{rank}.log")
-        command = [sys.executable, __file__, "--run", method.script, *flags]
-        running.append(link.start(rank // processes, command, env=env, stderr=logs[-1].open("w")))
-    outputs = [process.communicate()[0] for process in running]
-    for process, output, log in zip(running, outputs, logs, strict=True):
-        if process.returncode:
-            sys.exit(f"{output}{log.read_text()}\nerror: {method.name} failed")
-    (seen,) = re.findall("^seen (.*)$", outputs[0], re.MULTILINE)
+        outputs.append(folder / f"{name}-{rank}.log")
+        what = (link.names[rank // processes], outputs[-1], env, method.script, flags)
+        running.append(context.Process(target=run_chapter, args=what))
+        running[-1].start()
+    for process, output in zip(running, outputs, strict=True):
+        process.join()
+        if process.exitcode:
+            for other in running:
+                other.kill()
+            sys.exit(f"{output.read_text()}\nerror: {method.name} failed")
+    (seen,) = re.findall("^seen (.*)$", outputs[0].read_text(), re.MULTILINE)
     seen = json.loads(seen)[WARMUP - 1 :]
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").open()]
     return {
@@ -382,7 +395,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--run"]:
-        run_chapter(sys.argv[2], sys.argv[3:])
-    else:
-        main()
+    main()

@@ -2,11 +2,13 @@
 
 import http.server
 import json
+import runpy
 import threading
 import time
 import zipfile
 
 import pytest
+from runner import REPOSITORY
 
 
 class Comet(http.server.BaseHTTPRequestHandler):
@@ -86,6 +88,11 @@ def test_comet_does_not_hold_up_training(trainer, case):
     (archive,) = (trainer.folder / "run" / "comet").glob("*.zip")
     messages = zipfile.ZipFile(archive).read("messages.json").decode()
     assert messages.count('"metricName":"loss"') >= 30
+    # The archive has the parameters of the run, too, and the exporter finds them there.
+    exporter = runpy.run_path(str(REPOSITORY / "tools" / "export-metrics.py"))
+    parameters = exporter["read_parameters"](trainer.folder / "run")
+    assert parameters["max_steps"] == 30
+    assert parameters["parameters_total"] > 0
 
 
 def test_comet_online(trainer):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+import zipfile
 
 import pytest
 from conftest import assert_one_sentence
@@ -18,7 +19,7 @@ RECORDS = [
     {"step": 20, "epoch": 1.0, "loss": 2.5, "grad_norm": 1.5, "tokens_per_second": 950.0},
     {"step": 20, "epoch": 1.0, "eval/loss": 2.75},
 ]
-PARAMETERS = FLAGS | {"train_samples": 160, "global_batch": 8}
+PARAMETERS = FLAGS | {"train_samples": 160, "global_batch": 8, "batch_size": 4, "device": "cpu"}
 
 
 def write(run, records, step=20):
@@ -32,6 +33,16 @@ def write(run, records, step=20):
 @pytest.fixture
 def run(tmp_path):
     write(tmp_path / "my-run", RECORDS)
+    (tmp_path / "my-run" / "comet").mkdir()
+    # As Comet writes them. `-b` was a word of the command line.
+    values = ("b", 4, "cli"), ("batch_size", 4, "manual"), ("device", "cpu", "manual")
+    lines = ['{"type": "metric_msg", "payload": {}}']
+    for name, value, source in values:
+        parameter = {"paramName": name, "paramValue": value, "source": source, "step": None}
+        lines.append(json.dumps({"type": "parameter_msg", "payload": {"param": parameter}}))
+    with zipfile.ZipFile(tmp_path / "my-run" / "comet" / "1.zip", "w") as archive:
+        archive.writestr("messages.json", "\n".join(lines))
+    (tmp_path / "my-run" / "comet" / "2.zip").write_bytes(b"PK")  # being written
     return tmp_path / "my-run"
 
 
@@ -115,6 +126,7 @@ def test_wandb_offline(run, tmp_path):
             history.setdefault(values["_step"], {}).update(values)
     assert name == "my-run"
     assert PARAMETERS.items() <= config.items()
+    assert "b" not in config
     assert sorted(history) == [10, 20]
     for record in RECORDS:
         logged = history[record["step"]]

@@ -14,6 +14,7 @@ from runner import REPOSITORY
 
 SLOW_LINKS = REPOSITORY / "benchmarks" / "slow-links.py"
 TOOL = REPOSITORY / "tools" / "estimate-scaling.py"
+sys.path.append(str(SLOW_LINKS.parent))  # it imports another benchmark
 spec = importlib.util.spec_from_file_location("benchmarks_slow_links", SLOW_LINKS)
 benchmark = importlib.util.module_from_spec(spec)
 sys.modules["benchmarks_slow_links"] = benchmark  # for its dataclass

@@ -79,3 +79,12 @@ def test_generate(trainer, tmp_path):
     status, output = generate(tmp_path, model, "--temperature", -1)
     assert status == 2
     assert_one_sentence(output, "--temperature")
+
+
+@pytest.mark.parametrize("tool", ["plot-runs.py", "side-by-side.py"])
+def test_a_package_that_is_missing_is_named(tool):
+    code = "import runpy, sys; sys.modules |= {'matplotlib': None, 'pygments': None}; "
+    code += f"sys.argv = ['tool', 'run']; runpy.run_path({str(REPOSITORY / 'tools' / tool)!r})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert_one_sentence(result.stderr, '".[tools]"')

@@ -4,9 +4,11 @@
     python tools/export-metrics.py outputs/my-run --to wandb --follow     # while the run goes on
     python tools/export-metrics.py outputs/demo-* --to csv -o tables
 
-The flags of the run that never change (`state.json` of its newest checkpoint) come with it, and so
-does the global batch. W&B writes a folder for `wandb sync`; with `WANDB_MODE=online` it sends the
-records at once.
+The parameters of the run come with it. A run that ended, and was offline for Comet, has all of them
+in its archive: every flag, the sizes of model and data, the device, the versions. Of other runs,
+only the flags that never change are known (`state.json` of the newest checkpoint).
+
+W&B writes a folder for `wandb sync`; with `WANDB_MODE=online` it sends the records at once.
 """
 
 import argparse
@@ -15,6 +17,8 @@ import json
 import os
 import sys
 import time
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 PAUSE = 2  # seconds between two looks at a run that goes on
@@ -32,13 +36,21 @@ def read_records(run: Path) -> list[dict]:
 
 
 def read_parameters(run: Path) -> dict:
-    """What the newest checkpoint says about the whole run; empty before the first one."""
-    states = sorted(run.glob("step-*/state.json"))
-    if not states:
-        return {}
-    state = json.loads(states[-1].read_text())
-    parameters = state["flags"] | {"train_samples": state["train_samples"]}
-    return parameters | {"global_batch": state["samples"] / state["step"]}
+    """What the newest checkpoint and the archives for Comet say; empty before the first one."""
+    parameters = {}
+    if states := sorted(run.glob("step-*/state.json")):
+        state = json.loads(states[-1].read_text())
+        parameters = state["flags"] | {"train_samples": state["train_samples"]}
+        parameters["global_batch"] = state["samples"] / state["step"]
+    for archive in sorted(run.glob("comet/*.zip"), key=os.path.getmtime):
+        with suppress(zipfile.BadZipFile):  # still being written
+            for line in zipfile.ZipFile(archive).read("messages.json").splitlines():
+                message = json.loads(line)
+                if message["type"] == "parameter_msg":
+                    found = message["payload"]["param"]
+                    if found["source"] == "manual":  # the others are words of the command line
+                        parameters[found["paramName"]] = found["paramValue"]
+    return parameters
 
 
 class TensorBoard:
@@ -49,15 +61,10 @@ class TensorBoard:
             missing("tensorboard")
         # An earlier export into the same folder is hidden from its first step on
         self.writer = SummaryWriter(output / run.name, purge_step=0)
-        self.has_parameters = False
+        self.parameters = {}
 
     def add(self, records: list[dict], parameters: dict) -> None:
-        if parameters and not self.has_parameters:
-            known = {
-                k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in parameters.items()
-            }
-            self.writer.add_hparams(known, {}, run_name=".")
-            self.has_parameters = True
+        self.parameters = parameters  # TensorBoard takes them once
         for record in records:
             for name, value in record.items():
                 if name != "step" and value is not None:
@@ -65,6 +72,10 @@ class TensorBoard:
         self.writer.flush()
 
     def close(self) -> None:
+        plain = (bool, int, float)
+        known = {k: v if isinstance(v, plain) else str(v) for k, v in self.parameters.items()}
+        if known:
+            self.writer.add_hparams(known, {}, run_name=".")
         self.writer.close()
 
 
@@ -170,7 +181,8 @@ def main() -> None:
             time.sleep(PAUSE)
     except KeyboardInterrupt:
         print("stopped")
-    for exporter in exporters.values():
+    for run, exporter in exporters.items():
+        exporter.add([], read_parameters(run))  # Comet writes its archive when the run ends
         exporter.close()
     print(f"{sum(map(len, done.values()))} records in {output}")
 
