@@ -10,8 +10,9 @@ with four key-value heads, on the same global batches in fp32. The script ends w
 the losses differ, except those of chapter 5, which reads other rows, and of compressed gradients.
 
 link       asked for; and Mbit/s that a stream of bytes gets through it, measured
-tokens/s   of the median step, relative to the same method over the link as it is: median of the
-           rounds. Only this ratio counts: the processes share the cores of one machine
+tokens/s   of the median step and round, relative to the same method over the link as it is; least
+           and most of the rounds. The processes share the cores of one machine, so only this ratio
+           counts
 MB         per step that leave the first node, by the counters of its interface; computed for gloo,
            which runs here; and for NCCL, whose reduce-scatter sends half as much
 """
@@ -289,6 +290,13 @@ def link_name(rate: int) -> str:
     return f"{rate:,} Mbit/s" if rate else "as it is"
 
 
+def relative(free: list[dict], mine: list[dict]) -> tuple[float, float, float]:
+    """Speed relative to the free link: of the median round, least and most of the rounds."""
+    rounds = [a["seconds"] / b["seconds"] for a, b in zip(free, mine, strict=True)]
+    middle = [statistics.median(run["seconds"] for run in runs) for runs in (free, mine)]
+    return middle[0] / middle[1], min(rounds), max(rounds)
+
+
 def table(methods: list[Method], rates: list[int], results: dict, measured: dict, model, processes):
     header = "method | link | Mbit/s, measured | tokens/s, relative | least to most | ms per step |"
     lines = [f"| {header} MB per step, measured | gloo, computed | NCCL, computed |"]
@@ -297,12 +305,9 @@ def table(methods: list[Method], rates: list[int], results: dict, measured: dict
         gloo, nccl = (computed(method, model, processes, name) for name in ("gloo", "nccl"))
         for rate in rates:
             mine = results[method.name, rate]
-            free = results[method.name, rates[0]]
-            pairs = zip(free, mine, strict=True)
-            ratios = [a["seconds"] / b["seconds"] for a, b in pairs]
+            ratio, least, most = relative(results[method.name, rates[0]], mine)
             cells = [method.name, link_name(rate), f"{statistics.median(measured[rate]):,.0f}"]
-            cells += [f"{statistics.median(ratios):.2f}"]
-            cells += [f"{min(ratios):.2f} to {max(ratios):.2f}"]
+            cells += [f"{ratio:.2f}", f"{least:.2f} to {most:.2f}"]
             cells += [f"{1e3 * statistics.median(r['seconds'] for r in mine):,.0f}"]
             cells += [f"{statistics.median(r['bytes'] for r in mine) / 1e6:.2f}"]
             cells += ["" if math.isnan(x) else f"{x / 1e6:.2f}" for x in (gloo, nccl)]
@@ -311,31 +316,33 @@ def table(methods: list[Method], rates: list[int], results: dict, measured: dict
 
 
 def draw(methods: list[Method], rates: list[int], results: dict, measured: dict, output: Path):
+    """Bars, one group per link: lines would suggest that something was measured in between."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         sys.exit('error: --plot needs matplotlib: pip install -c constraints.txt ".[tools]"')
     colors = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07800", "#000000", "#56b4e9"]
-    styles = ["-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1))]
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    colors.append("#999999")
+    hatches = ["", "///", "...", "xxx", "\\\\\\", "", "---", "++"]
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    slow = rates[1:]
+    width = 0.8 / len(methods)
     for n, method in enumerate(methods):
-        shares = [
-            statistics.median(
-                a["seconds"] / b["seconds"]
-                for a, b in zip(results[method.name, 0], results[method.name, rate], strict=True)
-            )
-            for rate in slow
-        ]
-        speeds = [statistics.median(measured[rate]) for rate in slow]
-        look = {"color": colors[n % 7], "linestyle": styles[n % 6], "marker": "osD^vPX"[n % 7]}
-        axes.plot(speeds, shares, label=method.name, **look)
-    axes.set(xscale="log", ylim=(0, 1.1), xlabel="Mbit/s over the link between two nodes, measured")
-    axes.set_ylabel("tokens/s, relative to the link as it is")
-    axes.grid(color="#dddddd")
-    axes.legend()
-    figure.savefig(output, dpi=150)
+        free = results[method.name, 0]
+        found = [relative(free, results[method.name, rate]) for rate in rates[1:]]
+        middle, least, most = zip(*found, strict=True)
+        places = [group + (n + 0.5) * width - 0.4 for group in range(len(found))]
+        look = {"color": colors[n], "hatch": hatches[n], "edgecolor": "white", "linewidth": 0}
+        axes.bar(places, middle, width, label=method.name, **look)
+        axes.vlines(places, least, most, color="#444444", linewidth=1)
+    axes.axhline(1, color="#444444", linewidth=0.8)
+    names = [f"{link_name(r)}\n({statistics.median(measured[r]):,.0f} measured)" for r in rates[1:]]
+    axes.set_xticks(range(len(names)), names)
+    axes.set(xlabel="link between two nodes", ylabel="tokens/s, relative to the link as it is")
+    axes.grid(axis="y", color="#dddddd")
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside right upper")
+    figure.savefig(output, dpi=110)
 
 
 def main() -> None:
