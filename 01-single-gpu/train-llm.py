@@ -1,8 +1,8 @@
 """Chapter 1: train a causal language model on one device.
 
-Everything a real training run needs, in one file that reads from top to bottom: packed data, mixed
-precision, gradient accumulation, held-out loss, logging, and checkpoints that resume exactly. The
-later chapters are this file plus the lines that spread the same training over many devices.
+This file has everything that a real training run needs: packed data, mixed precision, gradient
+accumulation, held-out loss, logging, and checkpoints that resume exactly. Read it from top to
+bottom. Each later chapter adds the lines that spread the same training over many devices.
 
     python train-llm.py --demo                   # two minutes on any machine, no network
     python train-llm.py -e alpaca                # fine-tunes Llama-3.2-1B on Alpaca
@@ -61,7 +61,7 @@ def main():
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation  # samples per optimizer step
     torch.manual_seed(args.seed)  # for random initial weights
-    transformers.logging.disable_progress_bar()  # for each file that it reads or writes
+    transformers.logging.disable_progress_bar()  # it would show one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
@@ -81,7 +81,7 @@ def main():
     # sums that need more precision (norms, softmax, the loss) in fp32.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
-    # stay above, and divides the gradients before the update. With other dtypes it does nothing.
+    # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
@@ -115,16 +115,16 @@ def main():
                 # Transformers shifts the labels by one token itself, so they equal the input.
                 # A cache of keys and values serves generation. In training it only takes memory.
                 loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-                # The loss is a mean over a micro-batch. Divided, the losses (and their gradients)
-                # of all micro-batches add up to the mean over the global batch.
+                # The loss is a mean over a micro-batch. After this division, the losses (and their
+                # gradients) of all micro-batches add up to the mean over the global batch.
                 loss = loss / accumulation
             with timer("backward"):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # without its graph, which would keep all activations
         with timer("update"):
-            # Clip the complete gradient before the update, so that no odd batch spoils the weights.
+            # Clip the complete gradient before the update, so that no bad batch spoils the weights.
             scaler.unscale_(optimizer)
-            max_norm = args.max_grad_norm or math.inf  # inf: measures and does not clip
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -186,7 +186,7 @@ def main():
 
 
 def build_model(args, config, device, checkpoint):
-    """The model on `device`, with weights from the checkpoint, pretrained or random ones."""
+    """The model on `device`, with the weights of the checkpoint, pretrained or random weights."""
     # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
     # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
@@ -214,14 +214,14 @@ def build_model(args, config, device, checkpoint):
         for layer in layers:
             layer.compile()
         if device.type == "cuda":
-            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs do not gain.
+            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
             model.loss_function = torch.compile(model.loss_function)
     return model
 
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    transformers.modeling_utils.log_state_dict_report = dict  # the report may raise
+    transformers.modeling_utils.log_state_dict_report = dict  # printing the report may fail
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -251,7 +251,7 @@ def load_config_and_tokenizer(args):
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    # A model has not learned positions beyond these.
+    # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
@@ -300,10 +300,10 @@ def tokenized(documents, tokenizer):
 
 
 class PackedSamples:
-    """All documents, joined and cut into samples of `seq_length` tokens, without the last tokens.
+    """All documents, joined and cut into samples of `seq_length` tokens. The rest is left out.
 
-    No padding, so no computation is wasted. `tokens` is a view of the memory-mapped Arrow file that
-    `datasets` has cached: packing copies nothing, and all processes of a machine share the file.
+    Without padding, no computation is wasted. `tokens` is a view of the memory-mapped Arrow file
+    that `datasets` has cached. So packing copies nothing, and all processes share the file.
     """
 
     def __init__(self, tokenized, seq_length):
@@ -343,7 +343,7 @@ def permutation(seed, epoch, count):
 
 
 def sample_order(first, count, dataset_size, seed):
-    """The dataset's indices of `count` samples of a run, from the run's sample number `first` on.
+    """The indices in the dataset of the samples from `first` to `first + count - 1` of a run.
 
     A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
     depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
@@ -387,7 +387,7 @@ LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_g
 
 @dataclass
 class RunState:
-    """Where a run stands: `state.json` of every checkpoint."""
+    """The position of a run. Every checkpoint stores it as `state.json`."""
 
     flags: dict  # the flags that must not change
     comet_key: str
@@ -428,7 +428,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
 
 
 def open_run(args):
-    """Makes the folder of a run with a name; returns it, its newest checkpoint and the state."""
+    """Makes the folder of a run with a name. Returns folder, newest checkpoint and state."""
     flags = {name: getattr(args, name) for name in LASTING}
     new_state = RunState(flags, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
@@ -471,7 +471,7 @@ class PhaseTimer:
 
     def __init__(self, device):
         self.on_gpu = device.type == "cuda"
-        self.spans = defaultdict(list)  # (begin, end) of each time, by phase
+        self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
         self.last_read = time.perf_counter()
 
     @contextmanager
@@ -504,7 +504,7 @@ class PhaseTimer:
 
 
 def memory_metrics(device):
-    """GB (1e9 bytes) that PyTorch uses and reserves on the GPU; without a GPU, of the process."""
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without a GPU, memory of the process."""
     if device.type != "cuda":
         return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
     return {
@@ -548,7 +548,7 @@ class RunLog:
 
 
 def start_comet(folder, state, args):
-    """A Comet experiment, which ends with the script. Without key or network, it is an archive."""
+    """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
     config = comet_ml.ExperimentConfig(
         name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
     )
@@ -580,7 +580,7 @@ def fail(message):
 
 @contextmanager
 def explain(message):
-    """Replaces the traceback of an error inside by this message and a short form of the error."""
+    """Replaces the traceback of an error by this message and a short form of the error."""
     try:
         yield
     except Exception as error:
@@ -602,9 +602,9 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# Two minutes on a laptop, with a text that comes with every Python.
+# This run takes two minutes on a laptop. Its text comes with every Python.
 DEMO = {
-    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
     "model_name": f"{REPOSITORY}/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
@@ -652,19 +652,19 @@ def parse_args():
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
     schedules = [schedule.value for schedule in transformers.SchedulerType]
-    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
+    add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
-    add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
+    add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, or else fp32")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
-    add("--compile", action=switch, help="on for CUDA, or else off")
+    add("--compile", action=switch, help="compile layers; on for CUDA, or else off")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
     add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=count, default=0, help="of random weights and the order of samples")
+    add("--seed", type=count, default=0, help="seed of random weights and sample order")
     devices = [name for name in ("cuda", "mps", "cpu") if getattr(torch, name).is_available()]
     add("--device", choices=devices, default=devices[0], help="where to train")
     add("--demo", action="store_true", help="a small preset; other flags override it")

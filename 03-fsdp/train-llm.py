@@ -1,8 +1,8 @@
 """Chapter 3: models larger than one device, with fully sharded data parallelism (FSDP2).
 
-Each process keeps only its shard of every weight, gradient and AdamW moment. The weights of
-a layer are gathered from all ranks right before the layer computes, and freed right after. So a
-model may be as large as the devices are together. Comments with FSDP 1 to 11 mark the ideas.
+Each process keeps only its shard of every weight, gradient and AdamW moment. The weights of a layer
+are gathered from all ranks right before the layer computes, and freed right after. So a model may
+be as large as the memory of all devices together. Comments with FSDP 1 to 11 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
@@ -77,7 +77,7 @@ def main():
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     global_batch = args.batch_size * accumulation * WORLD_SIZE
     torch.manual_seed(args.seed)  # for random initial weights
-    transformers.logging.disable_progress_bar()  # for each file that it reads or writes
+    transformers.logging.disable_progress_bar()  # it would show one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
@@ -105,7 +105,7 @@ def main():
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that it gathers.
     autocast = torch.autocast(device.type, enabled=False)
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
-    # stay above, and divides the gradients before the update. With other dtypes it does nothing.
+    # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
@@ -133,7 +133,7 @@ def main():
             # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
-            # FSDP 2: Scatter in every micro-batch: whole gradients take 4 bytes per parameter.
+            # FSDP 2: Scatter in every micro-batch, because whole gradients take 4 bytes per weight.
             # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
@@ -145,16 +145,16 @@ def main():
                 # Transformers shifts the labels by one token itself, so they equal the input.
                 # A cache of keys and values serves generation. In training it only takes memory.
                 loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-                # The loss is a mean over a micro-batch. Divided, the losses (and their gradients)
-                # of all micro-batches add up to the mean over the global batch.
+                # The loss is a mean over a micro-batch. After this division, the losses (and their
+                # gradients) of all micro-batches add up to the mean over the global batch.
                 loss = loss / accumulation
             with timer("backward"):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # without its graph, which would keep all activations
         with timer("update"):
-            # Clip the complete gradient before the update, so that no odd batch spoils the weights.
+            # Clip the complete gradient before the update, so that no bad batch spoils the weights.
             scaler.unscale_(optimizer)
-            max_norm = args.max_grad_norm or math.inf  # inf: measures and does not clip
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
             grad_norm = grad_norm.full_tensor()
@@ -233,7 +233,7 @@ def main():
 
 
 def build_model(args, config, device, checkpoint):
-    """The model on `device`, with weights from the checkpoint, pretrained or random ones."""
+    """The model on `device`, with the weights of the checkpoint, pretrained or random weights."""
     # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
     # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
@@ -250,9 +250,9 @@ def build_model(args, config, device, checkpoint):
     fully_shard(model, **policy)
     # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
     model.to_empty(device="cpu" if args.cpu_offload else device)
-    # FSDP 8: Initialise every parameter and buffer, because that memory holds arbitrary numbers.
-    # Files do not store buffers such as the rotary frequencies. fully_shard has given the model a
-    # class of another name. Transformers must know it, to initialise it and to name its tensors.
+    # FSDP 8: Initialise every parameter and buffer, because new memory holds arbitrary numbers.
+    # Files do not store buffers such as the rotary frequencies. fully_shard has renamed the class
+    # of the model. Transformers needs the old name to initialise the model and name its tensors.
     type(model).__name__ = type(model).__name__.removeprefix("FSDP")
     model.is_custom_code = lambda: False
     with AsOnOneDevice():
@@ -281,7 +281,7 @@ def build_model(args, config, device, checkpoint):
         for layer in layers:
             layer.compile()
         if device.type == "cuda":
-            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs do not gain.
+            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
             model.loss_function = torch.compile(model.loss_function)
     return model
 
@@ -289,8 +289,8 @@ def build_model(args, config, device, checkpoint):
 class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
     """Gives a sharded tensor the initial values that the whole tensor would get on one device.
 
-    Without it every rank would draw the same numbers for its shards on CPUs, and other numbers than
-    a single device on GPUs. Takes memory for one whole parameter at a time.
+    Otherwise every rank would draw the same numbers for its shards on CPUs, and other numbers than
+    a single device on GPUs. This class takes memory for one whole parameter at a time.
     """
 
     def __torch_dispatch__(self, op, types, args, kwargs):
@@ -316,7 +316,7 @@ def load_weights(model, name):
     if set(shards) <= set(saved):
         return dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
     # FSDP: Some families have other names in the files, or merge tensors (the experts of a layer).
-    # Transformers converts them in the memory of rank 0. The other ranks get their shards from it.
+    # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
     whole = from_files(name).state_dict() if RANK == 0 else {}
     options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state_dict.set_model_state_dict(model, whole, options=options)
@@ -324,7 +324,7 @@ def load_weights(model, name):
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    transformers.modeling_utils.log_state_dict_report = dict  # the report may raise
+    transformers.modeling_utils.log_state_dict_report = dict  # printing the report may fail
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -354,7 +354,7 @@ def load_config_and_tokenizer(args):
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    # A model has not learned positions beyond these.
+    # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
@@ -403,10 +403,10 @@ def tokenized(documents, tokenizer):
 
 
 class PackedSamples:
-    """All documents, joined and cut into samples of `seq_length` tokens, without the last tokens.
+    """All documents, joined and cut into samples of `seq_length` tokens. The rest is left out.
 
-    No padding, so no computation is wasted. `tokens` is a view of the memory-mapped Arrow file that
-    `datasets` has cached: packing copies nothing, and all processes of a machine share the file.
+    Without padding, no computation is wasted. `tokens` is a view of the memory-mapped Arrow file
+    that `datasets` has cached. So packing copies nothing, and all processes share the file.
     """
 
     def __init__(self, tokenized, seq_length):
@@ -446,7 +446,7 @@ def permutation(seed, epoch, count):
 
 
 def sample_order(first, count, dataset_size, seed):
-    """The dataset's indices of `count` samples of a run, from the run's sample number `first` on.
+    """The indices in the dataset of the samples from `first` to `first + count - 1` of a run.
 
     A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
     depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
@@ -494,7 +494,7 @@ LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_g
 
 @dataclass
 class RunState:
-    """Where a run stands: `state.json` of every checkpoint."""
+    """The position of a run. Every checkpoint stores it as `state.json`."""
 
     flags: dict  # the flags that must not change
     comet_key: str
@@ -547,7 +547,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
 
 
 def open_run(args):
-    """Makes the folder of a run with a name; returns it, its newest checkpoint and the state."""
+    """Makes the folder of a run with a name. Returns folder, newest checkpoint and state."""
     flags = {name: getattr(args, name) for name in LASTING}
     new_state = RunState(flags, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
@@ -583,15 +583,15 @@ def load_training_state(checkpoint, stateful, model):
 
 
 def join_process_group():
-    """Meets the other ranks; returns the device of this one."""
+    """Meets the other ranks, and returns the device of this rank."""
     gpus = torch.cuda.device_count()
     if "LOCAL_RANK" not in os.environ:
         fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
     if gpus:
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
-    # DDP: The ranks meet in a store that torchrun keeps. After a restart it still has the keys of
-    # the dead ranks, so each attempt gets a prefix. (On several nodes the counts may differ.)
+    # DDP: The ranks meet in a store that torchrun keeps. After a restart, the store still has the
+    # keys of dead ranks, so each attempt gets a prefix. (Several nodes may count differently.)
     store, *_ = next(dist.rendezvous("env://"))
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -628,7 +628,7 @@ class PhaseTimer:
 
     def __init__(self, device):
         self.on_gpu = device.type == "cuda"
-        self.spans = defaultdict(list)  # (begin, end) of each time, by phase
+        self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
         self.last_read = time.perf_counter()
 
     @contextmanager
@@ -661,7 +661,7 @@ class PhaseTimer:
 
 
 def memory_metrics(device):
-    """GB (1e9 bytes) that PyTorch uses and reserves on the GPU; without a GPU, of the process."""
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without a GPU, memory of the process."""
     if device.type != "cuda":
         return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
     return {
@@ -705,7 +705,7 @@ class RunLog:
 
 
 def start_comet(folder, state, args):
-    """A Comet experiment, which ends with the script. Without key or network, it is an archive."""
+    """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
     config = comet_ml.ExperimentConfig(
         name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
     )
@@ -737,10 +737,10 @@ def fail(message):
 
 @contextmanager
 def explain(message):
-    """Replaces the traceback of an error inside by this message and a short form of the error."""
+    """Replaces the traceback of an error by this message and a short form of the error."""
     try:
         yield
-    except (Exception, dcp.CheckpointException) as error:  # FSDP: what DCP raises on all ranks
+    except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
         fail(f"{message} ({error!r:.300})")
 
 
@@ -759,9 +759,9 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# Two minutes on a laptop, with a text that comes with every Python.
+# This run takes two minutes on a laptop. Its text comes with every Python.
 DEMO = {
-    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # as the chapter
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
     "model_name": f"{REPOSITORY}/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
@@ -809,21 +809,21 @@ def parse_args():
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
     schedules = [schedule.value for schedule in transformers.SchedulerType]
-    add("--lr-scheduler", choices=schedules, default="cosine", help="course of the learning rate")
+    add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
-    add("--weight-decay", type=real, default=0.01, help="AdamW's, on matrices only")
+    add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, or else fp32")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
-    add("--compile", action=switch, help="on for CUDA, or else off")
+    add("--compile", action=switch, help="compile layers; on for CUDA, or else off")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
     add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=count, default=0, help="of random weights and the order of samples")
+    add("--seed", type=count, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
-    # FSDP: These two flags exchange speed for memory.
+    # FSDP: These two flags choose between speed and memory.
     add("--cpu-offload", action="store_true", help="shards and AdamW in CPU memory: less on GPUs")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action="store_true", help="a small preset; other flags override it")

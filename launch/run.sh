@@ -15,7 +15,7 @@ fail() {
   exit 2
 }
 
-# The flags may name files relative to the folder of the caller, so this script never changes it.
+# The flags may name files relative to the folder of the caller, so stay in this folder.
 repository=$(dirname "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")")
 wanted=${1-}
 wanted=${wanted%/} # the shell completes the name of a folder with a slash
@@ -30,8 +30,8 @@ done
 [ -n "$script" ] || fail "there is no chapter $wanted: take one of ${chapters[*]}"
 shift
 
-# An active virtual environment comes first, then the one of the repository. Conda, modules and
-# containers put a Python of their own on the PATH.
+# Take the Python of an active virtual environment, or the Python of .venv, or the first Python on
+# the PATH, where Conda, modules and containers put theirs.
 python=python
 if [ -z "${VIRTUAL_ENV-}" ] && [ -x "$repository/.venv/bin/python" ]; then
   python=$repository/.venv/bin/python
@@ -40,7 +40,7 @@ command -v "$python" > /dev/null || fail "there is no python: activate a virtual
 
 nnodes=${NNODES:-1}
 case $script in */01-*)
-  # On several devices, each process would train the same and write the same files.
+  # On several devices, each process would train the same model and write the same files.
   if [ "$nnodes" != 1 ] || [ "${NPROC_PER_NODE:-1}" != 1 ]; then
     fail "chapter 01 trains on one device: take another one for several processes or nodes"
   fi
@@ -49,7 +49,7 @@ case $script in */01-*)
 esac
 
 # Each restart gets a store on a new port. Otherwise, on several nodes, new workers would find the
-# addresses of dead ones in torchrun's own store (torch 2.13).
+# addresses of dead workers in torchrun's own store (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 if [ -z "${NPROC_PER_NODE-}" ]; then
@@ -67,18 +67,18 @@ else
     fail "NNODES=$nnodes needs MASTER_ADDR: one of the nodes, by a name or address that all reach"
   options+=(--nnodes "$nnodes" --rdzv-backend c10d)
   options+=(--rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}")
-  # Nodes meet only those with their id. By default, another chapter is another job.
+  # A node meets only nodes with the same id. By default, each chapter is a job of its own.
   options+=(--rdzv-id "${RDZV_ID:-$(basename "$(dirname "$script")")}")
   # The c10d rendezvous numbers the nodes itself, and ignores --node-rank. NODE_RANK decides which
-  # node keeps the list of all nodes. Without NODE_RANK, the node recognises itself by its name or
-  # address, and does not know all of them: an alias or a second network card is unknown.
+  # node keeps the list of all nodes. Without NODE_RANK, a node compares MASTER_ADDR with its own
+  # name and address, and does not recognise an alias or a second network card.
   if [ -n "${NODE_RANK-}" ]; then
     options+=(--rdzv-conf "is_host=$([ "$NODE_RANK" = 0 ] && echo true || echo false)")
   fi
-  # The address that the others use for rank 0, if rank 0 is here. The default is the host's name.
+  # If rank 0 is on this node, the other ranks use this address. The default is the host's name.
   [ -z "${LOCAL_ADDR-}" ] || options+=(--local-addr "$LOCAL_ADDR")
 fi
 
-# The same as `torchrun`, which is a script for one Python, perhaps not this one. `exec` gives it the
-# process of this shell, so signals reach it.
+# This does the same as `torchrun`, but that script may belong to another Python. `exec` replaces
+# this shell by torchrun, so signals reach torchrun.
 exec "$python" -m torch.distributed.run "${options[@]}" "$script" "$@"

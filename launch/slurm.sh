@@ -28,7 +28,7 @@ command=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
 run=${command%%/launch/slurm.sh*}/launch/run.sh
 [ -x "$run" ] || fail "there is no $run: submit launch/slurm.sh of a repository that all nodes see"
 
-# A run without a name saves nothing. Queued again, it would begin at the first step for ever.
+# A run without a name saves nothing. If it were queued again, it would begin at the first step.
 named=
 for flag in "$@"; do
   case $flag in -e* | --experiment-name*) named=1 ;; esac
@@ -41,7 +41,7 @@ MASTER_ADDR=${hosts%%$'\n'*}
 getent ahosts "$MASTER_ADDR" > /dev/null || fail "the first node, '$MASTER_ADDR', has no address"
 # Jobs on one node need different ports. These are below the ports of outgoing connections.
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-# The nodes of a job that was queued again do not meet workers of its last time.
+# If the job is queued again, its nodes do not meet workers of the last attempt.
 RDZV_ID=slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 NNODES=$SLURM_JOB_NUM_NODES
 # torchrun kills its workers 30 s after SIGTERM. A large checkpoint takes longer to write.
@@ -50,7 +50,7 @@ export MASTER_ADDR MASTER_PORT RDZV_ID NNODES TORCH_ELASTIC_SHUTDOWN_TIMEOUT
 
 # On each node. Slurm sends signals to every process of the step: to torchrun, and to this shell,
 # which waits for torchrun. A node that was told to stop ends with status 0. Otherwise the first
-# one to stop would count as failed, and srun would kill the node that is still saving.
+# node to stop would count as failed, and srun would kill the node that is still saving.
 # shellcheck disable=SC2016  # the variables are those of the nodes
 on_each_node='
   trap "stopped=1" TERM
@@ -61,7 +61,7 @@ on_each_node='
 
 logs=slurm-$SLURM_JOB_ID
 echo "Nodes: ${hosts//$'\n'/ }; endpoint $MASTER_ADDR:$MASTER_PORT; logs: $logs-*.log"
-# One node that fails ends the others (--kill-on-bad-exit). torchrun and its workers use all cores
+# If one node fails, the others end (--kill-on-bad-exit). torchrun and its workers use all cores
 # of the job (--cpu-bind). srun runs in the background, because a signal interrupts `wait`, and no
 # other command.
 near_limit=
