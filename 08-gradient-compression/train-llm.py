@@ -102,8 +102,12 @@ def main():
     # DDP 4: The wrapper averages gradients over the ranks, so all ranks make the same update.
     # It begins with rank 0's weights. In the backward pass, as soon as a bucket of gradients is
     # complete, it averages the bucket while the GPU computes the next gradients.
-    ddp_model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    compression = Compression(model, args)
+    # COMPRESSION: PowerSGD remembers buckets. DDP makes new buckets in step 2, unless it has to
+    # find unused parameters.
+    ddp_model = torch.nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True, find_unused_parameters=args.compress == "powersgd"
+    )
+    compression = Compression(model, args, checkpoint)
     if args.compress != "none":
         # COMPRESSION 1: The hook averages a bucket in place of DDP, so it decides what is sent.
         # DDP calls it once per bucket and optimizer step, also with gradient accumulation.
@@ -121,7 +125,8 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful)
-        compression.load(checkpoint)  # COMPRESSION: the residuals of this rank
+    # COMPRESSION: The memory differs from rank to rank, so each rank writes its own.
+    memory_file = run_folder and run_folder / f"memory-{RANK}-of-{WORLD_SIZE}.pt"
     # DDP 5: Rank 0 alone writes files and logs, since the other ranks would write the same.
     run_folder = run_folder if RANK == 0 else None
     run_log = None
@@ -222,14 +227,12 @@ def main():
             metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
             if run_log:
                 run_log.metrics(state, metrics)
-        if save_now:
+        if memory_file and save_now:
+            torch.save(compression.memory, memory_file)
             # COMPRESSION 2: Each rank decodes for itself, so check that all have the same weights.
-            bits = sum(int(p.data.view(torch.int32).sum()) for p in model.parameters())
-            assert len({*gather(bits)}) == 1, "the ranks have different weights"
-            if args.experiment_name:  # COMPRESSION: each rank writes its residuals
-                file = args.save_dir / args.experiment_name / f"residuals-{RANK:05d}.pt"
-                torch.save([*compression.residuals.values()], file)
-                dist.barrier()  # all files are written, so rank 0 can move them into the checkpoint
+            # After `gather`, all files are written, so rank 0 can move them into the checkpoint.
+            hashes = gather([torch.hash_tensor(p).item() for p in model.parameters()])
+            assert hashes == hashes[:1] * WORLD_SIZE, "the ranks have different weights"
         if run_folder and save_now:
             # A saved step is always a logged step, so its numbers have passed the check above.
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
@@ -308,69 +311,82 @@ CHUNK = 64  # numbers that are transformed together; a place among them needs si
 
 
 class Compression:
-    """A communication hook, with the residuals: what this rank has not sent yet.
+    """A communication hook and its memory: the residuals, which this rank has not sent yet.
 
     https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
     """
 
-    def __init__(self, model, args):
+    volume = 0  # of these bytes, each of N ranks sends (N - 1) / N
+
+    def __init__(self, model, args, checkpoint):
         self.args = args
         self.whole = 8 * model.num_parameters()
-        self.volume = 0  # of these bytes, each of N ranks sends (N - 1) / N
         # COMPRESSION 3: Residuals belong to parameters, because DDP makes other buckets in step 2.
-        self.residuals = dict.fromkeys(model.parameters(), 0)
-        self.powersgd = powerSGD_hook.PowerSGDState(None, args.powersgd_rank, 2)
-        self.powersgd.use_error_feedback = args.error_feedback
+        self.names = {p: name for name, p in model.named_parameters()}
+        # PyTorch keeps PowerSGD's residuals and its matrices P and Q by bucket. PowerSGD begins in
+        # step 2, when the buckets are final. Here they are final from the start, so skip the wait.
+        state = powerSGD_hook.PowerSGDState(None, args.powersgd_rank, 2, 2, args.error_feedback)
+        state.iter = 2
+        self.state = state
+        self.memory = [state.error_dict, state.p_memory_dict, state.q_memory_dict]
         # COMPRESSION 4: Each row is a cosine, and the rows are orthonormal, so nothing is lost.
         # Row k has k half waves (DCT-II). The transpose turns frequencies back into numbers. The %
         # keeps angles below 2 pi, where fp32 is more exact.
-        self.k = torch.arange(CHUNK, device=model.device)[None]
-        cosines = torch.cos(torch.pi / CHUNK * (self.k.T * (self.k + 0.5) % (2 * CHUNK)))
-        self.cosines = torch.nn.functional.normalize(cosines)
+        self.k = k = torch.arange(CHUNK, device=model.device)[None]
+        angles = torch.pi / CHUNK * (k.T * (k + 0.5) % (2 * CHUNK))
+        self.cosines = torch.nn.functional.normalize(angles.cos())
+        if checkpoint:
+            # COMPRESSION 5: Other numbers of ranks get the mean, so the mean over ranks is kept.
+            own = f"memory-{RANK}-of-{WORLD_SIZE}.pt"
+            files = sorted(checkpoint.glob(own)) or sorted(checkpoint.glob("memory-*"))
+            for file in files:
+                for memory, saved in zip(self.memory, torch.load(file, k.device), strict=True):
+                    for key in saved:
+                        memory[key] = memory.get(key, 0) + saved[key] / len(files)
 
     def hook(self, bucket):
         """Begins to average a bucket over the ranks; returns a future."""
         if cast := getattr(default_hooks, f"{self.args.compress}_compress_hook", None):
-            # COMPRESSION 5: Numbers of 16 bits take half of the bytes, but their sum is rounded.
+            # COMPRESSION 6: Numbers of 16 bits take half of the bytes, but their sum is rounded.
             self.volume += bucket.buffer().nbytes
             return cast(None, bucket)
         if self.args.compress == "powersgd":
-            # COMPRESSION 6: A gradient is nearly a product of two narrow matrices: send only these.
-            self.powersgd.total_numel_after_compression = 0
-            future = powerSGD_hook.powerSGD_hook(self.powersgd, bucket)
-            sent = self.powersgd.total_numel_after_compression or bucket.buffer().numel()
-            self.volume += 8 * sent
+            # COMPRESSION 7: A gradient is nearly a product of two narrow matrices: send only these.
+            self.state.total_numel_after_compression = 0
+            future = powerSGD_hook.powerSGD_hook(self.state, bucket)
+            self.volume += 8 * self.state.total_numel_after_compression
             future.wait()  # the callbacks of two buckets would start all-reduces in any order
             return future
-        futures = [self.average(p, p.grad) for p in bucket.parameters()]
+        futures = [self.average(self.names[p], p.grad) for p in bucket.parameters()]
         done = torch.futures.collect_all(futures)
         # On GPUs, `wait_all` makes this stream wait for the streams that decode.
         return done.then(lambda _: torch.futures.wait_all(futures) and bucket.buffer())
 
-    def average(self, parameter, gradient):
+    def average(self, name, gradient):
         """Begins to average some frequencies of each chunk, the lowest or the largest ones."""
-        if gradient.numel() < self.args.min_compress or gradient.numel() % CHUNK:
+        size = gradient.numel()
+        if size < self.args.min_compress or size % CHUNK:
             self.volume += 2 * gradient.nbytes
             return dist.all_reduce(gradient, dist.ReduceOp.AVG, async_op=True).get_future()
-        # COMPRESSION 7: The unsent part joins the next gradient, so it is late, but not lost.
+        # COMPRESSION 8: The unsent part joins the next gradient, so it is late, but not lost.
         chunks = gradient.view(-1, CHUNK)
-        spectrum = chunks @ self.cosines.T + self.residuals[parameter]
+        spectrum = chunks @ self.cosines.T + self.state.error_dict.get(name, 0)
         count = round(self.args.keep * CHUNK)
-        lowest = self.k[:, :count].expand(len(chunks), -1)
+        lowest = self.k.expand_as(spectrum)[:, :count]
         largest = self.args.compress == "dct-topk"
         places = spectrum.abs().topk(count).indices if largest else lowest
         if self.args.error_feedback:
-            self.residuals[parameter] = spectrum.scatter(1, places, 0.0)
+            self.state.error_dict[name] = spectrum.scatter(1, places, 0.0)
         message = spectrum.gather(1, places) / WORLD_SIZE
         received = [message]
         if largest:
-            # COMPRESSION 8: Each rank has its own choice, so all ranks receive all N choices.
+            # COMPRESSION 9: Each rank has its own choice, so all ranks receive all N choices.
             # The last six of the 32 bits of a number hold its place, so it needs no more bytes.
-            message = message.view(torch.int32) >> 6 << 6 | places.int()
-            received = [torch.empty_like(message) for _ in range(WORLD_SIZE)]
+            message = message.view(torch.int32) & -64 | places.int()
+            received = [message.clone() for _ in range(WORLD_SIZE)]
             work = dist.all_gather(received, message, async_op=True)
         else:
-            # COMPRESSION 9: All ranks send the same frequencies, and their sum is no larger.
+            # COMPRESSION 10: All ranks send the same frequencies, and their sum is no larger.
             work = dist.all_reduce(message, async_op=True)
         self.volume += message.nbytes * (WORLD_SIZE if largest else 2)
 
@@ -389,16 +405,6 @@ class Compression:
         volume, self.volume = self.volume / steps or self.whole, 0
         sent = volume - volume / WORLD_SIZE
         return {"communication/bytes_per_step": sent, "communication/ratio": volume / self.whole}
-
-    def load(self, checkpoint):
-        """Restores the residuals, on the same number of ranks or on another number."""
-        files = sorted(checkpoint.glob("residuals-*.pt"))
-        # COMPRESSION 10: Other numbers of ranks get the mean, so the mean over the ranks is kept.
-        files = [files[RANK]] if len(files) == WORLD_SIZE else files
-        for file in files:
-            saved = torch.load(file, self.cosines.device)
-            for parameter, residual in zip(self.residuals, saved, strict=True):
-                self.residuals[parameter] += residual / len(files)
 
 
 # -- Data ------------------------------------------------------------------------------------------
@@ -585,9 +591,8 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         save_model(folder, model, tokenizer)
         training_state = {name: part.state_dict() for name, part in stateful.items()}
         torch.save(training_state, folder / "training_state.pt")
-        for rank in range(WORLD_SIZE):  # COMPRESSION: the residuals of all ranks
-            file = f"residuals-{rank:05d}.pt"
-            shutil.move(run_folder / file, folder)
+        for rank in range(WORLD_SIZE):  # COMPRESSION: the memory of all ranks
+            shutil.move(run_folder / f"memory-{rank}-of-{WORLD_SIZE}.pt", folder)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
     for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
@@ -890,10 +895,9 @@ def parse_args():
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
     # COMPRESSION: Refuse useless flags. An all-gather sends N numbers, an all-reduce sends only 2.
-    if not 1 / CHUNK <= args.keep <= 1:
-        parser.error("--keep must be a share from 1/64 to 1")
-    if args.compress == "dct-topk" and args.keep * WORLD_SIZE >= 2:
-        parser.error(f"on {WORLD_SIZE} ranks, dct-topk saves only below --keep {2 / WORLD_SIZE}")
+    sends_more = args.compress == "dct-topk" and args.keep * WORLD_SIZE >= 2
+    if sends_more or not 1 / CHUNK <= args.keep <= 1:
+        parser.error(f"--keep must be 1/64 to 1, and with dct-topk below 2 / {WORLD_SIZE} (ranks)")
     if args.dtype == "fp16" and args.compress in METHODS[3:]:
         parser.error("residuals would keep an overflow of --dtype fp16 for ever: --dtype bf16")
     return args

@@ -219,10 +219,13 @@ def hooks(args, folder: Path) -> None:
         sent, ratios, times = [], [], [0.0]
         for size in (2, 4):
             chapter.WORLD_SIZE = size
-            compression = chapter.Compression(model, options)
+            compression = chapter.Compression(model, options, None)
             if options.compress == "dct-topk":  # of one rank's message, only the size matters
                 chapter.WORLD_SIZE = 1
-            ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+            kept = options.compress == "powersgd"
+            ddp = torch.nn.parallel.DistributedDataParallel(
+                model, gradient_as_bucket_view=True, find_unused_parameters=kept
+            )
             times, spent = [], [0.0]
 
             def timed(state, bucket, spent=spent):
