@@ -121,7 +121,6 @@ METHODS = [
 # Chapter 5 trains on other rows, and compression rounds: their losses are compared with their own.
 OTHERS = {"HSDP", "DDP, bf16", "DDP, PowerSGD"}
 MICRO_BATCHES = 4  # of a pipeline
-VOCABULARY, POWERSGD_RANK = 2048, 4
 
 
 def computed(method: Method, model, processes: int, library: str) -> float:
@@ -129,28 +128,17 @@ def computed(method: Method, model, processes: int, library: str) -> float:
     ranks = NODES * processes
     args = argparse.Namespace(batch_size=SAMPLES // ranks, seq_length=LENGTH, dtype="fp32")
     args.gradient_accumulation_steps, args.activation_checkpointing = 1, False
+    args.schedule = "1f1b"
+    args.tensor_parallel = args.pipeline_parallel = ranks // (method.groups or ranks)
     cluster = FORMULAE.Cluster(processes, 1e12, 1e9, 1e9)  # the bytes do not depend on speeds
-    activations = 4 * SAMPLES * LENGTH * model.hidden_size
-    everyone = FORMULAE.Group(ranks, NODES)
-    if method.name in ("DDP", "FSDP", "HSDP"):
-        e = FORMULAE.estimate(method.name, model, NODES, cluster, args)
-        return e.over_link(processes, library)
     if method.name == "DDP, bf16":
+        everyone = FORMULAE.Group(ranks, NODES)
         gradients = 2 * model.parameters
         return FORMULAE.Collective("all-reduce", gradients, everyone).over_link(processes, library)
-    if method.name == "TP in a node":  # each rank of a node is in another group of FSDP
-        half = FORMULAE.Model(model.layers, model.layer // 2, model.root // 2, model.hidden_size)
-        one = FORMULAE.Cluster(1, 1e12, 1e9, 1e9)
-        return 2 * FORMULAE.estimate("FSDP", half, NODES, one, args).over_link(1, library)
-    if method.name == "TP over the link":
-        kinds = ("all-gather", "reduce-scatter")  # 4 of each per layer, see 06-tensor-parallel
-        both = [FORMULAE.Collective(kind, activations, everyone) for kind in kinds]
-        return (4 * model.layers + 2) * sum(c.over_link(processes, library) for c in both)
-    if method.name == "PP over the link":
-        # Forward, the activations. The embeddings are tied: their gradients are added up, and the
-        # last stage gets a copy of the new weights.
-        return activations + 2 * 4 * VOCABULARY * model.hidden_size
-    return math.nan
+    kind = method.name.partition(" ")[0]
+    if kind not in FORMULAE.METHODS:
+        return math.nan
+    return FORMULAE.estimate(kind, model, NODES, cluster, args).over_link(processes, library)
 
 
 # -- Two nodes -------------------------------------------------------------------------------------

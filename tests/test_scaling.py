@@ -1,6 +1,7 @@
 """Bytes and speeds between nodes: what the formulae say, and what chapters really send."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -9,11 +10,12 @@ import sys
 from argparse import Namespace
 
 import pytest
-from conftest import TINY_LLAMA, assert_one_sentence
-from runner import REPOSITORY
+from conftest import LLAMA, TINY_LLAMA, assert_one_sentence, write_model
+from runner import CHAPTER_6, CHAPTER_7, REPOSITORY
 
 SLOW_LINKS = REPOSITORY / "benchmarks" / "slow-links.py"
 TOOL = REPOSITORY / "tools" / "estimate-scaling.py"
+SCHEDULES = REPOSITORY / "tools" / "draw-schedule.py"
 sys.path.append(str(SLOW_LINKS.parent))  # it imports another benchmark
 spec = importlib.util.spec_from_file_location("benchmarks_slow_links", SLOW_LINKS)
 benchmark = importlib.util.module_from_spec(spec)
@@ -27,7 +29,9 @@ LLAMA_8B = tool.Model(layers=32, layer=218_112_000, root=1_050_677_248, hidden_s
 
 def settings(**changes) -> Namespace:
     usual = {"batch_size": 2, "seq_length": 8192, "gradient_accumulation_steps": 1}
-    return Namespace(**usual | {"activation_checkpointing": False, "dtype": "bf16"} | changes)
+    usual |= {"activation_checkpointing": False, "dtype": "bf16", "schedule": "1f1b"}
+    usual |= {"tensor_parallel": None, "pipeline_parallel": None}
+    return Namespace(**usual | changes)
 
 
 def estimate(method, nodes, cluster=CLUSTER, model=LLAMA_8B, **changes):
@@ -59,6 +63,131 @@ def test_bytes_between_two_nodes(tmp_path, processes, methods):
         assert row["gloo"] < run["bytes"] < 1.03 * row["gloo"] + 10_000, row["method"]
         assert f"| {row['method']} | as it is |" in done.stdout
     assert done.stdout.count("\n|") == 2 + len(rows)
+
+
+# In the process of a rank: counts the collectives of its second step, by kind and size
+COUNT = """
+import collections, json
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+KINDS = {"_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather"}
+KINDS |= {"_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter"}
+KINDS |= {"allreduce_": "all-reduce", "broadcast_": "send", "send": "send"}
+seen = collections.Counter()
+steps = []
+
+class Watch(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if torch.distributed.tensor.DTensor in types:
+            return NotImplemented  # its parts come back here
+        result = op(*args, **kwargs or {})
+        space, _, name = op.name().partition(".")[0].partition("::")
+        groups = [x for x in args if "c10d" in space and isinstance(x, torch.ScriptObject)]
+        alone = groups and torch.distributed.ProcessGroup.unbox(groups[0]).size() == 1
+        if "c10d" in space and name in KINDS and not alone:
+            tensors = [x for x in tree_leaves((args, kwargs, result)) if torch.is_tensor(x)]
+            size = max(x.numel() * x.element_size() for x in tensors)
+            seen[f"{KINDS[name]} {size}"] += 1
+        return result
+
+def step(self, *args, original=torch.optim.AdamW.step, **options):
+    result = original(self, *args, **options)
+    steps.append(dict(seen))
+    seen.clear()
+    if len(steps) == 2:
+        print("seen", json.dumps(steps[-1]), flush=True)
+    return result
+
+torch.optim.AdamW.step = step
+Watch().__enter__()
+"""
+TP, PP = "tensor_parallel", "pipeline_parallel"
+RUNS = [  # method, chapter, processes, samples of a micro-batch and group, micro-batches, settings
+    ("TP", CHAPTER_6, 2, 4, 2, {TP: 2, "activation_checkpointing": True}),
+    ("TP", CHAPTER_6, 4, 4, 1, {TP: 2}),
+    ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "1f1b"}),
+    ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "interleaved"}),
+    ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "zbv"}),
+    ("PP", CHAPTER_7, 4, 2, 4, {PP: 2, "schedule": "1f1b"}),
+]
+
+
+@pytest.mark.parametrize(("method", "chapter", "processes", "samples", "count", "parts"), RUNS)
+def test_collectives(trainer, tmp_path, method, chapter, processes, samples, count, parts):
+    """What rank 0 of chapters 6 and 7 sends: the number, the sizes, and all bytes together."""
+    folder = write_model(tmp_path / "model", **LLAMA | {"num_hidden_layers": 4})
+    flags = ["-m", folder, "-b", samples, "--gradient-accumulation-steps", count]
+    flags += ["--max-steps", 2, "--eval-freq", 0, "--dtype", "fp32"]
+    for name, value in parts.items():
+        flags += [f"--{name.replace('_', '-')}"] + [value] * (value is not True)
+    done = trainer(*flags, script=chapter, processes=processes, before=COUNT)
+    (found,) = re.findall("^seen (.*)", done.run.ranks[0].output, re.MULTILINE)
+    found = {tuple(name.split(" ")): number for name, number in json.loads(found).items()}
+
+    # The estimator's settings are per device: a group has twice as many samples or micro-batches.
+    per_device = {"batch_size": samples // 2, "gradient_accumulation_steps": count}
+    if method == "PP":
+        per_device = {"batch_size": samples, "gradient_accumulation_steps": count // 2}
+    cluster = tool.Cluster(processes, 1e12, 1e9, 1e9)
+    model = tool.load_model(str(folder))
+    e = estimate(method, 1, cluster, model, dtype="fp32", seq_length=32, **per_device, **parts)
+    for name, (number, c) in e.counts.items():
+        if number and c.group.ranks > 1:
+            kind = name.partition(",")[0]
+            close = [x for x in found if x[0] == kind and abs(int(x[1]) / c.size - 1) < 0.01]
+            assert sum(found.pop(x) for x in close) == number, (name, c.size, found)
+    # Besides: loss, norms and their gradients, signals to stop
+    assert sum(int(size) * number for (_, size), number in found.items()) < 0.02 * e.sent()
+
+
+def test_pipelines_are_those_of_the_schedules():
+    """The bubble, and how much later a delay of each send ends the step."""
+    spec = importlib.util.spec_from_file_location("draw_schedule", SCHEDULES)
+    schedules = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(schedules)
+    model = tool.Model(32, 1_000_000, 0, 1)
+    for schedule, (_, stages, formula) in schedules.SCHEDULES.items():
+        for p, k in itertools.product((2, 4, 8), (2, 4)):
+            cluster = tool.Cluster(1, 1e9, 1e9, 1e9)  # a stage per node
+            e = estimate(
+                "PP",
+                p,
+                cluster,
+                model,
+                seq_length=1,
+                schedule=schedule,
+                pipeline_parallel=p,
+                gradient_accumulation_steps=k,
+            )
+            assert e.bubble / (e.compute + e.bubble) == pytest.approx(formula(p, p * k, stages))
+            (send,) = (c for name, (_, c) in e.counts.items() if name.startswith("send"))
+            orders = schedules.simulate(schedule, p, p * k)
+            unit = (e.compute + e.bubble) / max(rank[-1][4] for rank in orders)
+            late = delayed(orders, stages * p, send.time(cluster) / unit) * unit
+            assert late == pytest.approx(e.step), (schedule, p, k)
+
+
+def delayed(orders: list, stages: int, seconds: float) -> float:
+    """When the last pass of the schedule ends if a send to another rank takes so long."""
+    rank_of = {stage: rank for rank, passes in enumerate(orders) for _, stage, *_ in passes}
+    orders = [list(passes) for passes in orders]
+    done, free = {}, [0.0] * len(orders)
+    while any(orders):
+        for rank, passes in enumerate(orders):
+            while passes:
+                kind, stage, batch, begin, end = passes[0]
+                before = stage - 1 if kind == "F" else stage + 1
+                begins = free[rank]
+                if kind != "W" and 0 <= before < stages:
+                    if (kind, before, batch) not in done:
+                        break
+                    delay = seconds * (rank_of[before] != rank)
+                    begins = max(begins, done[kind, before, batch] + delay)
+                free[rank] = done[kind, stage, batch] = begins + end - begin
+                passes.pop(0)
+    return max(free)
 
 
 def test_without_namespaces():
@@ -107,7 +236,7 @@ def test_bytes_of_methods():
 
 def test_times():
     alone = tool.Cluster(devices=1, rate=4e14, link_in=450e9, link=50e9)
-    for method in ("DDP", "FSDP", "HSDP"):
+    for method in tool.METHODS:
         first = estimate(method, 1, alone)
         assert first.step == first.compute  # no ranks, no collectives
         tokens = 2 * 8192
@@ -153,6 +282,40 @@ def test_published_scaling():
         assert row.replace("%", " %") in page, row
 
 
+def test_published_tensor_parallelism():
+    """The page's other table: tokens/s per device, relative to one device alone."""
+    page = (REPOSITORY / "docs" / "scaling.md").read_text()
+    for method, samples, ranks, nodes, name, published in [
+        ("FSDP", 4, None, 1, "FSDP", 38_983),
+        ("TP", 2, 2, 1, "TP, groups of 2", 25_980),
+        ("TP", 1, 4, 1, "TP, groups of 4", 25_135),
+        ("TP", 1, 4, 8, "TP, groups of 4", 155_917),
+    ]:
+        changes = {"seq_length": 4096, "gradient_accumulation_steps": 2}
+        changes |= {"activation_checkpointing": True, "tensor_parallel": ranks}
+        changes |= {"batch_size": samples}
+        alone = estimate("FSDP", 1, tool.Cluster(1, 1.0, 1.0, 1.0), **changes).compute
+        rate = alone / (samples * 2 * 4096 / 10_471)
+        cluster = tool.Cluster(4, rate, 450e9, 50e9)
+        e = estimate(method, nodes, cluster, **changes)
+        measured = published / (4 * nodes) / 10_471
+        row = f"| {name} | {4 * nodes} | {e.compute / e.step:.1%} | {measured:.1%} |"
+        assert row.replace("%", " %") in page, row
+
+
+def test_groups_that_cannot_be():
+    for method, nodes, changes, sentence in [
+        ("TP", 1, {TP: 16}, "cannot form groups of 16"),
+        ("TP", 3, {TP: 16}, "cannot form groups of 16"),
+        ("PP", 1, {PP: 3}, "cannot form 3 stages"),
+        ("PP", 4, {PP: 8}, "cannot form 8 stages"),
+        ("PP", 64, {PP: 64}, "32 layers cannot make 64 stages"),
+        ("PP", 2, {"schedule": "zbv"}, "zbv needs --gradient-accumulation-steps"),
+    ]:
+        with pytest.raises(SystemExit, match=sentence):
+            estimate(method, nodes, **changes)
+
+
 def test_command_line(tmp_path):
     command = [sys.executable, TOOL, "-m", TINY_LLAMA / "config.json", "-b", 8, "-s", 256]
     options = {"capture_output": True, "text": True}
@@ -161,8 +324,10 @@ def test_command_line(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Computed, not measured. ")
     rows = re.findall(r"^\| (\d+) \| \d+ \| (\w+) \|", done.stdout, re.MULTILINE)
-    assert rows == [(n, m) for n in "12" for m in ("DDP", "FSDP", "HSDP")]
+    assert rows == [(n, m) for n in "12" for m in ("DDP", "FSDP", "HSDP", "TP", "PP")]
     assert "| HSDP | all-reduce, layers |" in done.stdout
+    assert "| TP | all-gather, activations | 18 |" in done.stdout
+    assert "| PP | send, tied weights | 1 |" in done.stdout
     assert tool.FORMULAE in done.stdout
     assert {p.name for p in tmp_path.iterdir()} == {"scaling.png", "scaling.svg"}
     done = subprocess.run([*map(str, command), "--link", "0"], **options)

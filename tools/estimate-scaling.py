@@ -5,8 +5,9 @@
 
 Nothing is measured here. Give the rate that your devices reach on one node, and the speed of your
 links; the rest follows from formulae, which --explain prints. Only the config of the model is
-needed. The methods are those of the chapters: DDP (2), FSDP (3) and HSDP, which shards within a
-node and averages between nodes (5).
+needed. The methods are those of the chapters: DDP (2), FSDP (3), HSDP, which shards within a node
+and averages between nodes (5), and tensor (TP, 6) and pipeline parallelism (PP, 7), each with FSDP
+between its groups. All methods train on the same number of samples per device.
 
 GB are 1e9 bytes, Gbit/s are 1e9 bits per second.
 """
@@ -24,6 +25,9 @@ from pathlib import Path
 LAUNCH, NVLINK, NVLINK_TREE, NETWORK = 8.4e-6, 3.4e-6, 4.0e-6, 14.0e-6
 BUCKET = 25 * 2**20  # bytes: bucket_cap_mb of DistributedDataParallel
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+METHODS = ["DDP", "FSDP", "HSDP", "TP", "PP"]
+# Stages per rank, and units of time of a micro-batch on a rank, as in tools/draw-schedule.py
+SCHEDULES = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2), "zbv": (2, 6)}
 
 FORMULAE = """\
 P      parameters; a unit is a layer, or the root with the embeddings and the head
@@ -51,6 +55,27 @@ FSDP   gathers each unit in the forward pass, each layer again in the backward p
        A gather hides behind the layer before it; both collectives share a link.
 HSDP   does so within a node, and all-reduces each rank's shard of the gradients between the
        nodes, in the last micro-batch only. The two kinds of links work at the same time.
+TP     splits layers between t ranks (Shoeybi et al., arXiv 1909.08053), and the tokens between the
+       layers (Korthikanti et al., arXiv 2205.05198). The ranks share the t * batch-size samples of
+       a micro-batch. A layer has 4 all-gathers and 4 reduce-scatters of its input, and embeddings
+       and head together have 2 of each. Checkpointing repeats a forward pass up to its last
+       reduce-scatter: 2 and 1 more. Nothing hides them. FSDP shards a t-th of each layer between
+       the ranks that have the same part. The rate is that of whole layers.
+PP     p equally long stages, on different nodes, and m = p * gradient-accumulation-steps
+       micro-batches of batch-size samples. A rank between others sends v activations and v
+       gradients per micro-batch; v = 2 stages per rank with interleaved and zbv, or else 1.
+       The bubble is (p - 1) / (u m + p - 1) of the time without sends: u = 1 for gpipe (Huang et
+       al., arXiv 1811.06965) and 1f1b, 2 for interleaved (Narayanan et al., arXiv 2104.04473), and
+       6 for zbv, if the forward pass and both halves of the backward pass take equally long (Qi et
+       al., arXiv 2401.10241). Sends work beside the computation, but some end the step later:
+       2 (p - 1) sends of gpipe, 2 (2p - 1) of interleaved, 5p - 7 of zbv, and 2 (p - 1) m / p +
+       2 (p - 2) of 1f1b, where only p micro-batches are on their way at a time. These follow from
+       the orders of tools/draw-schedule.py. All sends of a rank share its link.
+       As in chapter 7, a stage gathers its weights once, when its first micro-batch arrives.
+       Gradients are reduce-scattered after the last one, and nothing hides them. With tied
+       embeddings, the two ends add up gradients, and one sends the new weights to the other.
+       The tables have the stage whose node sends most.
+Left out: collectives of a few numbers, such as the loss, and in TP the gradients of norms.
 
 Efficiency = time of the computation / time of the step."""
 
@@ -73,12 +98,14 @@ class Group:
 
 @dataclass
 class Collective:
-    kind: str  # all-gather, reduce-scatter or all-reduce
+    kind: str  # all-gather, reduce-scatter, all-reduce, or send to one rank
     size: float  # bytes of the whole tensor
     group: Group
 
     def sent(self, library: str = "nccl") -> float:
         """Bytes that each rank sends, and receives."""
+        if self.kind == "send":
+            return self.size
         twice = self.kind == "all-reduce" or (library, self.kind) == ("gloo", "reduce-scatter")
         return (2 if twice else 1) * (self.group.ranks - 1) / self.group.ranks * self.size
 
@@ -110,6 +137,7 @@ class Model:
     layer: int  # parameters of a layer
     root: int  # the other parameters
     hidden_size: int
+    tied: int = 0  # those of embeddings that are the head, too
 
     @property
     def parameters(self) -> int:
@@ -123,6 +151,7 @@ class Estimate:
     counts: dict[str, tuple[int, Collective]]  # of one optimizer step, by name
     compute: float  # seconds of a step
     step: float
+    bubble: float = 0.0  # seconds that a rank waits for others to compute
 
     def sent(self, library: str = "nccl") -> float:
         """Bytes that a rank sends in a step."""
@@ -144,7 +173,6 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
     """One optimizer step of a method: its collectives, and how long they and the step take."""
     devices, accumulation = cluster.devices, args.gradient_accumulation_steps
     everyone = Group(nodes * devices, nodes)
-    node = Group(devices, 1) if method == "HSDP" else everyone
     layer_forward, root_forward = compute_times(model, cluster, args)
     again = 3 if args.activation_checkpointing else 2  # the backward pass of a layer, in forwards
     layer_backward, root_backward = again * layer_forward, 2 * root_forward
@@ -161,12 +189,22 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         late = max(time, buckets * time - backward * (1 - 1 / buckets))
         counts = {"all-reduce, gradients": (buckets, bucket)}
         return Estimate(nodes, method, counts, compute, compute + late * (everyone.ranks > 1))
+    if method == "PP":
+        return estimate_pipeline(model, nodes, cluster, args, compute, layer_forward)
 
     weights = BYTES[args.dtype]
-    gather = Collective("all-gather", weights * model.layer, node)
-    gather_root = Collective("all-gather", weights * model.root, node)
-    scatter = Collective("reduce-scatter", 4 * model.layer, node)
-    scatter_root = Collective("reduce-scatter", 4 * model.root, node)
+    node = Group(devices, 1) if method == "HSDP" else everyone
+    parts = args.tensor_parallel or devices if method == "TP" else 1
+    if method == "TP":
+        if everyone.ranks % parts or max(parts, devices) % min(parts, devices):
+            fail(f"{nodes} × {devices} devices cannot form groups of {parts}: change --nodes")
+        group = Group(parts, max(1, parts // devices))
+        equal = everyone.ranks // parts  # ranks that have the same part of each layer
+        node = Group(equal, min(equal, nodes))
+    gather = Collective("all-gather", weights * model.layer / parts, node)
+    gather_root = Collective("all-gather", weights * model.root / parts, node)
+    scatter = Collective("reduce-scatter", 4 * model.layer / parts, node)
+    scatter_root = Collective("reduce-scatter", 4 * model.root / parts, node)
     g, g_root, r, r_root = (c.time(cluster) for c in (gather, gather_root, scatter, scatter_root))
     between = model.layers - 1
     # The next layer's weights come while this one computes. The root's come before everything.
@@ -190,7 +228,69 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         counts["all-reduce, root"] = (1, reduce_root)
         last = root_backward + between * max(layer_backward, g + r, a)
         step += last + max(layer_backward, r, a) - backward + a + a_root
+    if method == "TP":
+        inputs = weights * parts * args.batch_size * args.seq_length * model.hidden_size
+        extra = args.activation_checkpointing  # a forward pass up to the last reduce-scatter
+        for kind, number in ("all-gather", 4 + 2 * extra), ("reduce-scatter", 4 + extra):
+            c = Collective(kind, inputs, group)
+            counts[f"{kind}, activations"] = (accumulation * (number * model.layers + 2), c)
+            step += counts[f"{kind}, activations"][0] * c.time(cluster)
     return Estimate(nodes, method, counts, compute, step)
+
+
+def estimate_pipeline(model, nodes, cluster, args, compute, layer_forward) -> Estimate:
+    """One optimizer step with p equally long stages, of the node that sends most."""
+    ranks, accumulation = nodes * cluster.devices, args.gradient_accumulation_steps
+    p = args.pipeline_parallel or math.gcd(nodes, 8)
+    v, units = SCHEDULES[args.schedule]
+    if (cluster.devices if nodes == 1 else nodes) % p:
+        fail(f"{nodes} × {cluster.devices} devices cannot form {p} stages: change --nodes")
+    if p * v > model.layers:
+        fail(f"{model.layers} layers cannot make {p * v} stages: lower --pipeline-parallel")
+    if args.schedule == "zbv" and accumulation == 1:
+        fail("--schedule zbv needs --gradient-accumulation-steps of 2 or more")
+    micro_batches, layers = p * accumulation, model.layers / p
+    stage = Group(ranks // p, max(1, nodes // p))
+    pair = Group(2, min(nodes, 2))  # neighbours in a pipeline, or its ends
+    one = p == 1 or args.schedule == "zbv"  # rank has both ends: the embeddings and the head
+
+    weights, end = BYTES[args.dtype], model.root if one or model.tied else model.root / 2
+    gather = Collective("all-gather", weights * model.layer, stage)
+    gather_end = Collective("all-gather", weights * end, stage)
+    scatter = Collective("reduce-scatter", 4 * model.layer, stage)
+    scatter_end = Collective("reduce-scatter", 4 * end, stage)
+    inputs = weights * args.batch_size * args.seq_length * model.hidden_size
+    send = Collective("send", inputs, pair)
+    # What a rank between others does in a step, and what the first one does
+    middle = {
+        "all-gather, layers": (layers, gather),
+        "reduce-scatter, layers": (layers, scatter),
+        "send, activations and gradients": (2 * v * micro_batches, send),
+    }
+    first = middle | {"all-gather, root": (1, gather_end), "reduce-scatter, root": (1, scatter_end)}
+    sends = 0 if p == 1 else 2 if one else 2 * v - 1  # nothing from first to last stage, or back
+    first["send, activations and gradients"] = (sends * micro_batches, send)
+    tied = 0.0
+    if model.tied and not one:
+        add = Collective("all-reduce", 4 * model.tied / stage.ranks, pair)
+        copy = Collective("send", 4 * model.tied / stage.ranks, pair)
+        first |= {"all-reduce, tied gradients": (1, add), "send, tied weights": (1, copy)}
+        tied = add.time(cluster) + copy.time(cluster)
+
+    bubble = compute * (p - 1) / (units * micro_batches)
+    # So many sends end the step later, with the orders of tools/draw-schedule.py.
+    waits = {"gpipe": 2 * (p - 1), "interleaved": 2 * (2 * p - 1), "zbv": 5 * p - 7}
+    waits["1f1b"] = 2 * (p - 1) * accumulation + 2 * (p - 2)
+    one_send = send.time(cluster) * (p > 1)
+    most = max(sends, 2 * v * (p > 2)) * micro_batches
+    step = max(compute + bubble + waits[args.schedule] * one_send, most * one_send)
+    g, g_end, r, r_end = (c.time(cluster) for c in (gather, gather_end, scatter, scatter_end))
+    # Each stage gathers its weights when the first micro-batch arrives: one stage after the other.
+    late = g + (model.layers / (p * v) - 1) * max(0, g - layer_forward)
+    step += p * v * late + (1 if one else 2) * g_end + layers * r + r_end + tied
+    ranks = [first, middle] if p > 2 else [first]
+    estimates = [Estimate(nodes, "PP", counts, compute, step, bubble) for counts in ranks]
+    return max(estimates, key=lambda e: (e.over_link(cluster.devices), e.sent()))
 
 
 # -- What is printed -------------------------------------------------------------------------------
@@ -198,14 +298,16 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
 
 def summary(estimates: list[Estimate], cluster: Cluster) -> str:
     header = "nodes | devices | method | GB sent per device | GB leaving a node | s communicating |"
-    lines = [f"| {header} s computing | s a step | hidden | efficiency |", "|---" * 10 + "|"]
+    header += " s computing | s in the bubble | s a step | hidden | efficiency |"
+    lines = [f"| {header}", "|---" * 11 + "|"]
     for e in estimates:
         busy = sum(count * c.time(cluster) for count, c in e.counts.values())
         # Two kinds of links at work at once can hide each other, too
-        hidden = f"{1 - min(e.step - e.compute, busy) / busy:.0%}" if busy else ""
+        hidden = f"{1 - min(e.step - e.compute - e.bubble, busy) / busy:.0%}" if busy else ""
         cells = [e.nodes, e.nodes * cluster.devices, e.method, f"{e.sent() / 1e9:.1f}"]
         cells += [f"{e.over_link(cluster.devices) / 1e9:.1f}", f"{busy:.3f}"]
-        cells += [f"{e.compute:.3f}", f"{e.step:.3f}", hidden, f"{e.compute / e.step:.1%}"]
+        cells += [f"{e.compute:.3f}", f"{e.bubble:.3f}" if e.bubble else "", f"{e.step:.3f}"]
+        cells += [hidden, f"{e.compute / e.step:.1%}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -218,7 +320,9 @@ def details(estimates: list[Estimate], cluster: Cluster) -> str:
     ]
     for e in estimates:
         for name, (count, c) in e.counts.items():
-            cells = [e.method, name, count, f"{c.size / 1e6:,.1f}", f"{c.sent() / 1e6:,.1f}"]
+            if not count or c.group.ranks == 1:
+                continue
+            cells = [e.method, name, f"{count:g}", f"{c.size / 1e6:,.1f}", f"{c.sent() / 1e6:,.1f}"]
             cells += [f"{1e3 * c.time(cluster):,.2f}"]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
@@ -230,7 +334,8 @@ def draw(estimates: list[Estimate], title: str, output: Path) -> None:
     except ImportError:
         fail('-o needs matplotlib: pip install -c constraints.txt ".[tools]"')
     styles = {"DDP": ("#0072b2", "-", "o"), "FSDP": ("#d55e00", (0, (5, 2)), "s")}
-    styles["HSDP"] = ("#009e73", (0, (1, 1.2)), "^")
+    styles |= {"HSDP": ("#009e73", (0, (1, 1.2)), "^"), "TP": ("#cc79a7", (0, (6, 2, 1, 2)), "D")}
+    styles["PP"] = ("#b07800", (0, (9, 3)), "v")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for method in dict.fromkeys(e.method for e in estimates):
@@ -283,7 +388,10 @@ def load_model(name: str) -> Model:
         fail(f"{name} has no decoder layers that the chapters know")
     inside = sum(p.numel() for layer in layers for p in layer.parameters())
     root = sum(p.numel() for p in model.parameters()) - inside
-    return Model(len(layers), inside // len(layers), root, config.get_text_config().hidden_size)
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = first.weight.numel() if last is not None and last.weight is first.weight else 0
+    hidden_size = config.get_text_config().hidden_size
+    return Model(len(layers), inside // len(layers), root, hidden_size, tied)
 
 
 def positive(kind):
@@ -308,7 +416,10 @@ def parse_args() -> argparse.Namespace:
     add("--gradient-accumulation-steps", type=count, default=1, help="[1]")
     add("--activation-checkpointing", action="store_true")
     add("--dtype", choices=BYTES, default="bf16", help="in which weights are gathered [bf16]")
-    add("--methods", nargs="+", choices=["DDP", "FSDP", "HSDP"], default=["DDP", "FSDP", "HSDP"])
+    add("--methods", nargs="+", choices=METHODS, default=METHODS, help="[all]")
+    add("--tensor-parallel", type=count, help="ranks of a group of TP [the devices of a node]")
+    add("--pipeline-parallel", type=count, help="stages of PP [8, or as many as divide the nodes]")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="of PP [1f1b]")
     nodes = [4**k for k in range(6)]
     add("--nodes", type=count, nargs="+", default=nodes, help=f"[{' '.join(map(str, nodes))}]")
     add("--devices-per-node", type=count, default=8, help="[8]")
