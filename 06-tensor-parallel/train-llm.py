@@ -92,11 +92,12 @@ def main():
     run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
 
     # Data, model, optimizer.
+    config, tokenizer = load_config_and_tokenizer(args)  # TP: on all ranks, for check_plan
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    check_plan(config, args)  # TP: on all ranks at once, so that none waits for one that has left
     if os.environ["LOCAL_RANK"] != "0":
         dist.barrier(patient_group)
-    config, tokenizer = load_config_and_tokenizer(args)
     train_samples, eval_samples = load_samples(args, tokenizer, global_batch)
     if os.environ["LOCAL_RANK"] == "0":
         dist.barrier(patient_group)
@@ -427,7 +428,6 @@ def load_config_and_tokenizer(args):
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
-    check_plan(config, args)  # TP: before the data, too
     return config, tokenizer
 
 
@@ -435,17 +435,17 @@ def check_plan(config, args):
     """Refuses a model or a sequence that cannot be split."""
     # TP: Each family of the list is compared with one device, weight by weight, in the tests.
     if config.model_type not in PLANS:
-        fail(f"{config.model_type} has no plan here, only {', '.join(PLANS)} have: use chapter 3")
+        refuse(f"{config.model_type} has no plan here, only {', '.join(PLANS)} have: use chapter 3")
     sizes = {"heads": config.num_attention_heads, "kv heads": config.num_key_value_heads}
     sizes |= {"columns of an MLP": config.intermediate_size, "tokens of a sample": args.seq_length}
     for name, size in (sizes | {"tokens of the vocabulary": config.vocab_size}).items():
         if size % args.tensor_parallel:
             what = f"--tensor-parallel {args.tensor_parallel} does not divide {size} {name}"
-            fail(f"{what}: choose a divisor, or chapter 3")
+            refuse(f"{what}: choose a divisor, or chapter 3")
     # The mask of a sliding window would fit only the tokens of one rank.
     window = getattr(config, "sliding_window", None)
     if window and args.seq_length > window:
-        fail(f"--seq-length is more than the sliding window, {window}: lower it, or use chapter 3")
+        refuse(f"--seq-length is above the sliding window, {window}: lower it, or use chapter 3")
 
 
 def load_documents(name, subset):
@@ -696,10 +696,15 @@ def check_groups(args):
     """Refuses a number of ranks that does not form groups, and warns of slow groups."""
     size = args.tensor_parallel
     if WORLD_SIZE % size:
-        fail(f"--tensor-parallel {size} does not divide the {WORLD_SIZE} ranks: choose a divisor")
+        refuse(f"--tensor-parallel {size} does not divide the {WORLD_SIZE} ranks: choose a divisor")
     if int(os.environ["LOCAL_WORLD_SIZE"]) % size:
         # TP: No computation hides this traffic, because a layer needs the sums of all ranks.
         say(f"warning: groups of {size} span nodes: 8 times per layer, all wait for the network")
+
+
+def refuse(message):
+    """Exits on all ranks, which have all found the same mistake. One rank of each node says so."""
+    sys.exit(f"error: {message}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
 
 
 def gather(value):

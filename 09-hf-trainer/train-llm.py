@@ -1,7 +1,7 @@
-"""Chapter 9: the same training with the Trainer of Transformers, by configuration, and on Slurm.
+"""Chapter 9: the Trainer of Transformers, with configuration files, on Slurm.
 
-A template to copy. Hydra composes the configuration from the files in `conf/`, the Trainer of
-Transformers trains, and Submitit starts the jobs on Slurm. The chapter continues no other chapter.
+A template to copy. Hydra composes the configuration from the files in `conf/`. The Trainer trains
+as chapters 1 to 3 do. Submitit starts the jobs on Slurm. The chapter continues no other chapter.
 
     python train-llm.py --config-name demo                  # two minutes on any machine, no network
     torchrun --standalone --nproc-per-node 2 train-llm.py --config-name demo parallel=ddp
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 os.environ |= {
-    "GOMP_SPINCOUNT": "10000",  # CPU threads that wait for each other spin: less of it
+    "GOMP_SPINCOUNT": "10000",  # waiting CPU threads spin for a shorter time
     "COMET_DISABLE_AUTO_LOGGING": "1",  # Comet: patch no library
     "COMET_LOGGING_CONSOLE": "ERROR",  # Comet: no long report at the end
     "HYDRA_FULL_ERROR": "1",  # Hydra: raise errors, do not print them
@@ -33,7 +33,7 @@ import psutil
 import pyarrow as pa
 import torch
 import transformers
-from accelerate.utils import gather, reduce
+from accelerate.utils import gather, reduce, wait_for_everyone
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 from submitit import JobEnvironment
@@ -45,7 +45,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 # -- Configuration ---------------------------------------------------------------------------------
 # All fields with their types and defaults. The files in conf/ override the defaults, and the
-# command line overrides the files. An unknown name or a value of another type is an error.
+# command line overrides the files. An unknown name or a value of the wrong type is an error.
 
 
 @dataclass
@@ -56,9 +56,9 @@ class Model:
 
 @dataclass
 class Data:  # the first three are arguments of datasets.load_dataset
-    path: str = MISSING  # Hub id; for local files the format: text, json, csv or parquet
+    path: str = MISSING  # Hub id, or the format of local files: text, json, csv, parquet
     data_files: str | None = None  # local files: a path or a glob
-    options: dict = MISSING  # more arguments: name, the configuration on the Hub, and others
+    options: dict = MISSING  # more arguments, such as name: the configuration on the Hub
     text_column: str = "text"  # the column to train on
     seq_length: int = 1024  # tokens in one packed sample
 
@@ -71,21 +71,21 @@ class Fsdp:  # fsdp_config of TrainingArguments
 
 
 @dataclass
-class Parallel:  # all but the first are TrainingArguments
-    several: bool = MISSING  # processes; each has a copy of the model, unless fsdp
-    fsdp: bool = False  # each process has a share of the model, by FSDP2
-    fsdp_config: Fsdp = MISSING  # for fsdp
-    activation_checkpointing: bool = False  # less memory, more computing; not for fsdp
-    bf16: bool = True  # on GPUs, compute in bf16; the weights stay in fp32, and so do CPUs
+class Parallel:  # the other fields are TrainingArguments, `several` is not
+    several: bool = MISSING  # several processes: DDP or FSDP
+    fsdp: bool = False  # FSDP2: each process holds a shard of the model
+    fsdp_config: Fsdp = MISSING  # settings of FSDP
+    activation_checkpointing: bool = False  # less memory, more computing; FSDP has its own
+    bf16: bool = True  # GPUs compute in bf16. CPUs compute in fp32. Weights stay in fp32.
     fp16: bool = False  # compute in fp16, for GPUs without bf16
 
 
 @dataclass
 class Optimizer:  # TrainingArguments
     learning_rate: float = 3e-5  # peak
-    lr_scheduler_type: str = "cosine"  # course of the learning rate: transformers.SchedulerType
+    lr_scheduler_type: str = "cosine"  # a name of transformers.SchedulerType
     warmup_steps: int = 0  # steps until the peak learning rate
-    weight_decay: float = 0.01  # AdamW's, not for biases and norms
+    weight_decay: float = 0.01  # of AdamW; biases and norms have none
     max_grad_norm: float = 1.0  # clips gradients; 0: no clipping
 
 
@@ -110,12 +110,12 @@ class Config:
     parallel: Parallel = MISSING  # conf/parallel
     optimizer: Optimizer = MISSING  # conf/train.yaml
     training: Training = MISSING  # conf/train.yaml
-    experiment_name: str = MISSING  # the folder of a run and its variants, in save_dir
+    experiment_name: str = MISSING  # folder in save_dir, for a run and its variants
     save_dir: str = MISSING  # the folder of all runs
-    run_folder: str = MISSING  # not to be set: Hydra makes it from the names and the overrides
+    run_folder: str = MISSING  # Hydra sets it, from the names and the overrides
     report_to: list[str] = MISSING  # any of comet_ml, tensorboard, wandb
     nodes: int = 1  # nodes of a Slurm job
-    devices: int = 8  # devices per node: a Slurm job has a task for each
+    devices: int = 8  # devices per node; a Slurm job has one task per device
 
 
 ConfigStore.instance().store("schema", Config)
@@ -129,8 +129,8 @@ def main(config):
     try:
         train(OmegaConf.to_object(config))
     except Exception:
-        # Hydra and Submitit would end this rank with status 0. Slurm would call the job complete,
-        # and the other ranks would wait for this one.
+        # Without this line, Hydra and Submitit end the rank with status 0. Slurm then calls the job
+        # complete, and the other ranks wait for this rank.
         traceback.print_exc()
         sys.exit(1)
 
@@ -161,7 +161,7 @@ def train(config):
         eval_dataset=eval_samples,
         processing_class=tokenizer,  # is saved with the model
         data_collator=transformers.default_data_collator,  # no padding: all samples are full
-        callbacks=[run, *reporters],  # `run` first: it adds numbers to what the others report
+        callbacks=[run, *reporters],  # `run` first: it adds metrics for the reporters
     )
     trainer.train(checkpoint)
     if trainer.state.global_step < args.max_steps:
@@ -171,32 +171,32 @@ def train(config):
 
 
 def training_arguments(config):
-    """The configuration in the words of the Trainer."""
+    """Translates the configuration into the arguments of the Trainer."""
     if "SUBMITIT_EXECUTOR" in os.environ:
-        # Sets the variables of torchrun from the variables of the job, before TrainingArguments
-        # reads them. A job that was queued again may meet old workers: each time a new port.
+        # Without torchrun, the process sets torchrun's variables itself, before TrainingArguments
+        # reads them. A job that starts again may meet its old workers, so it takes a new port.
         environment = TorchDistributedEnvironment()
         environment.master_port += int(os.environ.get("SLURM_RESTART_COUNT", 0))
-        # All GPUs of the node stay visible. The process takes the one of its local rank.
+        # All GPUs of the node stay visible. The process takes the GPU of its local rank.
         environment.export(set_cuda_visible_devices=False)
     settings = asdict(config.optimizer) | asdict(config.training) | asdict(config.parallel)
     several = settings.pop("several")
-    on_gpu = torch.cuda.is_available()  # asked here: the submitting node may have none
+    on_gpu = torch.cuda.is_available()  # of the job's node, not of the submitting node
     settings["bf16"] &= on_gpu
     args = transformers.TrainingArguments(
         **settings,
-        use_cpu=not on_gpu,  # otherwise several processes without GPUs train each for itself
+        use_cpu=not on_gpu,  # without it, several CPU processes train separately
         output_dir=config.run_folder,
         run_name=config.experiment_name,
         ddp_find_unused_parameters=False,  # every step uses all parameters
         eval_strategy="steps",
         logging_nan_inf_filter=False,  # the default hides a loss that is not a number
         disable_tqdm=True,
-        report_to="none",  # train() passes the reporters itself, in its order
+        report_to="none",  # train() passes the reporters in its own order
     )
     if several != (args.world_size > 1):
         fail(f"{args.world_size} processes: parallel=single takes one, ddp and fsdp take several")
-    args._n_gpu = 1  # a process drives one GPU; the Trainer would drive all, by DataParallel
+    args._n_gpu = 1  # one GPU per process; the Trainer would take all, by DataParallel
     return args
 
 
@@ -208,7 +208,7 @@ def load_model(config, seed):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     torch.manual_seed(seed)
     model.to_empty(device="cpu").tie_weights()
-    model.init_weights()  # the weights that chapter 1 has on CPUs
+    model.init_weights()  # on CPUs, the same random weights as in chapter 1
     return model
 
 
@@ -216,13 +216,13 @@ def load_model(config, seed):
 
 
 class PackedSamples:
-    """All documents end to end, cut into samples of `seq_length` tokens; the last rest is dropped.
+    """All documents end to end, cut into samples of `seq_length` tokens. The remainder is dropped.
 
     `tokens` is a view of the memory-mapped Arrow file that `datasets` has cached.
     """
 
     def __init__(self, documents, data, tokenizer):
-        def tokenize(texts):  # an end-of-text token stands after each document
+        def tokenize(texts):  # adds an end-of-text token to each document
             documents = tokenizer([text for text in texts if text])["input_ids"]
             return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
 
@@ -232,7 +232,7 @@ class PackedSamples:
             input_columns=data.text_column,
             remove_columns=documents.column_names,
         )
-        chunks = tokenized.data.column("input_ids").chunks  # each one a list of documents
+        chunks = tokenized.data.column("input_ids").chunks  # each chunk is a list of documents
         self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks])
         self.seq_length = data.seq_length
 
@@ -245,7 +245,7 @@ class PackedSamples:
 
 
 def load_samples(data, tokenizer):
-    """The samples to train on and those held out: a split of their own, or the last 1 %."""
+    """Samples to train on, and held-out samples: of another split, or the last 1 %."""
     splits = datasets.load_dataset(data.path, data_files=data.data_files, **data.options)
     train_samples = PackedSamples(splits["train"], data, tokenizer)
     for name in ("validation", "test"):
@@ -258,9 +258,9 @@ def load_samples(data, tokenizer):
 
 class InOrder(transformers.Trainer):
     def _get_train_sampler(self, *_):
-        """A permutation for each epoch, by seed and epoch. For the Trainer, the run is one epoch.
+        """One permutation per epoch, end to end. So the Trainer sees a run of a single epoch.
 
-        A run that resumes skips the samples that it has read.
+        A resumed run skips the samples that the run has read before.
         """
         size = len(self.train_dataset)
         count = self.args.max_steps * self.get_total_train_batch_size(self.args)
@@ -275,20 +275,22 @@ class InOrder(transformers.Trainer):
 
 
 class Run(transformers.TrainerCallback):
-    """Measures a run, stops it at a signal, and resumes it. `run.json` says where it stands.
+    """Measures, stops and resumes a run. `run.json` has the name of the newest complete checkpoint.
 
-    Slurm sends SIGUSR2 before the time limit, and SIGTERM to a job that has to make room.
+    Slurm sends SIGUSR2 before the time limit. Slurm sends SIGTERM to preempt or cancel a job.
     """
 
     def __init__(self, config):
         self.signals = []
-        # Submitit's own handlers would queue the job again from rank 0 alone, while others train.
+        # Submitit's handlers would queue the job again from rank 0, while the other ranks train.
         for number in (signal.SIGUSR2, signal.SIGTERM):
             signal.signal(number, lambda *received: self.signals.append(received))
+            # conf/hydra/launcher/slurm.yaml holds back the signals that come during the imports.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         self.file = Path(config.run_folder, "run.json")
 
     def resume(self, config, global_batch):
-        """The newest checkpoint, if any. With other settings it would be another training."""
+        """Returns the newest complete checkpoint, or None. The settings must not have changed."""
         self.tokens_per_step = global_batch * config.data.seq_length
         settings = (
             f"{config.model}, {config.data}, {config.optimizer}, seed {config.training.seed}, "
@@ -299,20 +301,21 @@ class Run(transformers.TrainerCallback):
             self.record = json.loads(self.file.read_text())
         if self.record["settings"] != settings:
             fail(f"keep the settings or take another experiment_name: {self.record['settings']}")
-        os.environ["COMET_EXPERIMENT_KEY"] = self.record["comet_key"]  # resumes, too
+        os.environ["COMET_EXPERIMENT_KEY"] = self.record["comet_key"]  # of the same experiment
         if not comet_ml.get_config("comet.api_key"):
             os.environ["COMET_START_ONLINE"] = "0"  # writes an archive
         return self.record["checkpoint"]
 
     def on_train_begin(self, args, state, control, model, **kwargs):
-        # The Trainer takes the settings of FSDP also where it does not shard, without a word.
+        # On CPUs, the Trainer accepts the settings of FSDP, shards nothing, and does not say so.
         if args.fsdp and not any(isinstance(p, DTensor) for p in model.parameters()):
             tell = say if args.device.type == "cpu" else fail
             tell("parallel=fsdp, but nothing is sharded: on CPUs, the Trainer runs DDP instead")
         self.step, self.time = state.global_step, time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        # One rank may have the signal a step before another. So all ranks add up what they have.
+        # A signal may reach one rank a step later than another. The ranks add up their signals, so
+        # all ranks stop after the same step.
         if reduce(torch.tensor(len(self.signals), device=args.device), "sum") > 0:
             control.should_log = control.should_save = control.should_training_stop = True
 
@@ -321,35 +324,35 @@ class Run(transformers.TrainerCallback):
             tokens = (state.global_step - self.step) * self.tokens_per_step
             logs["tokens_per_second"] = tokens / (time.perf_counter() - self.time)
             self.step, self.time = state.global_step, time.perf_counter()
-            # Bytes at most on the GPU; without one, now in the process.
+            # Peak memory of the GPU. Without a GPU: memory of the process.
             memory = torch.cuda.max_memory_reserved() or psutil.Process().memory_info().rss
             ranks = gather(torch.tensor([memory / 1e9], device=args.device)).tolist()
             logs |= {f"memory/rank{rank}_gb": gb for rank, gb in enumerate(ranks)}
-        # The Trainer keeps its history in its checkpoints. So a run that resumes has the records
-        # up to the checkpoint, and each step stands there once.
+        # The history is part of each checkpoint. So a resumed run begins with the records up to its
+        # checkpoint, and each step is in the file once.
         state.log_history[-1] |= logs
         if args.should_save:
             lines = [json.dumps(record).replace("eval_", "eval/") for record in state.log_history]
             Path(args.output_dir, "metrics.jsonl").write_text("\n".join(lines))
 
     def on_save(self, args, state, control, **kwargs):
-        # The Trainer saves file by file. A checkpoint counts when all ranks have written theirs.
-        reduce(torch.zeros(1, device=args.device))
+        # The Trainer writes a checkpoint file by file. It is complete when all ranks have written.
+        wait_for_everyone()
         if args.should_save:
             self.record["checkpoint"] = f"{args.output_dir}/checkpoint-{state.global_step}"
             self.file.write_text(json.dumps(self.record))
 
 
 def leave(trainer):
-    """Ends a run that was stopped. A job of Slurm is queued again, unless somebody cancelled it."""
+    """Ends a stopped run. Queues a Slurm job again, unless Slurm or a user has ended the job."""
     say(f"Stopped after step {trainer.state.global_step}: the same command continues the run")
     if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and trainer.args.should_save:
         job = JobEnvironment().job_id
         if b"RUNNING" in subprocess.check_output(["squeue", "--format=%T", "--jobs", job]):
             say(f"Job {job} is queued again")
             subprocess.check_call(["scontrol", "requeue", job])
-    trainer.accelerator.wait_for_everyone()  # a rank that ends before would end the job
-    sys.exit(143)  # as after SIGTERM
+    wait_for_everyone()  # a rank that ends earlier would end the job
+    sys.exit(143)  # the usual status after SIGTERM
 
 
 def say(message):
@@ -367,5 +370,5 @@ if __name__ == "__main__":
     try:
         main()
     except Exception as error:
-        # Of Hydra and Submitit: several lines, and sometimes the reason is in the cause.
+        # Messages of Hydra and Submitit have several lines. Some have the reason in their cause.
         fail(" ".join(f"{error} {error.__cause__ or ''}".split()))

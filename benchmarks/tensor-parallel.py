@@ -30,6 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 FSDP = REPOSITORY / "03-fsdp" / "train-llm.py"
 TP = REPOSITORY / "06-tensor-parallel" / "train-llm.py"
 STEP = 2  # the first one has more to do
+KEPT = [[], ["--activation-checkpointing"]]  # flags of the rows of `memory`
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "head_dim": 32}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 2048}
@@ -135,20 +136,25 @@ def watch(chapter: str, flags: list[str]) -> None:
 # -- The tables ------------------------------------------------------------------------------------
 
 
-def run(script: Path, processes: int, folder: Path, *flags) -> tuple[dict, list[float]]:
-    """What rank 0 has seen, and the losses."""
-    name = f"run-{len([*folder.glob('run-*')])}"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", processes, __file__, "--watch", script]
-    flags = [*flags, "-m", folder / "model", "--from-scratch", "-d", REPOSITORY / "0*" / "*.py"]
-    flags += ["-s", 128, "--max-steps", STEP, "--eval-freq", 0, "--log-freq", 1, "--lr", 1e-3]
-    flags += ["-e", name, "--save-dir", folder]
+def launch(processes: int, *arguments) -> str:
+    """Runs this file in processes; returns what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*map(str, [*command, "--nproc-per-node", processes, __file__, *arguments])]
     env = os.environ | {"COMET_AUTO_LOG_DISABLE": "true", "CUDA_VISIBLE_DEVICES": ""}
-    command = [*map(str, [*launch, *flags])]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     if done.returncode:
         sys.exit(f"error: {' '.join(command)}\n{done.stdout}{done.stderr}")
-    (seen,) = re.findall("^seen (.*)$", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+def run(script: Path, processes: int, folder: Path, *flags) -> tuple[dict, list[float]]:
+    """What rank 0 has seen, and the losses."""
+    name = f"run-{len([*folder.glob('run-*')])}"
+    flags = [*flags, "-m", folder / "model", "--from-scratch", "-d", REPOSITORY / "0*" / "*.py"]
+    flags += ["-s", 128, "--max-steps", STEP, "--eval-freq", 0, "--log-freq", 1, "--lr", 1e-3]
+    flags += ["-e", name, "--save-dir", folder]
+    output = launch(processes, "--watch", script, *flags)
+    (seen,) = re.findall("^seen (.*)$", output, re.MULTILINE)
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").open()]
     return json.loads(seen), [record["loss"] for record in records]
 
@@ -181,26 +187,26 @@ def expected_traffic(groups: int, size: int, samples: int) -> dict[str, tuple[in
     return expected
 
 
-def traffic(folder: Path) -> None:
+def traffic(folder: Path, ranks: int) -> None:
     samples = 8
-    cases = {
-        "FSDP, 4 ranks": (FSDP, 4, 1, ["-b", 2]),
-        "TP, one group of 4": (TP, 1, 4, ["-b", 8, "--tensor-parallel", 4]),
-        "both, 2 groups of 2": (TP, 2, 2, ["-b", 4, "--tensor-parallel", 2]),
-    }
+    # The script, its groups, the ranks of a group
+    cases = {f"FSDP, {ranks} ranks": (FSDP, ranks, 1), f"TP, one group of {ranks}": (TP, 1, ranks)}
+    if ranks == 4:
+        cases["both, 2 groups of 2"] = (TP, 2, 2)
     losses = {}
     print("| method | collective | number | computed | MB, whole tensors | computed |", end="")
     print(" MB per rank, NCCL | gloo |\n|---|---|---|---|---|---|---|---|")
-    for method, (script, groups, size, flags) in cases.items():
-        seen, losses[method] = run(script, 4, folder, *flags)
+    for method, (script, groups, size) in cases.items():
+        flags = ["--tensor-parallel", size] if script == TP else []
+        seen, losses[method] = run(script, ranks, folder, "-b", samples // groups, *flags)
         expected = expected_traffic(groups, size, samples)
         totals = [0, 0]
         for name, found in seen.items():
             if name == "kept":
                 continue
             owner, kind = name.split(" ")
-            ranks = groups if owner == "FSDP" else size
-            share = (ranks - 1) / ranks * found[1] / 1e6
+            members = groups if owner == "FSDP" else size
+            share = (members - 1) / members * found[1] / 1e6
             nccl = share * (2 if kind == "all-reduce" else 1)
             gloo = share * (1 if kind == "all-gather" else 2)
             totals = [totals[0] + nccl, totals[1] + gloo]
@@ -209,10 +215,13 @@ def traffic(folder: Path) -> None:
             cells = [method, name, found[0], count, f"{found[1] / 1e6:.3f}", computed]
             print("|", *(f"{cell} |" for cell in cells), f"{nccl:.3f} | {gloo:.3f} |", flush=True)
         print(f"| {method} | together | | | | | {totals[0]:.3f} | {totals[1]:.3f} |", flush=True)
+        for name, computed in expected.items():
+            if (name.startswith("TP") or groups > 1) and seen.get(name) != [*computed]:
+                sys.exit(f"error: {method}, {name}: {seen.get(name)}, computed {computed}")
     check_losses(losses)
 
 
-def memory(folder: Path) -> None:
+def memory(folder: Path, ranks: int) -> None:
     text = TP.read_text()
     for line, instead in WITHOUT_SPLIT.items():
         if text.count(line) != 1:
@@ -223,8 +232,8 @@ def memory(folder: Path) -> None:
     edited.write_text(text)
     print("| activations kept, MB per rank | whole layers (chapter 3) |", end="")
     print(" split layers, all tokens | split layers, split tokens |\n|---|---|---|---|")
-    for size in (2, 4):
-        for flags in ([], ["--activation-checkpointing"]):
+    for size in (2, 4)[: ranks // 2]:
+        for flags in KEPT:
             cells, losses = [], {}
             scripts = {"whole": FSDP, "edited": edited, "chapter 6": TP}
             for name, script in scripts.items():
@@ -238,6 +247,7 @@ def memory(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("what", choices=["traffic", "memory"])
+    parser.add_argument("--ranks", type=int, choices=[2, 4], default=4, help="at most [4]")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -245,7 +255,7 @@ def main() -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / "model" / name).write_bytes((REPOSITORY / "tiny-llama" / name).read_bytes())
         (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
-        {"traffic": traffic, "memory": memory}[args.what](folder)
+        {"traffic": traffic, "memory": memory}[args.what](folder, args.ranks)
 
 
 if __name__ == "__main__":

@@ -104,10 +104,10 @@ STEPS = [
         ideas=11,
         tokens=1_050,
         lines=90,
-        may_differ={"docstring", "imports", "main", "build_model", "load_config_and_tokenizer"}
-        | {"evaluate", "DEMO", "parse_args"},
+        may_differ={"docstring", "imports", "main", "build_model", "evaluate", "DEMO"}
+        | {"parse_args"},
         added={"TOKENS", "WHOLE", "PLAN", "HEAD_NORMS", "PLANS", "loss_of", "check_plan"}
-        | {"check_groups"},
+        | {"check_groups", "refuse"},
     ),
     Step(
         after="07-pipeline-parallel",

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from types import SimpleNamespace
 
@@ -20,11 +19,13 @@ import yaml
 from conftest import assert_one_sentence, assert_same_model
 from omegaconf import OmegaConf
 from runner import CHAPTER_1, CHAPTER_9, REPOSITORY, Job, Run
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_chapters import comments_per_line_of_code, tokens
 from test_readme import Estimator, parameters
 from transformers import AutoConfig, AutoModelForCausalLM
 
 CONF = CHAPTER_9.parent / "conf"
+TOOLS = REPOSITORY / "tools"
 TOKENS = 2_000
 
 
@@ -44,7 +45,7 @@ class Runs:
     """Runs of chapter 9 with a small model, by a configuration of their own, `small.yaml`."""
 
     def __init__(self, folder, model, dataset):
-        self.folder, self.number = folder, 0
+        self.folder, self.dataset, self.number = folder, dataset, 0
         (folder / "conf").mkdir()
         small = {
             "defaults": ["train", "_self_"],
@@ -96,24 +97,24 @@ def chapter_9():
 
 def test_losses_are_those_of_chapter_1(trainer, runs):
     """Across epochs, with accumulation: on one process, and on two with DDP; and FSDP on CPUs."""
-    flags = ["-b", 8, "--gradient-accumulation-steps", 4, "--max-steps", 40, "--eval-freq", 20]
-    one = trainer(*flags, "--warmup-steps", 5, name="one")
+    flags = ["-b", 24, "--gradient-accumulation-steps", 4, "--max-steps", 12, "--eval-freq", 6]
+    one = trainer(*flags, "--warmup-steps", 3, name="one")
     assert one.column("epoch")[-1] > 1, "the order of the second epoch is another one"
-    more = ["training.max_steps=40", "training.eval_steps=20", "optimizer.warmup_steps=5"]
-    batch = "training.per_device_train_batch_size=8", "training.gradient_accumulation_steps=4"
-    single = runs(*more, *batch, name="single")
-    batch = "training.per_device_train_batch_size=4", "training.gradient_accumulation_steps=4"
+    more = ["training.max_steps=12", "training.eval_steps=6", "optimizer.warmup_steps=3"]
+    more += ["training.gradient_accumulation_steps=4"]
+    single = runs(*more, "training.per_device_train_batch_size=24", name="single")
     # The 10 held-out samples divide by 2 ranks × 1. The Trainer would fill up a larger last batch.
-    batch += ("training.per_device_eval_batch_size=1",)
-    ddp = runs(*more, *batch, "parallel=ddp", name="ddp", processes=2)
-    fsdp = runs(*more, *batch, "parallel=fsdp", name="fsdp", processes=2)
+    more += ["training.per_device_train_batch_size=12", "training.per_device_eval_batch_size=1"]
+    ddp = runs(*more, "parallel=ddp", name="ddp", processes=2)
+    fsdp = runs(*more, "parallel=fsdp", name="fsdp", processes=2)
     for result in (single, ddp, fsdp):
         assert result.column("loss") == pytest.approx(one.column("loss"), rel=1e-4)
         assert result.column("grad_norm") == pytest.approx(one.column("grad_norm"), rel=1e-3)
         assert result.column("eval/loss") == pytest.approx(one.column("eval/loss"), rel=1e-4)
         assert result.column("learning_rate") == pytest.approx(one.column("learning_rate"))
         assert all(speed > 0 for speed in result.column("tokens_per_second"))
-    assert len(single.column("loss")) == 40
+    assert len(single.column("loss")) == 12
+    assert len(single.column("eval/loss")) == 2
     assert "memory/rank1_gb" not in single.records[0]
     assert 0.1 < ddp.records[0]["memory/rank1_gb"] < 10
     # Two copies that add up the same numbers in the same order
@@ -126,62 +127,72 @@ def test_losses_are_those_of_chapter_1(trainer, runs):
 def test_demo(tmp_path, trainer):
     """Within 0.1 % of chapter 1 at every logged step; then the tools read what it has written."""
     expected = trainer.folder / "demo-single-gpu"
-    flags = ["--demo", "--max-steps", 20, "--save-dir", trainer.folder]
+    flags = ["--demo", "--max-steps", 10, "--log-freq", 2, "--eval-freq", 0]
+    flags += ["--save-dir", trainer.folder]
     processes = {"one": Run(CHAPTER_1, flags, tmp_path / "one.txt")}
-    demo = ["--config-name", "demo", "training.max_steps=20", f"save_dir={tmp_path}/9"]
-    demo += ["report_to=[]"]
+    demo = ["--config-name", "demo", "training.max_steps=10", "training.logging_steps=2"]
+    demo += [f"save_dir={tmp_path}/9", "report_to=[]"]
     processes["single"] = Run(CHAPTER_9, demo, tmp_path / "single.txt")
     for process in processes.values():
         assert process.wait(300) == 0, process.output
     half = [*demo, "parallel=ddp", "training.per_device_train_batch_size=4"]
-    job = Job(CHAPTER_9, half, tmp_path / "ddp.txt", 2)
-    assert job.wait(300) == 0, job.output
+    processes["ddp"] = Job(CHAPTER_9, half, tmp_path / "ddp.txt", 2)
+    (final,) = tmp_path.glob("9/**/final")
+    flags = [final, "--prompt", "def ", "--max-new-tokens", 5]
+    processes["generate"] = Run(TOOLS / "generate.py", flags, tmp_path / "generate.txt")
+    flags = [final, "-d", TOOLS / "generate.py", "-s", 64]
+    imports = {"before": f"import sys; sys.path.insert(0, {str(TOOLS)!r})"}
+    processes["perplexity"] = Run(TOOLS / "perplexity.py", flags, tmp_path / "p.txt", **imports)
+    for process in processes.values():
+        assert process.wait(300) == 0, process.output
     folders = [file.parent for file in sorted(tmp_path.glob("9/**/metrics.jsonl"))]
     assert len(folders) == 2
     one = Result(expected, "").column("loss")
-    assert len(one) == 2
+    assert len(one) == 5
     for folder in folders:
         assert Result(folder, "").column("loss") == pytest.approx(one, rel=1e-3)
-    final = folders[0] / "final"
     AutoModelForCausalLM.from_pretrained(final)
-    for tool, *flags in (
-        ("generate.py", final, "--prompt", "def ", "--max-new-tokens", 5),
-        ("perplexity.py", final, "-d", REPOSITORY / "tools" / "*.py", "-s", 64),
-    ):
-        command = [sys.executable, REPOSITORY / "tools" / tool, *map(str, flags)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-        assert done.returncode == 0, done.stderr
-    loss = float(re.search(r"loss ([\d.]+)", done.stdout)[1])
+    assert "def " in processes["generate"].output
+    loss = float(re.search(r"loss ([\d.]+)", processes["perplexity"].output)[1])
     assert 6 < loss < math.log(2048)
 
 
-def test_stop_and_resume(runs):
+# -- Stopping and resuming -------------------------------------------------------------------------
+
+# Rank 1 has a signal in step 5.
+STOP = """import os, signal, transformers
+training_step = transformers.Trainer.training_step
+
+def stop(self, *args, **kwargs):
+    if self.state.global_step == 4 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGUSR2)
+    return training_step(self, *args, **kwargs)
+
+transformers.Trainer.training_step = stop
+"""
+STEPS = ["training.max_steps=8", "training.eval_steps=1000", "training.save_total_limit=1000"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, model, dataset) -> Result:
+    """Eight steps on two processes."""
+    runs = Runs(tmp_path_factory.mktemp("undisturbed"), model, dataset)
+    return runs(*STEPS, "parallel=ddp", processes=2)
+
+
+def test_stop_and_resume(runs, undisturbed):
     """The signal reaches one rank only. The same command goes on with the same numbers."""
-    flags = ["training.max_steps=300", "parallel=ddp"]
-    flags += ["training.save_total_limit=1000", "training.eval_steps=1000"]
-    undisturbed = runs(*flags, name="undisturbed", processes=2)
-    run = runs.start(*flags, "experiment_name=stopped", processes=2)
-    while not [*runs.folder.glob("stopped/**/metrics.jsonl")]:
-        assert run.ranks[0].process.exitcode is None, run.output
-        time.sleep(0.05)
-    run.ranks[1].signal(signal.SIGTERM)
-    assert run.wait() == 143
-    folder = runs.find("stopped")
-    (step,) = map(int, re.findall(r"Stopped after step (\d+): the same command", run.output))
-    assert 1 <= step < 300
-    checkpoint = f"{folder}/checkpoint-{step}"
-    assert json.loads((folder / "run.json").read_text())["checkpoint"] == checkpoint
+    flags = {"name": "stopped", "processes": 2}
+    stopped = runs(*STEPS, "parallel=ddp", **flags, before=STOP, status=143)
+    assert "Stopped after step 5: the same command" in stopped.output
+    checkpoint = f"{stopped.folder}/checkpoint-5"
+    assert json.loads((stopped.folder / "run.json").read_text())["checkpoint"] == checkpoint
     # A save that was cut short: it has a later step, but is not complete
-    (folder / "checkpoint-299").mkdir()
-    again = runs(*flags, name="stopped", processes=2)
+    (stopped.folder / "checkpoint-7").mkdir()
+    again = runs(*STEPS, "parallel=ddp", **flags)
     assert f"checkpoint: {checkpoint}" in again.output
     assert again.column("loss") == undisturbed.column("loss")
-    assert [record["step"] for record in again.records[:300]] == [*range(1, 301)]
-    assert_same_model(undisturbed, again)
-    # Another global batch would be another training
-    other = runs.start(*flags, "experiment_name=stopped")
-    other.wait()
-    assert_one_sentence(other.output, "1 processes: parallel=single takes one")
+    assert [record["step"] for record in again.records[:8]] == [*range(1, 9)]
 
 
 def test_other_settings_do_not_resume(runs):
@@ -337,18 +348,31 @@ def test_memory_in_the_readme():
 # -- Logs ------------------------------------------------------------------------------------------
 
 
-def test_comet_and_tensorboard(runs):
-    """An archive without a key, which a run that resumes continues; and TensorBoard's events."""
-    flags = ["training.max_steps=2", "report_to=[comet_ml,tensorboard]"]
-    run = runs(*flags, env={"COMET_AUTO_LOG_DISABLE": "false"})
+def test_reports(runs):
+    """An archive of Comet without a key, events of TensorBoard, and an offline run of W&B."""
+    flags = ["training.max_steps=2", "report_to=[comet_ml,tensorboard,wandb]"]
+    env = {"COMET_AUTO_LOG_DISABLE": "false", "WANDB_MODE": "offline"}
+    env |= {f"WANDB_{name}_DIR": str(runs.folder) for name in ("CACHE", "CONFIG", "DATA")}
+    run = runs(*flags, env=env)
+    names = ["train/loss", "train/tokens_per_second", "train/memory/rank0_gb"]
+
     key = json.loads((run.folder / "run.json").read_text())["comet_key"]
     (archive,) = (run.folder / "comet").glob("*.zip")
     assert archive.name.startswith(key)
     with zipfile.ZipFile(archive) as file:
-        messages = file.read("messages.json").decode()
-    for name in ("train/loss", "train/tokens_per_second", "train/memory/rank0_gb"):
-        assert name in messages, name
-    assert [*run.folder.glob("runs/**/events.*")]
+        comet = file.read("messages.json").decode()
+    assert [name for name in names if name not in comet] == []
+
+    (events,) = run.folder.glob("runs/*")
+    tensorboard = EventAccumulator(str(events)).Reload()
+    losses = [event.value for event in tensorboard.Scalars("train/loss")]
+    assert losses == pytest.approx(run.column("loss"))
+    assert len(losses) == 2
+    assert {*names} <= {*tensorboard.Tags()["scalars"]}
+
+    (file,) = run.folder.glob("wandb/offline-run-*/run-*.wandb")
+    wandb = file.read_bytes()
+    assert [name for name in names if name.encode() not in wandb] == []
 
 
 # -- Slurm -----------------------------------------------------------------------------------------
@@ -359,21 +383,54 @@ echo "JobID|State|NodeList"
 exec squeue --noheader --states=all --array --format="%i|%T|%N"
 """
 
-# Each step takes time until the job is queued again, so that the time limit meets it half way.
-SLOW = """import os, sys, time
-if "SLURM_STEP_ID" in os.environ:
-    restarts, rank = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ["SLURM_PROCID"]
+# A job of the second partition takes the nodes from jobs of the first one, which are queued again.
+# The scheduler looks every second for a job to start.
+PREEMPTION = """
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerParameters=bf_interval=1,sched_interval=1
+PartitionName=urgent Nodes=ALL PriorityTier=2
+"""
+
+# `sitecustomize.py` of all processes. The command that submits looks at its jobs every second, and
+# not ever more seldom. A rank of the job that is stopped waits for a signal: at the first start in
+# step 4, at the second start before the imports. Each time the rank writes down its port.
+WAIT = """import os, signal, time
+from pathlib import Path
+
+start, rank = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("SLURM_PROCID")
+notes = os.environ.get("NOTES")
+if rank is None:
+    from submitit.core import core
+    from submitit.slurm import slurm
+
+    core.Job._results_timeout_s = 1
+    slurm.SlurmJob.watcher._delay_s = 1
+elif notes:
+    if start == "1":
+        while not signal.sigpending():
+            time.sleep(0.1)
+        Path(notes, f"signal-{rank}").touch()
     import transformers
+
     training_step = transformers.Trainer.training_step
 
-    def slow(*args, **kwargs):
-        with open(f"{os.environ['PORTS']}/{restarts}-{rank}", "w") as file:
-            file.write(os.environ["MASTER_PORT"])
-        time.sleep(0.4 if restarts == "0" else 0)
-        return training_step(*args, **kwargs)
+    def wait(self, *args, **kwargs):
+        Path(notes, f"port-{start}-{rank}").write_text(os.environ["MASTER_PORT"])
+        if start == "0" and self.state.global_step == 3:
+            (run,) = [x for x in self.callback_handler.callbacks if hasattr(x, "signals")]
+            while not run.signals:
+                time.sleep(0.1)
+        return training_step(self, *args, **kwargs)
 
-    transformers.Trainer.training_step = slow
+    transformers.Trainer.training_step = wait
 """
+
+
+@pytest.fixture(autouse=True)
+def preemption(monkeypatch):
+    """Before `slurm`, which writes the configuration."""
+    monkeypatch.setattr(test_slurm, "CONFIG", test_slurm.CONFIG + PREEMPTION)
 
 
 slurm = test_slurm.slurm  # the fixture: a Slurm of its own for each test
@@ -402,15 +459,16 @@ class Sweep:
         stub.parent.mkdir(exist_ok=True)
         stub.write_text(SACCT)
         stub.chmod(0o755)
+        (slurm.work / "sitecustomize.py").write_text(WAIT)
         self.file = slurm.work / f"{name}.log"
         resources = ["devices=2", "gpus_per_node=null", "cpus_per_task=1", "signal_delay_s=1"]
         resources[1:] = [f"hydra.launcher.{resource}" for resource in resources[1:]]
         command = [sys.executable, CHAPTER_9, *runs.arguments, "-m", "hydra/launcher=slurm"]
         command += [*resources, "parallel=ddp", *overrides]
-        env = slurm.env | {"PATH": f"{stub.parent}:{slurm.env['PATH']}"} | env
+        env |= {"PATH": f"{stub.parent}:{slurm.env['PATH']}", "PYTHONPATH": str(slurm.work)}
         streams = {"stdout": self.file.open("w"), "stderr": subprocess.STDOUT}
         command = [*map(str, command), f"experiment_name={name}"]
-        self.process = subprocess.Popen(command, env=env, cwd=slurm.work, **streams)
+        self.process = subprocess.Popen(command, env=slurm.env | env, cwd=slurm.work, **streams)
 
     @property
     def output(self) -> str:
@@ -430,16 +488,14 @@ class Sweep:
         folders = self.runs.folder.glob(f"{self.name}/.submitit/[0-9]*")
         return sorted({file.name for file in folders if "%" not in file.name})
 
-    def show(self, name: str) -> str:
-        text = self.slurm.ask("scontrol", "--oneliner", "show", "job", self.jobs[0])
+    def show(self, name: str, number: int = 0) -> str:
+        text = self.slurm.ask("scontrol", "--oneliner", "show", "job", self.jobs[number])
         return re.search(rf"\b{name}=(\S+)", text)[1]
 
 
-def test_sweep_scancel_and_failure_on_slurm(slurm, sweep, runs):
+def test_sweep_scancel_and_failure_on_slurm(slurm, sweep, runs, undisturbed):
     """Two runs of two tasks are one job array, and equal a run without Slurm."""
-    steps = ["training.max_steps=4", "training.eval_steps=4"]
-    both = sweep("sweep", "optimizer.learning_rate=1e-2,2e-2", *steps)
-    alone = runs("parallel=ddp", "devices=2", *steps, name="alone", processes=2)
+    both = sweep("sweep", "optimizer.learning_rate=1e-2,2e-2", *STEPS)
     both.wait(0)
     numbers = [job.partition("_") for job in both.jobs if "_" in job]
     assert len({number for number, *_ in numbers}) == 1, "one job array"
@@ -447,60 +503,68 @@ def test_sweep_scancel_and_failure_on_slurm(slurm, sweep, runs):
     files = sorted(runs.folder.glob("sweep/**/metrics.jsonl"))
     assert ["learning_rate=0.01" in str(file) for file in files] == [True, False]
     losses = [Result(file.parent, "").column("loss") for file in files]
-    assert losses[0] == alone.column("loss")
+    assert losses[0] == undisturbed.column("loss")
     assert losses[0][0] == losses[1][0]
     assert losses[0][1:] != losses[1][1:]
     assert all((file.parent / "final" / "config.json").exists() for file in files)
 
-    failing = sweep("failing", "data.data_files=/nowhere/*.json")
-    cancelled = sweep("cancelled", "training.max_steps=100000")
-    cancelled.wait_for("'loss'")
-    slurm.ask("scancel", *cancelled.jobs)
-    cancelled.wait(1)
-    assert cancelled.show("JobState") == "CANCELLED"
-    assert cancelled.show("Restarts") == "0"
-    folder = runs.find("cancelled")
+    # A sweep again: its first run fails, and somebody cancels the second one.
+    files = f"data.data_files=/nowhere/*.json,{runs.dataset}"
+    ending = sweep("ending", files, "training.max_steps=100000")
+    ending.wait_for("'loss'")
+    slurm.ask("scancel", ending.jobs[-1])
+    ending.wait(1)
+    assert ending.show("JobState", -1) == "CANCELLED"
+    assert ending.show("Restarts", -1) == "0"
+    folder = runs.find("ending")
     step = Result(folder, "").column("loss")
     checkpoint = json.loads((folder / "run.json").read_text())["checkpoint"]
     assert checkpoint == f"{folder}/checkpoint-{len(step)}"
-
-    failing.wait(1)
-    assert failing.show("JobState") == "FAILED"
+    assert ending.show("JobState", -2) == "FAILED"
     # One rank ends with 1. Slurm then stops the other one, and may name its status instead.
-    assert failing.show("ExitCode") in ("1:0", "143:0")
-    assert "error: cannot set up the run" in failing.output
-    assert "Traceback" not in failing.output
+    assert ending.show("ExitCode", -2) in ("1:0", "143:0")
+    assert "error: cannot set up the run" in ending.output
+    assert "Traceback" not in ending.output
 
 
-def test_time_limit_and_requeue_on_slurm(slurm, sweep, runs, tmp_path):
-    """All ranks save the same step before the limit; the job goes on exactly, on a new port."""
-    (tmp_path / "slow").mkdir()
-    (tmp_path / "ports").mkdir()
-    (tmp_path / "slow" / "sitecustomize.py").write_text(SLOW)
-    steps = ["training.max_steps=400", "training.eval_steps=1000"]
-    env = {"PYTHONPATH": f"{tmp_path}/slow", "PORTS": f"{tmp_path}/ports"}
-    begin = time.monotonic()
-    limited = sweep("limited", *steps, **env)
-    alone = runs("parallel=ddp", "devices=2", *steps, name="alone", processes=2)
-    # A signal that comes before the handlers would end the job, so the limit is set when it trains.
-    limited.wait_for("'loss'")
-    minutes = 1 + (int(time.monotonic() - begin) + 30) // 60
-    job = f"job={limited.jobs[0]}"
-    slurm.ask("scontrol", "update", job, f"TimeLimit={minutes}")
-    limited.wait_for("is queued again")
-    slurm.ask("scontrol", "update", job, "TimeLimit=60")
-    limited.wait(0)
-    assert int(limited.show("Restarts")) >= 1
-    output = limited.output
-    (step,) = map(int, re.findall(r"Stopped after step (\d+)", output))
-    assert f"Job {limited.jobs[0]} is queued again" in output
-    assert f"checkpoint-{step}" in output.partition("is queued again")[2]
-    result = Result(runs.find("limited"), output)
-    assert result.column("loss") == alone.column("loss")
-    assert result.column("learning_rate") == alone.column("learning_rate")
-    said = [[r["step"] for r in run.records if "loss" in r] for run in (result, alone)]
-    assert said[0] == said[1] == [*range(1, len(said[0]) + 1)]
-    assert_same_model(alone, result)
-    ports = {file.name: int(file.read_text()) for file in (tmp_path / "ports").iterdir()}
-    assert ports["0-0"] == ports["0-1"]
-    assert ports["1-0"] == ports["1-1"] == ports["0-0"] + 1
+def test_time_limit_and_preemption_on_slurm(slurm, sweep, runs, undisturbed, tmp_path):
+    """All ranks save the same step; the job goes on exactly, on a new port.
+
+    First a more urgent job takes the nodes, and Slurm queues the job again. Then the signal before
+    the time limit comes during the imports, and the job queues itself again.
+    """
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    job = sweep("stopped", *STEPS, "hydra.launcher.signal_delay_s=60", NOTES=str(notes))
+    job.wait_for("'loss'")
+    urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
+    slurm.ask("sbatch", *urgent, "--wrap=sleep 1")
+    slurm.wait_for(lambda: job.show("Restarts") == "1", "preemption")
+
+    def limit(minutes: int) -> bool:
+        slurm.ask("scontrol", "update", f"job={job.jobs[0]}", f"TimeLimit={minutes}")
+        return job.show("TimeLimit") == f"00:{minutes:02}:00"
+
+    slurm.wait_for(lambda: limit(1), "time limit")
+
+    def signals() -> int:
+        return len([*notes.glob("signal-*")])
+
+    slurm.wait_for(lambda: signals() == 2 or job.process.poll(), "signals")
+    assert signals() == 2, job.output
+    slurm.wait_for(lambda: limit(50), "time limit")
+    job.wait(0)
+    assert job.show("Restarts") == "2"
+    output = job.output
+    assert re.findall(r"Stopped after step (\d+)", output) == ["4", "5"]
+    assert output.count(f"Job {job.jobs[0]} is queued again") == 1
+    checkpoints = ["None", *(f"{runs.find('stopped')}/checkpoint-{step}" for step in (4, 5))]
+    assert re.findall(r"checkpoint: (.*)", output) == checkpoints
+    result = Result(runs.find("stopped"), output)
+    for name in ("step", "loss", "grad_norm", "learning_rate"):
+        assert result.column(name) == undisturbed.column(name), name
+    assert [record["step"] for record in result.records[:8]] == [*range(1, 9)]
+    assert_same_model(undisturbed, result)
+    for rank in "01":
+        ports = [int((notes / f"port-{start}-{rank}").read_text()) for start in range(3)]
+        assert ports == [ports[0], ports[0] + 1, ports[0] + 2]

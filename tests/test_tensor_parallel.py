@@ -1,6 +1,8 @@
 """Chapter 6 trains what chapter 1 trains, with every layer computed by a group of ranks."""
 
+import importlib.util
 import re
+import sys
 
 import pytest
 import torch
@@ -12,13 +14,14 @@ from conftest import (
     exact,
     write_model,
 )
-from runner import CHAPTER_3, CHAPTER_6
+from runner import CHAPTER_3, CHAPTER_6, REPOSITORY, Job
 from safetensors.torch import load_file
 from test_fsdp import (
     OFF,
     PEAK,
     SCALER,
     assert_same_folder,
+    norms,
     save_weights,
     take_over,
     told,
@@ -202,6 +205,28 @@ destroy = dist.destroy_process_group
 dist.destroy_process_group = tell
 """
 
+# Put before a script: prints the norm of the whole gradients of each step, in double precision. The
+# logged norm adds up the squares of a tensor in fp32 on a CPU, so its last digits depend on how the
+# tensors are split.
+NORMS = """
+import torch
+
+def clip(parameters, max_norm):
+    parameters = list(parameters)
+    whole = [getattr(p.grad, "full_tensor", lambda g=p.grad: g)().double() for p in parameters]
+    print("\\nnorm", sum(g.square().sum().item() for g in whole) ** 0.5)
+    return original_clip(parameters, max_norm)
+
+original_clip = torch.nn.utils.clip_grad_norm_
+torch.nn.utils.clip_grad_norm_ = clip
+"""
+
+
+def farthest(found: list[float], expected: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
+
+
 # Ranks, flags. Two ranks form a group if nothing else is said, which is all of the node.
 ONCE = ["--no-reshard-after-forward", "--gradient-accumulation-steps", 2, "-b", 3]
 CASES = {
@@ -225,7 +250,10 @@ def tied(tmp_path_factory):
 
 @pytest.mark.parametrize("source", CASES)
 def test_losses_are_those_of_chapter_1(trainer, tied, tmp_path, source):
-    """Also gradient norms, and the held-out loss. The groups cannot share its samples evenly."""
+    """Also gradient norms, and the held-out loss. The groups cannot share its samples evenly.
+
+    Norms within 1e-6 in double precision. Those in the log of chapter 1 are 1e-5 off by themselves.
+    """
     flags = ["--max-steps", 30, "--eval-freq", 15, "--lr", 1e-3, "--ckpt-freq", 99]
     if source == "pretrained and tied":
         flags += ["-m", tied, "--no-from-scratch"]
@@ -234,14 +262,21 @@ def test_losses_are_those_of_chapter_1(trainer, tied, tmp_path, source):
         config = {"model_type": "qwen3"} | FAMILIES["qwen3"] | {"pad_token_id": None}
         config["num_hidden_layers"] = 1
         flags += ["-m", write_model(tmp_path / "m", **config)]
-    single = trainer(*flags, "-b", 12, name="single")
+    single = trainer(*flags, "-b", 12, name="single", before=NORMS)
+    expected = norms(single.output)
     assert len(single.column("eval/loss")) == 2
     (held_out,) = re.findall(r"(\d+) held out", single.output)
     assert int(held_out) % 4
     for processes, split in CASES[source]:
-        options = {"name": f"on-{processes}", "processes": processes} | TP
+        options = {"name": f"on-{processes}", "processes": processes, "before": NORMS} | TP
         run = trainer(*flags, *split, **options)
         assert_same_losses(single, run, 30, **OFF)
+        found = norms(run.run.ranks[0].output)
+        assert len(found) == 30
+        logged = [farthest(single.column("grad_norm"), expected)]
+        logged += [farthest(run.column("grad_norm"), found)]
+        print(f"{source}, {processes} ranks: {farthest(found, expected):.1e}, logged {logged}")
+        assert farthest(found, expected) < 1e-6
 
 
 def test_a_group_is_one_device(trainer, tied):
@@ -364,7 +399,15 @@ HEAD_NORMS_LEFT_OUT = {
     "    assert not missed": "    assert True or not missed",
 }
 OTHER_SAMPLES = {"(micro_step * groups + group)": "(micro_step * groups + RANK)"}
+# As in a script that does not call init_weights, which would tie them again
+UNTIED = {
+    "    model.tie_weights()\n": "    model.tie_weights = lambda **options: None\n",
+    "    for buffer in model.buffers()": """
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)
+    for buffer in model.buffers()""",
+}
 TRAPS = {
+    "tied weights that become two parameters": ("llama", UNTIED, "embed_tokens", 0.5),
     "norms of heads that the plan leaves out": ("qwen3", HEAD_NORMS_LEFT_OUT, "_norm.weight", 0.5),
     "other samples on each rank of a group": ("llama", OTHER_SAMPLES, "", 0.2),
 }
@@ -376,10 +419,11 @@ def test_wrong_gradients_are_noticed(gradients, tmp_path, trap):
     family, damages, name, error = TRAPS[trap]
     script = damaged(CHAPTER_6, tmp_path, damages)
     folder = write_weights(tmp_path / "m", family)
-    expected, _ = gradients("-m", folder, "-b", 4, name="single")
+    expected, single = gradients("-m", folder, "-b", 4, name="single")
     options = {"name": "damaged", "processes": 2, "script": script, "status": None}
-    found, _ = gradients("-m", folder, "-b", 4, **options)
-    print(trap, worst(expected, found))
+    found, run = gradients("-m", folder, "-b", 4, **options)
+    found = {name: found[name] for name in expected}  # tied weights have one name there
+    print(trap, worst(expected, found), single.column("loss"), run.column("loss"))
     assert worst(expected, found)[0] > error
     assert name in worst(expected, found)[1]
 
@@ -413,10 +457,10 @@ def test_refused_in_one_sentence(trainer, tmp_path, case):
     folder = write_model(tmp_path / "m", **{"model_type": "llama"} | config)
     flags = ["-m", folder, "-s", length, "--tensor-parallel", size, "--max-steps", 1]
     result = trainer(*flags, processes=processes, status=None, **TP)
-    assert result.run.ranks[0].process.exitcode == 1
-    output = result.run.ranks[0].output
-    assert_one_sentence(output, part)
-    assert case == "ranks" or "chapter 3" in output
+    # All ranks leave by themselves, so that no rank fails in a barrier with a traceback.
+    assert [rank.process.exitcode for rank in result.run.ranks] == [1] * processes
+    assert_one_sentence(result.output, part)
+    assert case == "ranks" or "chapter 3" in result.output
 
 
 def test_groups_that_span_nodes(trainer):
@@ -426,3 +470,39 @@ def test_groups_that_span_nodes(trainer):
     for before, count in ((node, 1), ("", 0)):
         run = trainer(*flags, name=f"on-{count}", processes=2, before=before, **TP)
         assert run.output.count("warning: groups of 2 span nodes") == count
+
+
+# -- The benchmark ---------------------------------------------------------------------------------
+
+BENCHMARK = REPOSITORY / "benchmarks" / "tensor-parallel.py"
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+
+
+@pytest.mark.parametrize("what", ["traffic", "memory"])
+def test_benchmark(what, tmp_path, monkeypatch, capsys):
+    """It ends with an error where losses differ, or what it counts from what it computes."""
+    spec = importlib.util.spec_from_file_location("benchmark", BENCHMARK)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    tool.SHAPE |= SHAPE
+    tool.LLAMA |= SHAPE
+    tool.KEPT = [[]]
+
+    def launch(processes, *arguments):  # without torchrun, and without its imports
+        output = tmp_path / f"output-{len([*tmp_path.iterdir()])}.txt"
+        job = Job(BENCHMARK, arguments, output, processes, env={"COMET_AUTO_LOG_DISABLE": "true"})
+        assert job.wait() == 0, job.output
+        return job.output
+
+    tool.launch = launch
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARK), what, "--ranks", "2"])
+    tool.main()
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    if what == "traffic":
+        found = {row[1].strip() for row in rows if row[3].strip()}
+        assert found == {
+            f"{a} {b}" for a in ("FSDP", "TP") for b in ("all-gather", "reduce-scatter")
+        }
+    else:
+        ((_, whole, all_tokens, split_tokens),) = rows
+        assert float(whole) > float(all_tokens) > float(split_tokens) > 0
