@@ -5,6 +5,7 @@ fork of it: a process of its own with its own arguments, signals, output and exi
 """
 
 import atexit
+import importlib.util
 import itertools
 import multiprocessing
 import os
@@ -29,6 +30,16 @@ CHAPTER_6 = REPOSITORY / "06-tensor-parallel" / "train-llm.py"
 CHAPTER_7 = REPOSITORY / "07-pipeline-parallel" / "train-llm.py"
 CHAPTER_8 = REPOSITORY / "08-gradient-compression" / "train-llm.py"
 CHAPTER_9 = REPOSITORY / "09-hf-trainer" / "train-llm.py"
+
+
+def load(script: Path):
+    """A script as a module, for tests of its functions."""
+    spec = importlib.util.spec_from_file_location(f"{script.parent.name}-{script.stem}", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # for its dataclasses
+    spec.loader.exec_module(module)
+    return module
+
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preload"])
@@ -90,6 +101,15 @@ class Run:
 
     def signal(self, signum: int) -> None:
         os.kill(self.process.pid, signum)
+
+
+_numbers = itertools.count()
+
+
+def outcome(folder: Path, script: Path, *arguments, timeout: float = 120, **options):
+    """Runs a script to its end: exit status and output."""
+    run = Run(script, arguments, folder / f"output-{next(_numbers)}.txt", **options)
+    return run.wait(timeout), run.output
 
 
 # Below those that systems give to outgoing connections, one of which might be faster; and others

@@ -1,35 +1,35 @@
 """The benchmarks run, and the peers do the work of the chapters: they reach the same losses."""
 
-import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
-from conftest import NO_TORCHVISION, STAND_IN, assert_one_sentence
-from runner import REPOSITORY
+from conftest import assert_one_sentence
+from runner import REPOSITORY, load, outcome
+from test_mds import IMPORTABLE
 
 BENCHMARKS = REPOSITORY / "benchmarks"
-spec = importlib.util.spec_from_file_location("benchmarks_run", BENCHMARKS / "run.py")
-tool = importlib.util.module_from_spec(spec)
-sys.modules["benchmarks_run"] = tool  # for its dataclass
-spec.loader.exec_module(tool)
+tool = load(BENCHMARKS / "run.py")
 
 
-def run(script, *arguments, status=0, **options) -> str:
-    command = [sys.executable, BENCHMARKS / script, *arguments]
-    options |= {"capture_output": True, "text": True, "timeout": 500}
-    done = subprocess.run([*map(str, command)], **options)
-    assert done.returncode == status, done.stderr
-    return done.stdout if status == 0 else done.stderr
+@pytest.fixture
+def run(tmp_path):
+    """Runs a benchmark; what it starts with `subprocess.run` are forks of it."""
+
+    def call(script, *arguments, status=0, before="") -> str:
+        before += "import forking\nforking.patch()\n"
+        options = {"before": before, "timeout": 500}
+        found, output = outcome(tmp_path, BENCHMARKS / script, *arguments, **options)
+        assert found == status, output
+        return output
+
+    return call
 
 
 WORK = ["-b", 2, "-s", 64, "--flags", f"-d {REPOSITORY}/README.md --num-epochs 99"]
 
 
-def test_chapters_and_peers(tmp_path):
+def test_chapters_and_peers(run, tmp_path):
     """The benchmark itself ends with an error where the losses differ by more than 0.1 %."""
     file = tmp_path / "new" / "table.md"
     methods = ["--methods", "chapters", "trainer", "accelerate", "lightning", "--devices", 1]
@@ -41,7 +41,7 @@ def test_chapters_and_peers(tmp_path):
     alone = [f"chapter {n}" for n in (1, 2, 3, 6, 7, 8)] + ["Trainer", "Accelerate", "Lightning"]
     assert [(n, method) for n, method, _ in rows] == [("1", method) for method in alone]
     assert not any(efficiency for *_, efficiency in rows)
-    assert output.strip() in file.read_text()
+    assert file.read_text().strip() in output
     assert "python benchmarks/run.py --methods chapters trainer" in output
 
 
@@ -89,7 +89,7 @@ def test_arithmetic_of_the_table():
         (["--methods", "trainer"], "the ratios need chapter 1"),
     ],
 )
-def test_bad_input(arguments, part):
+def test_bad_input(run, arguments, part):
     assert_one_sentence(run("run.py", *arguments, status=2), part)
 
 
@@ -105,10 +105,9 @@ def test_shapes():
             assert AutoModelForCausalLM.from_config(config).num_parameters() == size
 
 
-def test_data_path():
+def test_data_path(run):
     flags = ["--tokens", 500_000, "--rounds", 1, "--steps", 0]
-    env = os.environ | ({"PYTHONPATH": str(STAND_IN)} if NO_TORCHVISION else {})
-    output = run("data-path.py", *flags, env=env)
+    output = run("data-path.py", *flags, before=IMPORTABLE)
     ready = re.findall(r"^\| (cache of|MDS shards).* \| [\d,]+ \|$", output, re.M)
     assert ready == ["cache of", "MDS shards"]
     assert len(re.findall(r"^\| (packing|a batch|both).*\|$", output, re.M)) == 3
@@ -117,20 +116,20 @@ def test_data_path():
     assert len({rows for _, rows in streams}) == 3
 
 
-def test_checkpoints():
+def test_checkpoints(run):
     flags = ["--shape", "tiny", "--rounds", 1, "--saves", 1, "--steps", 2]
     output = run("checkpoints.py", *flags, "--only", "torch.save", "DCP", "async")
     rows = re.findall(r"^\| (chapter \d)[^|]+ \| -?[\d.]+ \|", output, re.M)
     assert rows == ["chapter 1", "chapter 3", "chapter 5"]
 
 
-def test_startup():
+def test_startup(run):
     flags = f"-b 1 -s 32 -d {REPOSITORY}/README.md --num-epochs 9"
     output = run("startup.py", "--chapters", 1, "--rounds", 1, "--flags", flags)
     assert len(re.findall(r"^\| chapter 1, (?:cold|warm)(?: \| [\d.]+){4}", output, re.M)) == 2
 
 
-def test_compression(tmp_path):
+def test_compression(run, tmp_path):
     """All methods send less than none; the plot needs what the other parts record."""
     records = tmp_path / "records.json"
     output = run("compression.py", "hooks", "--rounds", 1, "--records", records)
@@ -147,7 +146,7 @@ def test_compression(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
-def test_profile_of_a_step():
+def test_profile_of_a_step(run):
     flags = ["-b", 2, "-s", 64, "-d", f"{REPOSITORY}/README.md", "--num-epochs", 99]
     output = run("profile-step.py", "--steps", 3, *flags)
     times = {k: float(v) for k, v in re.findall(r"^\| ([\w ,]+) \| ([\d.]+) \|", output, re.M)}

@@ -6,7 +6,6 @@ and copies damaged on purpose must give the right one: a rule that cannot fail i
 
 import ast
 import difflib
-import importlib.util
 import io
 import re
 import tokenize
@@ -14,20 +13,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import pytest
-from runner import REPOSITORY
+from runner import REPOSITORY, load
 
 UPDATE = "python tools/diff-chapters.py"
 
 
-def load_tool():
-    path = REPOSITORY / "tools" / "diff-chapters.py"
-    spec = importlib.util.spec_from_file_location("diff_chapters", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-CONTINUES = load_tool().CONTINUES
+TREE = load(REPOSITORY / "tools" / "diff-chapters.py")
+CONTINUES = TREE.CONTINUES
 
 
 @dataclass(frozen=True)
@@ -371,7 +363,7 @@ def test_every_chapter_is_in_the_table():
     scripts = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
     assert [name for name in scripts if name in CONTINUES] == [step.after for step in STEPS]
     assert {*scripts} - {*CONTINUES} == {"01-single-gpu", "09-hf-trainer"}
-    pairs = [(before.parent.name, after.parent.name) for before, after in load_tool().pairs()]
+    pairs = [(before.parent.name, after.parent.name) for before, after in TREE.pairs()]
     assert pairs == [(step.before, step.after) for step in STEPS]
 
 
@@ -423,20 +415,15 @@ def test_order_of_a_chapter(chapter):
     assert names == ORDER
 
 
-@pytest.fixture(scope="module")
-def tool():
-    return load_tool()
-
-
 def test_chapter_9_imports_nothing_of_this_project():
     assert imports_of_this_project("", read("09-hf-trainer"), STEPS[0]) == []
 
 
 @every_step
-def test_the_stored_diff_is_that_of_the_chapters(step, tool, tmp_path):
+def test_the_stored_diff_is_that_of_the_chapters(step):
     before, after = (REPOSITORY / name / "train-llm.py" for name in (step.before, step.after))
     stored = after.with_name("changes.diff").read_text()
-    assert tool.unified_diff(before, after) == stored, f"update it: {UPDATE}"
+    assert TREE.unified_diff(before, after) == stored, f"update it: {UPDATE}"
 
 
 # -- And the rules can fail ------------------------------------------------------------------------
@@ -521,7 +508,7 @@ def test_damage_is_noticed(damage):
 
 
 @every_step
-def test_an_outdated_table_and_diff_are_noticed(step, tool, tmp_path, monkeypatch):
+def test_an_outdated_table_and_diff_are_noticed(step, tmp_path, monkeypatch):
     before = read(step.before)
     assert unused_table_entries(before, before, step)
     copies = []
@@ -530,6 +517,6 @@ def test_an_outdated_table_and_diff_are_noticed(step, tool, tmp_path, monkeypatc
         copy.parent.mkdir()
         copy.write_text(read(name) + "# damaged\n" * number)
         copies.append(copy)
-    monkeypatch.setattr(tool, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(TREE, "REPOSITORY", tmp_path)
     stored = (REPOSITORY / step.after / "changes.diff").read_text()
-    assert tool.unified_diff(*copies) != stored
+    assert TREE.unified_diff(*copies) != stored

@@ -2,11 +2,16 @@
 
 import json
 import re
-import shutil
 from collections import Counter
 
 import pytest
-from conftest import assert_one_sentence, assert_same_losses, assert_same_model, exact
+from conftest import (
+    assert_one_sentence,
+    assert_same_losses,
+    assert_same_model,
+    exact,
+    take_over,
+)
 from runner import CHAPTER_2, Run
 
 # Put before the script: each rank then tells, at its end, a digest of its weights, how many buckets
@@ -130,10 +135,7 @@ def test_resume_on_any_number_of_ranks_and_under_the_other_chapter(trainer, drop
         ("ddp-single", ddp, four, 0),
         ("ddp-on-4", ddp, ["--gradient-accumulation-steps", 1], 4),
     ):
-        for file in ("step-00000008", "metrics.jsonl"):
-            copy = shutil.copytree if file.startswith("step") else shutil.copy
-            (trainer.folder / name).mkdir(exist_ok=True)
-            copy(origin.folder / file, trainer.folder / name / file)
+        take_over(origin, trainer, name, 8)
         resumed = trainer(*flags, *options, name=name, processes=processes)
         assert "Continuing from" in resumed.output
         assert_same_losses(single, resumed, 10)

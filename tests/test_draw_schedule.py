@@ -1,23 +1,17 @@
 """The simulated schedules have the bubbles of the formulae, and real ones nearly so."""
 
-import importlib.util
 import itertools
-import subprocess
-import sys
 from fractions import Fraction
 
 import pytest
-from runner import REPOSITORY
+from runner import REPOSITORY, load, outcome
 
 TOOL = REPOSITORY / "tools" / "draw-schedule.py"
 
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("draw_schedule", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(TOOL)
 
 
 def exact_bubble(timeline) -> Fraction:
@@ -56,17 +50,12 @@ def test_each_pass_happens_once_and_in_order(tool):
     assert tool.in_flight(tool.simulate("1f1b", 4, 8)) == [4, 3, 2, 1]
 
 
-def run(*arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def test_real_runs():
+def test_real_runs(tmp_path):
     """They wait at least as long as the formula says; the records say how much longer."""
-    done = run("--measure", "-p", 2, "-m", 4)
-    assert done.returncode == 0, done.stderr
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()[2:]]
-    print(done.stdout)
+    status, output = outcome(tmp_path, TOOL, "--measure", "-p", 2, "-m", 4, "--sleep", 0.02)
+    assert status == 0, output
+    rows = [line.strip("| ").split(" | ") for line in output.splitlines()[2:]]
+    print(output)
     assert [row[0] for row in rows] == ["gpipe", "1f1b", "interleaved", "zbv"]
     for _, _, _, formula, simulated, measured, held in rows:
         assert formula == simulated
@@ -77,9 +66,9 @@ def test_real_runs():
 def test_pictures_and_mistakes(tmp_path):
     for suffix in (".svg", ".png"):
         file = tmp_path / f"picture{suffix}"
-        done = run("1f1b", "-p", 2, "-m", 3, "-o", file)
-        assert done.stdout == "bubble: 25.0 %; in flight: [2, 1]\n"
+        done = outcome(tmp_path, TOOL, "1f1b", "-p", 2, "-m", 3, "-o", file)
+        assert done == (0, "bubble: 25.0 %; in flight: [2, 1]\n")
         assert file.stat().st_size > 1000
-    done = run("1f1b", "-p", 4, "-m", 2)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: 1f1b cannot do this: ")
+    status, output = outcome(tmp_path, TOOL, "1f1b", "-p", 4, "-m", 2)
+    assert status == 1
+    assert output.startswith("error: 1f1b cannot do this: ")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import assert_one_sentence, assert_same_model, exact, require
 from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, free_port
-from test_torchrun import Launch
+from test_torchrun import Forking, Launch
 from torch.distributed import run as torchrun
 
 RUN = REPOSITORY / "launch" / "run.sh"
@@ -156,39 +156,11 @@ def test_a_python_without_torch(start, tmp_path):
     assert_one_sentence(start("02", status=2), "cannot import torch")
 
 
-class ByRun(Launch):
-    """A launch/run.sh, which becomes a torchrun with its workers."""
-
-    def __init__(self, trainer, output: str, *flags, chapter="02", name="run", **variables):
-        self.folder, self.file = trainer.folder / name, trainer.folder / output
-        env = CLEAN | ACTIVE | {"COMET_AUTO_LOG_DISABLE": "true", "OMP_NUM_THREADS": "1"}
-        env |= {name: str(value) for name, value in variables.items()}
-        command = [RUN, chapter, *trainer.defaults(name), *flags]
-        with self.file.open("w") as file:
-            self.process = subprocess.Popen(
-                [str(part) for part in command],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=env,
-                cwd=trainer.folder,
-            )
-
-
-def two_nodes(trainer, *flags, name="run", **variables) -> list[ByRun]:
-    """Both are this machine."""
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "RDZV_ID": name}
-    variables |= {"NPROC_PER_NODE": 1, "LOCAL_ADDR": "127.0.0.1"}
-    nodes = [{"NODE_RANK": rank} | variables for rank in (0, 1)]
-    return [
-        ByRun(trainer, f"{name}-{node['NODE_RANK']}.txt", *flags, name=name, **node)
-        for node in nodes
-    ]
-
-
 def test_one_node(trainer):
     """In a folder with a space."""
     flags = ["--max-steps", 3, "--eval-freq", 0]
-    one = ByRun(trainer, "one.txt", *flags, name="a run", NPROC_PER_NODE=1)
+    env = CLEAN | ACTIVE | {"NPROC_PER_NODE": "1"}
+    one = Launch(trainer, "one.txt", [RUN, "02"], *flags, name="a run", env=env)
     assert one.wait(120) == 0, one.output
     undisturbed = trainer(*flags, name="undisturbed", processes=1)
     assert len(one.records) == 3
@@ -198,14 +170,21 @@ def test_one_node(trainer):
 KILLS = 10
 
 
-def test_restarts_on_two_nodes(trainer):
+def test_restarts_on_two_nodes(trainer, start):
     """A worker dies on either node in turn, ten times, each time after a new checkpoint.
 
     The job is elastic, so nodes that missed each other after a restart would train on their own.
     """
     flags = ["--max-steps", 200, "--ckpt-freq", 5, "--eval-freq", 0, "--lr", 1e-3]
     undisturbed = trainer(*flags, name="undisturbed", processes=2)
-    nodes = two_nodes(trainer, *flags, NNODES="1:2", MAX_RESTARTS=2 * KILLS)
+    variables = {"NNODES": "1:2", "MAX_RESTARTS": str(2 * KILLS), "NPROC_PER_NODE": "1"}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    nodes = []
+    for rank in "01":  # both are this machine; what run.sh starts there
+        started = start("02", NODE_RANK=rank, LOCAL_ADDR="127.0.0.1", **variables)
+        assert "store 1 " in started[0]
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        nodes.append(Forking(trainer, f"{rank}.txt", started[3:], *flags, env=env))
 
     def output() -> str:
         return "".join(node.output for node in nodes)
@@ -219,7 +198,7 @@ def test_restarts_on_two_nodes(trainer):
         end = time.monotonic() + 180
         while newest() == reached or output().count("Continuing from") < kill:
             assert time.monotonic() < end, f"kill {kill}: no progress in 180 s:\n{output()}"
-            assert all(node.process.poll() is None for node in nodes), output()
+            assert all(node.status is None for node in nodes), output()
             time.sleep(0.02)
         reached = newest()
         (worker,) = node.workers()

@@ -1,12 +1,10 @@
 """MDS shards: the tool writes rows as chapter 4 makes them; any number of ranks reads the same."""
 
-import importlib.util
 import json
 import re
 import shlex
 import shutil
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import NO_TORCHVISION, STAND_IN, TINY_LLAMA, assert_one_sentence, exact
-from runner import CHAPTER_4, REPOSITORY, Job, Run
+from runner import CHAPTER_4, REPOSITORY, Job, Run, load
 from test_streaming import WATCH, reference_rows
 from transformers import AutoTokenizer
 
@@ -22,7 +20,16 @@ WRITE_MDS = REPOSITORY / "tools" / "write-mds.py"
 IMPORTABLE = ""
 if NO_TORCHVISION:
     IMPORTABLE = f"import sys; sys.path.append({str(STAND_IN)!r})\n"
-    sys.path.append(str(STAND_IN))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in():
+    """For these tests alone: elsewhere it would take the place of a torchvision that is missing."""
+    with pytest.MonkeyPatch.context() as patch:
+        if NO_TORCHVISION:
+            patch.syspath_prepend(STAND_IN)
+        yield
+
 
 # A remote storage of the library: `test://FOLDER` is a folder of this machine
 REMOTE = """
@@ -335,10 +342,7 @@ def test_the_demo(trainer):
 
 def test_order_of_rows():
     """64 parts take turns, and a rank reads the same parts as long as their number divides 64."""
-    spec = importlib.util.spec_from_file_location("chapter_4", CHAPTER_4)
-    chapter = importlib.util.module_from_spec(spec)
-    sys.modules["chapter_4"] = chapter
-    spec.loader.exec_module(chapter)
+    chapter = load(CHAPTER_4)
 
     class Mds:
         size = 64 * 100

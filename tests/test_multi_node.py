@@ -10,26 +10,24 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from conftest import (
-    NO_TORCHVISION,
-    STAND_IN,
     TINY_LLAMA,
     assert_one_sentence,
     assert_same_losses,
     assert_same_model,
     exact,
     require,
+    take_over,
 )
 from runner import CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run
 from safetensors.torch import load_file
 from test_fsdp import OFF, assert_same_checkpoint, told
 from test_mds import IMPORTABLE, WRITE_MDS
-from test_torchrun import nodes
+from test_torchrun import OWN_STORE, nodes
 
 # Each rank tells at its end what it holds, and how often it has averaged gradients over the copies.
 WATCH = """
@@ -90,14 +88,6 @@ def train(trainer, shards):
         return (trainer.start if start else trainer)(*flags, **options)
 
     return run
-
-
-def take_over(origin, trainer, name: str, step: int) -> Path:
-    """A run's folder as it was after this step, in any format."""
-    folder = trainer.folder / name
-    for checkpoint in [*origin.folder.glob(f"**/step-{step:08d}")]:
-        shutil.copytree(checkpoint, folder / checkpoint.relative_to(origin.folder))
-    return folder
 
 
 # -- Hybrid shards ---------------------------------------------------------------------------------
@@ -480,9 +470,9 @@ def test_global_batch_size(train):
 # -- Nodes that come and go ------------------------------------------------------------------------
 
 
-# Two nodes on one machine: each has shared memory with names of its own
-SHARED_MEMORY = """
-import os
+# Two nodes on one machine: each has temporary files, and shared memory with names, of its own
+NODE = """
+import os, tempfile
 from multiprocessing import shared_memory
 
 class OfNode(shared_memory.SharedMemory):
@@ -490,27 +480,22 @@ class OfNode(shared_memory.SharedMemory):
         super().__init__(name and os.environ["NODE"] + name, *args, **options)
 
 shared_memory.SharedMemory = OfNode
+tempfile.tempdir = os.getcwd()
 """
 
 
-def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, shards, monkeypatch):
+def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, shards):
     """One node, then two, then the second one is killed with its worker: as if alone all along."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    (trainer.folder / "sitecustomize.py").write_text(SHARED_MEMORY)
-    paths = [trainer.folder, *([STAND_IN] if NO_TORCHVISION else [])]
-    monkeypatch.setenv("PYTHONPATH", ":".join(map(str, paths)))
     flags = ["-d", "rows", "--eval-freq", 0, "--lr", 1e-3, "-b", 2, "--global-batch-size", 8]
     flags += ["--max-steps", 5000, "--ckpt-freq", 20]
-    both = nodes(trainer, "1:2", *flags, name="run", script=(CHAPTER_5,))
+    start_node = nodes(trainer, "1:2", *flags, name="run", script=CHAPTER_5)
 
     def start(number: int):
         """In a folder of its own, with a copy of the rows."""
         folder = trainer.folder / f"node-{number}"
         shutil.copytree(shards, folder / "rows")
-        monkeypatch.chdir(folder)
-        monkeypatch.setenv("NODE", f"node{number}")
-        monkeypatch.setenv("TMPDIR", str(folder))
-        return next(both)
+        env = OWN_STORE | {"NODE": f"node{number}"}
+        return start_node(env=env, cwd=folder, before=IMPORTABLE + NODE)
 
     first = start(0)
     first.wait_for("step 5/")
@@ -520,7 +505,7 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, shards, m
         end = time.monotonic() + 150
         while not condition():
             assert time.monotonic() < end, first.output + second.output
-            assert first.process.poll() is None, first.output + second.output
+            assert first.status is None, first.output + second.output
             time.sleep(0.1)
 
     def resumes() -> int:
@@ -530,18 +515,19 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, shards, m
         lines = (first.folder / "metrics.jsonl").read_text().splitlines()
         return json.loads(lines[-2])["step"] if len(lines) > 1 else 0  # the last may be incomplete
 
-    wait_until(lambda: resumes() > 0)
+    # Not the first restart: the second node may come too late for it
+    wait_until(lambda: "memory/rank1/" in (first.folder / "metrics.jsonl").read_text())
     joined = step()
     wait_until(lambda: step() > joined + 60)
     before = resumes()
-    victims = [psutil.Process(second.process.pid), *second.workers()]
+    victims = [*second.workers(), psutil.Process(second.process.pid)]
     for process in victims:
         process.kill()
-    second.process.wait()
+    second.wait()
     wait_until(lambda: resumes() > before)
     alone = step()
     wait_until(lambda: step() > alone + 20)
-    first.process.send_signal(signal.SIGTERM)
+    first.signal(signal.SIGTERM)
     assert first.wait() != 0
     records = first.records
     assert [record["step"] for record in records] == [*range(1, len(records) + 1)]

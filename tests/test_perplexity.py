@@ -1,7 +1,6 @@
 """tools/perplexity.py: chapter 4's figure, which a plain loop over documents confirms."""
 
 import gzip
-import importlib.util
 import json
 import math
 import re
@@ -12,7 +11,7 @@ import sys
 import pytest
 import torch
 from conftest import Trainer, assert_one_sentence
-from runner import CHAPTER_1, CHAPTER_4, REPOSITORY, Run
+from runner import CHAPTER_1, CHAPTER_4, REPOSITORY, Run, load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PERPLEXITY = REPOSITORY / "tools" / "perplexity.py"
@@ -51,10 +50,7 @@ def tool():
     """The script as a module, whose figures have all digits."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(PERPLEXITY.parent)
-        spec = importlib.util.spec_from_file_location("perplexity", PERPLEXITY)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return module
+        return load(PERPLEXITY)
 
 
 @pytest.fixture

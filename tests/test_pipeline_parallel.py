@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,6 +14,7 @@ from conftest import (
     assert_same_losses,
     damaged,
     exact,
+    take_over,
     write_model,
 )
 from filelock import FileLock
@@ -26,7 +25,6 @@ from test_fsdp import (
     PEAK,
     assert_same_folder,
     save_weights,
-    take_over,
     tensors_of,
     told,
     whole_state,
@@ -34,6 +32,7 @@ from test_fsdp import (
 from test_tensor_parallel import FAMILIES as TP_FAMILIES
 from test_tensor_parallel import SIZE, worst
 from test_tensor_parallel import write_weights as write_tp_weights
+from test_torchrun import ONE_NODE, Forking
 
 PP = {"script": CHAPTER_7}
 
@@ -120,7 +119,7 @@ CASES = [
     (2, 2, "zbv", "tied, pretrained", CHECKPOINTING),
     (2, 2, "1f1b", "tied, pretrained", COMPILE),
     (2, 2, "interleaved", "untied, pretrained", [*COMPILE, *CHECKPOINTING]),
-    (2, 2, "1f1b", "tied, pretrained", ["--reshard-after-forward", "--layers-per-stage", "1,7"]),
+    (2, 2, "1f1b", "tied, pretrained", ["--reshard-after-forward", "--layers-per-stage", "1,3"]),
     (2, 2, "zbv", "untied, pretrained", ["--cpu-offload"]),
     (2, 1, "1f1b", "tied, pretrained", []),
     (4, 4, "gpipe", "untied, from scratch", CHECKPOINTING),
@@ -146,6 +145,16 @@ def steps_of(case) -> int:
     return 30 if case[3] in SOURCES and "--compile" not in case[4] else 4
 
 
+def layers_of(case) -> int:
+    """Eight stages need eight, and the families have eight."""
+    return 8 if case[3] in FAMILIES or (case[1] == 4 and case[2] in LOOPED) else 4
+
+
+def single_of(case) -> str:
+    """The name of the same in chapter 1."""
+    return f"{case[3]}, {layers_of(case)} layers, {steps_of(case)} steps"
+
+
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory, dataset):
     """All of CASES, and chapter 1 for each source: their folders by name.
@@ -167,16 +176,18 @@ def make_runs(folder, dataset):
     script.write_text(MANY)
     flags = ["--save-dir", folder, "-d", dataset, "-s", 32, "--lr", 1e-4, "--log-freq", 1]
     flags += ["--ckpt-freq", 99]
-    models = {
-        source: write_weights(folder / f"model-{source}", "llama", **config)
-        for source, (config, _) in SOURCES.items()
-    }
-    models |= {family: write_weights(folder / f"model-{family}", family) for family in FAMILIES}
+    alone = {single_of(case): case for case in CASES + FAMILY_CASES}
+    models = {}
+    for source, layers in {(case[3], layers_of(case)) for case in alone.values()}:
+        config = SOURCES[source][0] | {"num_hidden_layers": layers} if source in SOURCES else {}
+        family, path = "llama" if config else source, folder / f"model-{source}-{layers}"
+        models[source, layers] = write_weights(path, family, **config)
 
-    def described(name, chapter, source, steps, more):
+    def described(name, chapter, case, more):
+        source, steps = case[3], steps_of(case)
         origin = SOURCES[source][1] if source in SOURCES else ["--no-from-scratch"]
         steps = ["--max-steps", steps, "--eval-freq", steps // 2]
-        own = ["-e", name, "-m", models[source], *origin, *flags, *steps, *more]
+        own = ["-e", name, "-m", models[source, layers_of(case)], *origin, *flags, *steps, *more]
         env = {"MASTER_PORT": str(free_port()), "COMET_AUTO_LOG_DISABLE": "true"}
         (folder / name).mkdir()
         case = {"name": name, "script": str(chapter), "env": env, "folder": str(folder / name)}
@@ -188,21 +199,17 @@ def make_runs(folder, dataset):
         output = folder / f"{name}.txt"
         return Job(script, [file], output, processes) if processes else Run(script, [file], output)
 
-    alone = {(case[3], steps_of(case)) for case in CASES + FAMILY_CASES}
-    single = [
-        described(f"{source}, {steps} steps", CHAPTER_1, source, steps, ["-b", BATCH])
-        for source, steps in sorted(alone)
-    ]
+    single = [described(name, CHAPTER_1, case, ["-b", BATCH]) for name, case in alone.items()]
     jobs = [start("single", single)]
     for processes in (2, 4):
         cases = []
         for case in CASES + FAMILY_CASES:
-            ranks, size, schedule, source, more = case
+            ranks, size, schedule, _, more = case
             if ranks == processes:
                 count = size * (1 + (schedule in LOOPED))
                 own = ["-b", BATCH // count // (ranks // size), "--schedule", schedule]
                 own += ["--pipeline-parallel", size, *more]
-                cases.append(described(name_of(case), CHAPTER_7, source, steps_of(case), own))
+                cases.append(described(name_of(case), CHAPTER_7, case, own))
         jobs[-1].wait(500)
         jobs.append(start(f"on-{processes}", cases, processes))
     for job in jobs:
@@ -228,7 +235,7 @@ class Folder:
 def test_trains_what_chapter_1_trains(runs, case):
     """Losses, norms, held-out losses, every gradient, and the model in the end."""
     steps = steps_of(case)
-    single, run = (Folder(runs / name) for name in (f"{case[3]}, {steps} steps", name_of(case)))
+    single, run = (Folder(runs / name) for name in (single_of(case), name_of(case)))
     assert_same_losses(single, run, steps, **OFF)
     assert len(run.column("eval/loss")) == 2
     assert min(run.column("time/schedule_ms")) > 0
@@ -385,33 +392,19 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize("end", [RAISES, KILLED])
-def test_a_stage_that_fails_ends_the_job(tied, dataset, tmp_path, end):
+def test_a_stage_that_fails_ends_the_job(trainer, tied, tmp_path, end):
     """Within 30 seconds, with torchrun; the traceback says where."""
     line = '    batch = {"inputs_embeds" if x.is_floating_point()'
     trap = f"    global calls\n    calls += 1\n    if calls > 30 and is_last:\n        {end}\n"
     damages = {line: trap + line, "SCHEDULES = {": "calls = 0\nSCHEDULES = {"}
-    script = damaged(CHAPTER_7, tmp_path, damages)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    flags = ["-m", tied, "--from-scratch", "-d", dataset, "-s", 32, "-b", 1, "--eval-freq", 0]
-    flags += ["--log-freq", 1]
-    output = tmp_path / "output.txt"
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            [str(part) for part in (*command, script, *flags)], stdout=file, stderr=file
-        )
-        try:
-            deadline = time.monotonic() + 120
-            while "step 7/" not in output.read_text():
-                assert time.monotonic() < deadline, output.read_text()
-                assert process.poll() is None, output.read_text()
-                time.sleep(0.05)
-            begin = time.monotonic()
-            assert process.wait(30) != 0
-        finally:
-            process.kill()
+    command = [*ONE_NODE, damaged(CHAPTER_7, tmp_path, damages)]
+    launch = Forking(trainer, "output", command, "-m", tied, "-b", 1, "--eval-freq", 0)
+    launch.wait_for("step 7/")
+    begin = time.monotonic()
+    assert launch.wait(30) != 0
     print(f"ended after {time.monotonic() - begin:.1f} s")
-    text = output.read_text()
-    assert ("ValueError: a stage has failed" if end == RAISES else "SIGKILL") in text
+    sentence = "ValueError: a stage has failed" if end == RAISES else "SIGKILL"
+    assert sentence in launch.output
 
 
 # -- Wrong flags -----------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """tools/plot-runs.py: the pictures show what the records say, and can be read anywhere."""
 
-import importlib.util
 import json
 import statistics
 from pathlib import Path
@@ -11,20 +10,17 @@ from conftest import assert_one_sentence
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 from PIL import Image
-from runner import REPOSITORY, Run
+from runner import REPOSITORY, load, outcome
 
 TOOL = REPOSITORY / "tools" / "plot-runs.py"
 RECORDED = sorted((REPOSITORY / "benchmarks" / "demo-runs").iterdir())
 PICTURE = REPOSITORY / "docs" / "demo-runs.png"
 
-spec = importlib.util.spec_from_file_location("plot_runs", TOOL)
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+tool = load(TOOL)
 
 
 def plot(folder: Path, *arguments) -> tuple[int, str]:
-    run = Run(TOOL, arguments, folder / f"out-{len([*folder.glob('out-*')])}", cwd=folder)
-    return run.wait(), run.output
+    return outcome(folder, TOOL, *arguments, cwd=folder)
 
 
 def runs() -> dict[str, list[dict]]:

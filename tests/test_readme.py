@@ -3,7 +3,6 @@
 Their wording is free: the tests look for a number with its unit in the section that it belongs to.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -27,10 +26,12 @@ from runner import (
     CHAPTER_7,
     CHAPTER_8,
     REPOSITORY,
-    Job,
     Run,
+    load,
+    outcome,
 )
 from test_chapters import CONTINUES, STEPS, changed_code_lines, read
+from test_torchrun import FORKING
 from torch.distributed import run as torchrun
 from torch.distributed.distributed_c10d import Backend, _get_default_timeout
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -107,32 +108,29 @@ def test_demo_and_the_commands_after_it(tmp_path):
     accounted = [demo, *others, generate, plot, side_by_side, estimate, "-m pytest"]
     accounted += [c for c in COMMANDS if "--config" in c or "export-metrics.py" in c]
     assert all(c.endswith(tuple(accounted)) for c in COMMANDS)
-    env = os.environ | {"HF_HUB_OFFLINE": "1"}
 
-    def run(command: str, folder=tmp_path) -> subprocess.CompletedProcess:
-        options = {"env": env, "capture_output": True, "text": True, "timeout": 900}
-        done = subprocess.run(here(command), cwd=folder, **options)
-        assert done.returncode == 0, done.stderr
-        return done
+    def run(command: str, *flags, cwd=REPOSITORY) -> str:
+        """The command without the imports, and with forks as the workers of torchrun."""
+        program, *words = shlex.split(command.replace("outputs/", f"{tmp_path}/"))
+        words = [f"{REPOSITORY}/{word}" if word.endswith(".py") else word for word in words]
+        assert program in (".venv/bin/python", ".venv/bin/torchrun")
+        script = FORKING if program.endswith("torchrun") else words.pop(0)
+        status, output = outcome(tmp_path, script, *words, *flags, cwd=cwd, timeout=300)
+        assert status == 0, output
+        return output
 
     curves = {}
     for command, script in zip((demo, *others), CHAPTERS, strict=True):
-        given = shlex.split(command.partition(f" {script.parent.name}/train-llm.py ")[2])
-        processes = 1 if script == CHAPTER_1 else 2
-        launch = f"torchrun --standalone --nproc-per-node {processes} "
-        assert (launch in command) == (processes > 1)
-        steps = 100 if processes == 1 else 10
+        launch = f"torchrun --standalone --nproc-per-node 2 {script.parent.name}/"
+        assert (launch in command) == (script != CHAPTER_1)
+        steps = 60 if script == CHAPTER_1 else 10
         # Not into outputs/, where somebody's demo may stand
         flags = ["--save-dir", tmp_path, "--max-steps", steps]
-        if script == CHAPTER_2:  # the others start in the same way, so without the imports
-            command = command.replace(script.parent.name, str(script.parent))
-            output = run(f"{command} {shlex.join(map(str, flags))}").stderr
-        else:
-            kind = Run if processes == 1 else Job
-            more = () if processes == 1 else (processes,)
-            process = kind(script, [*given, *flags], tmp_path / "output.txt", *more, cwd=tmp_path)
-            assert process.wait(600) == 0, process.output
-            output = process.output
+        if script in (CHAPTER_4, CHAPTER_5):
+            flags += ["--eval-documents", 9]
+        if script == CHAPTER_5:  # rows in the order of other windows, which are read sooner
+            flags += ["--shuffle-window", 40]
+        output = run(command, *flags, cwd=tmp_path)
         assert "warning: " not in output.lower()
         name = f"demo-{script.parent.name[3:]}"
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
@@ -140,28 +138,31 @@ def test_demo_and_the_commands_after_it(tmp_path):
         # However long a run is to be, its learning rate rises for 40 steps.
         if platform.python_version() == "3.11.7":  # the text that the recorded runs read
             expected = [r["loss"] for r in recorded(name) if r["step"] <= min(steps, 40)]
-            assert losses[: len(expected)] == pytest.approx(expected, rel=1e-3)
+            tolerance = 0.02 if script == CHAPTER_5 else 1e-3
+            assert losses[: len(expected)] == pytest.approx(expected, rel=tolerance)
         curves[script] = losses
-    assert curves[CHAPTER_1][-1] < 6
-    curves.pop(CHAPTER_8)  # rounds the gradients
-    streams = {CHAPTER_4: curves.pop(CHAPTER_4), CHAPTER_5: curves.pop(CHAPTER_5)}
-    assert streams[CHAPTER_5] == pytest.approx(streams[CHAPTER_4], rel=1e-4)
+    assert curves[CHAPTER_1][-1] < 6.4
+    for script in (CHAPTER_4, CHAPTER_5, CHAPTER_8):  # other rows, or rounded gradients
+        curves.pop(script)
     for losses in curves.values():
         assert losses[:1] == pytest.approx(curves[CHAPTER_1][:1], rel=1e-4)
 
-    done = run(generate.replace("outputs/", f"{tmp_path}/"), folder=REPOSITORY)
+    # As it is, with its imports
+    command = here(generate.replace("outputs/", f"{tmp_path}/"))
+    options = {"env": os.environ | {"HF_HUB_OFFLINE": "1"}, "cwd": REPOSITORY, "timeout": 300}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.stdout.startswith("def ")
     assert len(done.stdout) > 200
     assert "self" in done.stdout
-    assert done.stderr == ""
+    assert (done.returncode, done.stderr) == (0, "")
 
-    run(plot.replace("outputs/", f"{tmp_path}/"), folder=REPOSITORY)
+    run(plot)
     assert (tmp_path / "demo.png").exists()
     assert (tmp_path / "demo.svg").exists()
     # The model's config is on the Hub.
     estimate = estimate.replace("meta-llama/Llama-3.2-1B", f"{REPOSITORY}/tiny-llama")
-    assert run(estimate, folder=REPOSITORY).stdout.count("| largest batch ") == 4
-    run(f"{side_by_side} -o {tmp_path}/page.html", folder=REPOSITORY)
+    assert run(estimate).count("| largest batch ") == 4
+    run(side_by_side, "-o", tmp_path / "page.html")
     assert "03-fsdp/train-llm.py" in (tmp_path / "page.html").read_text()
 
 
@@ -496,11 +497,7 @@ class Estimator:
     """GB per device at the fullest moment, by tools/estimate-memory.py."""
 
     def __init__(self):
-        path = REPOSITORY / "tools" / "estimate-memory.py"
-        spec = importlib.util.spec_from_file_location("estimator_of_the_readme", path)
-        self.tool = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = self.tool
-        spec.loader.exec_module(self.tool)
+        self.tool = load(REPOSITORY / "tools" / "estimate-memory.py")
 
     def trace(self, config, *flags):
         with pytest.MonkeyPatch.context() as patch:
@@ -731,10 +728,9 @@ def test_figures_of_the_recorded_demos():
     assert rows in section("docs/demos.md", "Measured"), f"paste these rows there:\n{rows}"
     text = section(READMES[0], "Where the time of a step goes")
     assert has_number(text, phases), f"paste the times into {READMES[0]}: {phases}"
-    one, *others = (recorded(run) for run in RUNS)
-    for other in others:  # the curves coincide
-        for name in ("loss", "eval/loss"):
-            curves = [[r[name] for r in records if name in r] for records in (one, other)]
+    for pair in (RUNS[:2], RUNS[1:], ("demo-streaming", "demo-multi-node")):
+        for name in ("loss", "eval/loss"):  # the curves coincide
+            curves = [[r[name] for r in recorded(run) if name in r] for run in pair]
             assert len(curves[0]) == (40 if name == "loss" else 4)
             assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 

@@ -1,6 +1,5 @@
 """tools/side-by-side.py: what the page says, and what a real browser makes of it."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -10,7 +9,7 @@ import time
 
 import pytest
 from conftest import assert_one_sentence
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, load
 from test_chapters import changes
 
 TOOL = REPOSITORY / "tools" / "side-by-side.py"
@@ -19,9 +18,7 @@ TEXTS = [chapter.read_text() for chapter in CHAPTERS]
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
 
-spec = importlib.util.spec_from_file_location("side_by_side", TOOL)
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+tool = load(TOOL)
 
 LINES = [text.splitlines() for text in TEXTS]
 PARENTS = [None, 0, 1]
@@ -286,7 +283,6 @@ def assert_in_view(page, element) -> None:
     """Below the title of its column, and in the window."""
     title = "[...document.querySelectorAll('.column > h2')].map((x) => x.getBoundingClientRect())"
     bottom = max(box["bottom"] for box in page.evaluate(f"{title}.map((x) => x.toJSON())"))
-    page.wait_for_timeout(50)
     top = element.bounding_box()["y"]
     assert bottom <= top <= page.viewport_size["height"] - 20
 

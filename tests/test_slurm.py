@@ -59,7 +59,7 @@ class Slurm:
         facts = {"host": socket.gethostname().partition(".")[0], "user": getpass.getuser()}
         facts["ports"] = [free_port() for _ in range(3)]
         # slurm.sh derives the port of a job from its number, so numbers begin at a free port.
-        facts["first_job"], *_ = [free_port() % 10_000 for _ in range(4)]
+        facts["first_job"], *_ = [free_port() % 10_000 for _ in range(5)]
         conf.write_text(CONFIG.format(folder=folder, **facts))
         # A session inside a job of another Slurm has its variables.
         self.env = {name: x for name, x in (CLEAN | ACTIVE).items() if not name.startswith("SLURM")}
@@ -113,7 +113,7 @@ class Slurm:
         while not condition():
             late = time.monotonic() > end or any(daemon.poll() for daemon in self.daemons)
             assert not late, f"no {name} within {timeout} s\n{self.report()}"
-            time.sleep(0.1)
+            time.sleep(0.3)
 
     def report(self) -> str:
         files = [*self.work.glob("*.log"), *self.folder.glob("*.txt"), *self.folder.glob("*.log")]
@@ -182,7 +182,7 @@ def records(folder: Path) -> list[dict]:
     return exact([json.loads(line) for line in (folder / "metrics.jsonl").open()])
 
 
-def test_a_job_runs_to_its_end(slurm, trainer):
+def runs_to_its_end(slurm, trainer):
     """Chapter 3 on two nodes; a name with a space, and a folder relative to the caller's."""
     flags = ["--max-steps", 3, "--eval-freq", 0]
     defaults = trainer.defaults("a run")
@@ -191,7 +191,7 @@ def test_a_job_runs_to_its_end(slurm, trainer):
     assert job.show("ExitCode") == "0:0"
     port = 20_000 + int(job.number) % 10_000
     assert f"Nodes: 127.0.0.1 127.0.0.2; endpoint 127.0.0.1:{port}" in job.log()
-    logs = sorted(file.name for file in slurm.work.glob("*.log"))
+    logs = [file.name for file in slurm.work.glob(f"slurm-{job.number}*.log")]
     assert len(logs) == 3
     for node in "01":
         assert any(re.fullmatch(rf"slurm-{job.number}-{node}-[^-]+.*\.log", log) for log in logs)
@@ -201,17 +201,38 @@ def test_a_job_runs_to_its_end(slurm, trainer):
     assert records(slurm.work / "runs" / "a run") == records(trainer.folder / "undisturbed")
 
 
+def fails(slurm, trainer):
+    """The status of the job is that of the run, and its log names the logs with the cause."""
+    wrong = BatchJob(slurm, [], "9", "--demo")
+    failing = BatchJob(slurm, TWO_NODES, "02", *trainer.defaults("fails"), "-d", "/nowhere/*.txt")
+    wrong.end("FAILED")
+    assert wrong.show("ExitCode") == "2:0"
+    assert_one_sentence(wrong.log(0), f"there is no chapter 9: take one of {' '.join(CHAPTERS)}")
+    failing.end("FAILED")
+    assert failing.show("ExitCode") == "1:0"
+    assert "error: cannot load the dataset /nowhere/*.txt" in failing.output
+    logs = f"slurm-{failing.number}-*.log"
+    assert f"error: the run ended with status 1: {logs} say why" in failing.log()
+    assert failing.show("Restarts") == "0"
+
+
 def test_time_limit_requeue_and_scancel(slurm, trainer):
-    """The run saves before the limit, is queued again, and goes on exactly. scancel saves, too."""
+    """The run saves before the limit, is queued again, and goes on exactly. scancel saves, too.
+
+    Meanwhile, other jobs on the same nodes run to their end, or fail.
+    """
     # Slurm looks at the clock every 30 s, and so sends the signal 29 to 59 s after the start.
     limit = ["--time", 1, "--signal", "B:USR1@1"]
     flags = ["--num-epochs", 100_000, "--lr-scheduler", "constant", "--eval-freq", 0]
     flags += ["--gradient-accumulation-steps", 4, "--ckpt-freq", 100, "--keep-checkpoints", 1000]
     job = BatchJob(slurm, TWO_NODES + limit, "02", *trainer.defaults("run"), *flags)
+    job.wait_for("step 1/")
+    runs_to_its_end(slurm, trainer)
+    fails(slurm, trainer)
     # Where a start takes longer, the first attempts end without a step.
     job.wait_for("Continuing from", timeout=300)
     stops = r"Stopped after step (\d+)"
-    (stop,) = map(int, re.findall(stops, job.output))
+    stop, *_ = map(int, re.findall(stops, job.output))
     assert int(job.show("Restarts")) >= 1
     assert job.log().count("Nodes: ") == int(job.show("Restarts")) + 1, "one log for all attempts"
     assert "The time limit is near: the run saves, and the job is queued again" in job.log()
@@ -233,21 +254,6 @@ def test_time_limit_requeue_and_scancel(slurm, trainer):
     trainer(*flags, "--max-steps", last, name="undisturbed", processes=2)
     assert records(trainer.folder / "run") == records(trainer.folder / "undisturbed")
     assert len(records(trainer.folder / "run")) == last
-
-
-def test_a_failing_job(slurm, trainer):
-    """The status of the job is that of the run, and its log names the logs with the cause."""
-    wrong = BatchJob(slurm, [], "9", "--demo")
-    failing = BatchJob(slurm, TWO_NODES, "02", *trainer.defaults("run"), "-d", "/nowhere/*.txt")
-    wrong.end("FAILED")
-    assert wrong.show("ExitCode") == "2:0"
-    assert_one_sentence(wrong.log(0), f"there is no chapter 9: take one of {' '.join(CHAPTERS)}")
-    failing.end("FAILED")
-    assert failing.show("ExitCode") == "1:0"
-    assert "error: cannot load the dataset /nowhere/*.txt" in failing.output
-    logs = f"slurm-{failing.number}-*.log"
-    assert f"error: the run ended with status 1: {logs} say why" in failing.log()
-    assert failing.show("Restarts") == "0"
 
 
 def test_a_run_without_a_name_is_not_queued_again(slurm, trainer):

@@ -1,24 +1,29 @@
 """tools/step-timeline.py: the lanes hold what the profiler has seen, and nothing else."""
 
-import importlib.util
+import subprocess
 from collections import Counter
 from itertools import pairwise
 
 import pytest
 from conftest import TINY_LLAMA, assert_one_sentence
 from PIL import Image
-from runner import REPOSITORY
+from runner import REPOSITORY, load, outcome
+from test_torchrun import FORKING
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TOOL = REPOSITORY / "tools" / "step-timeline.py"
 
-spec = importlib.util.spec_from_file_location("step_timeline", TOOL)
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+tool = load(TOOL)
 
 
 def test_a_step_of_chapter_2(tmp_path):
-    """One run through torchrun, as a user starts it: PNG, SVG, collectives, phases and clocks."""
+    """One run through torchrun: PNG, SVG, collectives, phases and clocks."""
+
+    def run(command, **_):
+        assert command[1:3] == ["-m", "torch.distributed.run"]
+        status, output = outcome(tmp_path, FORKING, *command[3:])
+        return subprocess.CompletedProcess(command, status, stderr=output)
+
     seen, steps = [], []
     read_steps, draw = tool.read_steps, tool.draw
     file = tmp_path / "step.png"
@@ -26,6 +31,7 @@ def test_a_step_of_chapter_2(tmp_path):
     arguments += ["-d", str(REPOSITORY / "02-ddp" / "*.py")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", [str(TOOL), *arguments])
+        patch.setattr("subprocess.run", run)
         patch.setattr(tool, "read_steps", lambda e: (seen.append(e), read_steps(e))[1])
         patch.setattr(tool, "draw", lambda *given: (steps.append(given), draw(*given))[1])
         tool.main()

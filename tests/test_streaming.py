@@ -1,20 +1,18 @@
 """Chapter 4 reads a stream: every row once, in an order that a resumed run repeats."""
 
 import http.server
-import importlib.util
 import json
 import random
 import re
 import shutil
-import sys
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_one_sentence, exact
-from runner import CHAPTER_3, CHAPTER_4
+from conftest import assert_one_sentence, exact, take_over
+from runner import CHAPTER_3, CHAPTER_4, load
 from test_fsdp import save_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
@@ -84,18 +82,11 @@ def stream(trainer, files, held_out):
     return run
 
 
-def take_over(origin, trainer, name: str, step: int) -> None:
-    """A run's folder as it was after this step."""
-    folder = trainer.folder / name
-    checkpoint = f"step-{step:08d}"
-    shutil.copytree(origin.folder / checkpoint, folder / checkpoint)
-
-
 def test_two_resumes_in_a_row_across_passes(stream, trainer):
     """They read what an undisturbed run reads, also where the packer has a rest."""
-    flags = ["--max-steps", 50, "--ckpt-freq", 1, "--keep-checkpoints", 99, "--eval-freq", 50]
+    flags = ["--max-steps", 50, "--keep-checkpoints", 99, "--eval-freq", 50]
     flags += ["--shuffle-window", 20, "-b", 4]
-    origin = stream(*flags, name="origin")
+    origin = stream(*flags, "--ckpt-freq", 1, name="origin")
     passes = origin.column("epoch")
     assert passes[0] == 0
     assert passes[-1] == 1
@@ -103,7 +94,7 @@ def test_two_resumes_in_a_row_across_passes(stream, trainer):
     for first, second in ((3, turn - 1), (turn, turn + 1)):
         name = f"from-{first}"
         take_over(origin, trainer, name, first)
-        resumed = stream(*flags, name=name)
+        resumed = stream(*flags, "--ckpt-freq", second, name=name)
         assert exact(resumed.records) == exact(origin.records)
         take_over(resumed, trainer, f"{name}-{second}", second)
         again = stream(*flags, name=f"{name}-{second}")
@@ -199,7 +190,7 @@ def test_each_document_once_in_a_pass(stream, weights, processes, steps, left):
 
 def test_the_first_documents_only(stream, trainer, weights):
     """In the order of the files, over all ranks; also where a run resumes."""
-    flags = ["--packing", "trunc", "-b", 1, "--max-steps", 24, "--eval-freq", 0, "--ckpt-freq", 1]
+    flags = ["--packing", "trunc", "-b", 1, "--max-steps", 24, "--eval-freq", 0, "--ckpt-freq", 7]
     flags += ["--shuffle-window", 4, "--keep-checkpoints", 99, "--max-documents", 25]
     run = stream(*flags, name="origin")
     tokenizer = AutoTokenizer.from_pretrained(weights)
@@ -227,14 +218,6 @@ def test_pack_trains_what_chapter_3_trains(stream, trainer, dataset, weights):
     ids = [i for text in texts for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
     samples = {tuple(ids[i : i + 32]) for i in range(0, len(ids) - 31, 32)}
     assert {tuple(row.tolist()) for row in rows} <= samples
-
-
-def load_chapter():
-    spec = importlib.util.spec_from_file_location("chapter_4", CHAPTER_4)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chapter_4"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def reference_rows(documents: list[list[int]], packing: str, length: int) -> list[list[int]]:
@@ -271,7 +254,7 @@ def test_packing_strategies(packing):
     lengths = [1, 8, 9, 7, 16, 17, *(chance.randint(1, 40) for _ in range(200))]
     documents = [[chance.randint(0, 999) for _ in range(length)] for length in lengths]
     args = SimpleNamespace(packing=packing, seq_length=8, shuffle_window=50, seed=0)
-    chapter = load_chapter()
+    chapter = load(CHAPTER_4)
     stream = Documents({"input_ids": ids} for ids in documents)
     windows = chapter.text_windows(stream, chapter.START, args)
     rows = chapter.Stream(windows, chapter.START).rows

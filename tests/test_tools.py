@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from conftest import TINY_LLAMA, assert_one_sentence
-from runner import CHAPTER_3, REPOSITORY, Run
+from runner import CHAPTER_3, REPOSITORY, outcome
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 GENERATE = REPOSITORY / "tools" / "generate.py"
@@ -38,8 +38,7 @@ def test_tiny_llama():
 
 
 def generate(folder, *arguments):
-    run = Run(GENERATE, arguments, folder / f"out-{len(list(folder.glob('out-*')))}")
-    return run.wait(), run.output
+    return outcome(folder, GENERATE, *arguments)
 
 
 def test_generate(trainer, tmp_path):

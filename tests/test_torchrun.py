@@ -14,45 +14,56 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import assert_same_losses, assert_same_model, exact
-from runner import CHAPTER_2, CHAPTER_3, free_port
+from runner import CHAPTER_2, CHAPTER_3, REPOSITORY, Run, free_port
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
+FORKING = REPOSITORY / "tests" / "forking.py"
 
 
 class Launch:
     """A torchrun with its workers."""
 
-    def __init__(
-        self, trainer, output: str, torchrun: list, *flags, script=(CHAPTER_2,), name="run"
-    ):
+    def __init__(self, trainer, output: str, command: list, *flags, name="run", env=None):
         self.folder, self.file = trainer.folder / name, trainer.folder / output
-        flags = [*trainer.defaults(name), *flags]
-        command = [TORCHRUN, *torchrun, *script, *flags]
-        env = os.environ | {"COMET_AUTO_LOG_DISABLE": "true", "OMP_NUM_THREADS": "1"}
+        env = (env or os.environ) | {"COMET_AUTO_LOG_DISABLE": "true"}
+        command = [*command, *trainer.defaults(name), *flags]
         with self.file.open("w") as file:
             self.process = subprocess.Popen(
-                [str(part) for part in command], stdout=file, stderr=subprocess.STDOUT, env=env
+                [str(part) for part in command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=env,
+                cwd=trainer.folder,
             )
 
     @property
     def output(self) -> str:
         return self.file.read_text()
 
+    @property
+    def status(self) -> int | None:
+        return self.process.poll()
+
     def wait_for(self, text: str, timeout: float = 120) -> None:
         end = time.monotonic() + timeout
         while text not in self.output:
-            assert self.process.poll() is None, f"ended before {text!r}:\n{self.output}"
+            assert self.status is None, f"ended before {text!r}:\n{self.output}"
             assert time.monotonic() < end, f"no {text!r} within {timeout} s:\n{self.output}"
             time.sleep(0.02)
 
     def wait(self, timeout: float = 240) -> int:
-        try:
-            return self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
-            self.process.kill()
-            raise TimeoutError(f"still running after {timeout} s:\n{self.output}") from None
+        end = time.monotonic() + timeout
+        while self.status is None:
+            if time.monotonic() > end:
+                for child in psutil.Process(self.process.pid).children(recursive=True):
+                    child.kill()
+                self.process.kill()
+                raise TimeoutError(f"still running after {timeout} s:\n{self.output}")
+            time.sleep(0.02)
+        return self.status
+
+    def signal(self, signum: int) -> None:
+        os.kill(self.process.pid, signum)
 
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children()
@@ -63,6 +74,21 @@ class Launch:
 
     def column(self, name: str) -> list[float]:
         return [record[name] for record in self.records if name in record]
+
+
+class Forking(Launch):
+    """The same as a fork of the server of runner.py, and so are its workers."""
+
+    def __init__(self, trainer, output: str, command: list, *flags, name="run", **options):
+        self.folder, self.file = trainer.folder / name, trainer.folder / output
+        env = {"COMET_AUTO_LOG_DISABLE": "true"} | options.pop("env", {})
+        arguments = [*command, *trainer.defaults(name), *flags]
+        self.file.touch()
+        self.process = Run(FORKING, arguments, self.file, env=env, **options).process
+
+    @property
+    def status(self) -> int | None:
+        return self.process.exitcode
 
 
 ONE_NODE = ["--standalone", "--nproc-per-node", 2]
@@ -84,13 +110,14 @@ def kill_twice(launch: Launch, step: int) -> None:
         end = time.monotonic() + 60
         while launch.output.count("Continuing from") < number:
             assert time.monotonic() < end, f"no restart within 60 s:\n{launch.output}"
-            assert launch.process.poll() is None, launch.output
+            assert launch.status is None, launch.output
             time.sleep(0.02)
 
 
 def test_killed_workers_come_back(trainer, undisturbed):
     """Twice, without any variable; the job goes on from its last checkpoint, exactly."""
-    launch = Launch(trainer, "output", [*ONE_NODE, "--max-restarts", 3], *FLAGS)
+    command = [TORCHRUN, *ONE_NODE, "--max-restarts", 3, CHAPTER_2]
+    launch = Launch(trainer, "output", command, *FLAGS)
     kill_twice(launch, 40)
     assert launch.wait(60) == 0, launch.output
     assert launch.output.count("Continuing from") == 2
@@ -102,8 +129,8 @@ def test_killed_workers_of_chapter_3_come_back(trainer):
     """Here the checkpoint is that of all ranks, and maybe not yet complete."""
     flags = ["--max-steps", 60, "--ckpt-freq", 10, "--eval-freq", 30]
     undisturbed = trainer(*flags, name="undisturbed", processes=2, script=CHAPTER_3)
-    torchrun = [*ONE_NODE, "--max-restarts", 3]
-    launch = Launch(trainer, "output", torchrun, *flags, script=(CHAPTER_3,))
+    command = [*ONE_NODE, "--max-restarts", 3, CHAPTER_3]
+    launch = Forking(trainer, "output", command, *flags)
     kill_twice(launch, 20)
     assert launch.wait(60) == 0, launch.output
     assert launch.output.count("Continuing from") == 2
@@ -112,9 +139,9 @@ def test_killed_workers_of_chapter_3_come_back(trainer):
 
 
 def test_sigterm_saves_and_the_run_goes_on_exactly(trainer, undisturbed):
-    launch = Launch(trainer, "output", ONE_NODE, *FLAGS)
+    launch = Forking(trainer, "output", [*ONE_NODE, CHAPTER_2], *FLAGS)
     launch.wait_for("step 30/160")
-    launch.process.send_signal(signal.SIGTERM)
+    launch.signal(signal.SIGTERM)
     assert launch.wait(30) != 0
     newest = max(launch.folder.glob("step-*"))
     step = json.loads((newest / "state.json").read_text())["step"]
@@ -147,7 +174,7 @@ def test_one_rank_raises(trainer, tmp_path):
     """The job ends at once, and the last that torchrun prints is the traceback of that rank."""
     script = tmp_path / "breaking.py"
     script.write_text(BREAKING)
-    launch = Launch(trainer, "output", ONE_NODE, *FLAGS, script=(script, CHAPTER_2))
+    launch = Launch(trainer, "output", [TORCHRUN, *ONE_NODE, script, CHAPTER_2], *FLAGS)
     launch.wait_for("step 5/160")
     begin = time.monotonic()
     assert launch.wait(30) != 0
@@ -160,47 +187,55 @@ def test_one_rank_raises(trainer, tmp_path):
 
 def test_a_mistake_ends_the_job(trainer):
     """One rank says the sentence. The others wait for it, and torchrun ends them."""
-    launch = Launch(trainer, "output", ONE_NODE, "-d", "/nowhere/*.txt")
+    launch = Forking(trainer, "output", [*ONE_NODE, CHAPTER_2], "-d", "/nowhere/*.txt")
     assert launch.wait(60) != 0
     assert launch.output.count("error: cannot load the dataset /nowhere/*.txt") == 1
 
 
-def nodes(trainer, count: str, *flags, name: str, script=(CHAPTER_2,)):
-    """Torchruns that meet on this machine, one after the other, as if each were on its own."""
+def nodes(trainer, count: str, *flags, name: str, script=CHAPTER_2):
+    """Starts torchruns that meet on this machine, one with each call, with `Run`'s options."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
-    options = [*meeting, "--rdzv-id", "test", "--nnodes", count, "--local-addr", "localhost"]
-    options += ["--rdzv-conf", "last_call_timeout=1"]  # not 30 s for nodes that may still come
-    for node in itertools.count():
-        torchrun = [*options, "--nproc-per-node", 1, "--max-restarts", 3]
-        yield Launch(trainer, f"{name}-{node}.txt", torchrun, *flags, script=script, name=name)
+    meeting += ["--rdzv-id", "test", "--nnodes", count, "--local-addr", "localhost"]
+    meeting += ["--rdzv-conf", "last_call_timeout=1"]  # not 30 s for nodes that may still come
+    command = [*meeting, "--nproc-per-node", 1, "--max-restarts", 3, script]
+    numbers = itertools.count()
+
+    def start(**options):
+        output = f"{name}-{next(numbers)}.txt"
+        return Forking(trainer, output, command, *flags, name=name, **options)
+
+    return start
 
 
 def test_two_nodes(trainer):
     flags = ["--max-steps", 30, "--eval-freq", 10, "--lr", 1e-3]
     single = trainer(*flags, "-b", 8, name="single")
-    first, second = itertools.islice(nodes(trainer, "2", *flags, name="two"), 2)
+    start = nodes(trainer, "2", *flags, name="two")
+    first, second = start(), start()
     assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
     assert_same_losses(single, first, 30)
 
 
-def test_a_second_node_joins(trainer, monkeypatch):
+# Without this a node that joins later waits in vain for the address of rank 0 (torch 2.13).
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def test_a_second_node_joins(trainer):
     """The first trains alone, saves when the second arrives, and both go on at the next sample."""
-    # Without this a node that joins later waits in vain for the address of rank 0 (torch 2.13).
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    both = nodes(trainer, "1:2", "--num-epochs", 1000, "--eval-freq", 0, name="run")
-    first = next(both)
+    start = nodes(trainer, "1:2", "--num-epochs", 1000, "--eval-freq", 0, name="run")
+    first = start(env=OWN_STORE)
     first.wait_for("step 5/")
-    second = next(both)
+    second = start(env=OWN_STORE)
     first.wait_for("the same command continues")
     step = int(re.findall(r"Stopped after step (\d+)", first.output)[0])
     joined = None
     while not joined:
         outputs = [launch.output.partition("Continuing from")[2] for launch in (first, second)]
         joined = any(f"step {step + 5}/" in output for output in outputs)
-        assert first.process.poll() is second.process.poll() is None, first.output + second.output
+        assert first.status is second.status is None, first.output + second.output
         time.sleep(0.1)
     for launch in (first, second):
-        launch.process.send_signal(signal.SIGTERM)
+        launch.signal(signal.SIGTERM)
     assert 0 not in (first.wait(), second.wait())
     (state,) = [json.loads(file.read_text()) for file in first.folder.glob("step-*/state.json")][
         -1:

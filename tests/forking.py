@@ -1,0 +1,66 @@
+"""Programs as forks of a process that has imported what they need.
+
+As a script, for `Run`, this is torchrun, with forks as its workers. `patch` is for scripts that
+start Python's programs with `subprocess.run`.
+"""
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+from torch.distributed import run
+
+
+def run_script(*arguments):
+    weakref.finalize._registry.clear()  # the temporary folders of the process that has forked
+    sys.argv = [*arguments]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+
+
+def torchrun(*arguments):
+    run.run_script_path = run_script
+    run.main(["--run-path", "--start-method", "fork", *arguments])
+
+
+def become(arguments, env, files):
+    for number, file in enumerate(files, start=1):
+        os.dup2(file.fileno(), number)
+    os.environ.update(env)
+    if arguments[:2] == ["-m", "torch.distributed.run"]:
+        torchrun(*arguments[2:])
+    else:
+        run_script(*arguments)
+
+
+def patch():
+    original = subprocess.run
+
+    def fork(command, env=os.environ, check=False, **options):
+        if command[0] != sys.executable:
+            return original(command, env=env, check=check, **options)
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            context = multiprocessing.get_context("fork")
+            process = context.Process(target=become, args=(command[1:], env, [out, err]))
+            process.start()
+            process.join()
+            texts = [os.pread(file.fileno(), 10**8, 0).decode() for file in (out, err)]
+        done = subprocess.CompletedProcess(command, process.exitcode, *texts)
+        if check:
+            done.check_returncode()
+        return done
+
+    subprocess.run = fork
+
+
+if __name__ == "__main__":
+    torchrun(*sys.argv[1:])
