@@ -393,7 +393,7 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 
 @pytest.mark.parametrize("end", [RAISES, KILLED])
 def test_a_stage_that_fails_ends_the_job(trainer, tied, tmp_path, end):
-    """Within 30 seconds, with torchrun; the traceback says where."""
+    """Within 30 seconds, with torchrun; the output says why."""
     line = '    batch = {"inputs_embeds" if x.is_floating_point()'
     trap = f"    global calls\n    calls += 1\n    if calls > 30 and is_last:\n        {end}\n"
     damages = {line: trap + line, "SCHEDULES = {": "calls = 0\nSCHEDULES = {"}
@@ -403,8 +403,9 @@ def test_a_stage_that_fails_ends_the_job(trainer, tied, tmp_path, end):
     begin = time.monotonic()
     assert launch.wait(30) != 0
     print(f"ended after {time.monotonic() - begin:.1f} s")
-    sentence = "ValueError: a stage has failed" if end == RAISES else "SIGKILL"
-    assert sentence in launch.output
+    # If the other rank notices the closed connection first, torchrun reports its error.
+    sentences = ["a stage has failed"] if end == RAISES else ["SIGKILL", "remote worker"]
+    assert any(sentence in launch.output for sentence in sentences)
 
 
 # -- Wrong flags -----------------------------------------------------------------------------------
