@@ -365,7 +365,7 @@ def plot(args, folder: Path) -> None:
     for axes in (by_bytes, by_time):
         axes.grid(color="#dddddd")
         axes.spines[["top", "right"]].set_visible(False)
-    by_bytes.legend(frameon=False)
+    by_time.legend(*by_bytes.get_legend_handles_labels(), frameon=False, loc="upper right")
     figure.savefig(args.output.with_suffix(".png"), dpi=110)
     print(f"wrote {args.output.with_suffix('.png')}")
 
