@@ -281,13 +281,11 @@ def build_model(args, config, device, checkpoint):
     model.is_custom_code = lambda: False
     with AsOnOneDevice():
         model.init_weights()  # as Transformers does, but directly on the GPU
-    with suppress(OSError):  # FSDP: as from_pretrained does; many models lack this file
-        model.generation_config = transformers.GenerationConfig.from_pretrained(args.model_name)
-    if not (checkpoint or args.from_scratch):
+    if not args.from_scratch:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
         with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
             # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
-            load_weights(model, args.model_name)
+            load_weights(model, args.model_name, checkpoint)
     for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
         buffer.data = buffer.to(device)
     if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
@@ -331,19 +329,24 @@ def weights_of(model):
     return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
 
 
-def load_weights(model, name):
-    """Fills the shards of this rank with the weights of a folder or of the Hub."""
+def load_weights(model, name, checkpoint):
+    """Fills the shards of this rank with the weights of a folder or of the Hub, as from_pretrained.
+
+    A checkpoint replaces them. Then only the names in the files matter, for the names in final/.
+    """
+    with suppress(OSError):  # many models lack this file
+        model.generation_config = transformers.GenerationConfig.from_pretrained(name)
     folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
     saved = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
-    prefix = f"{model.base_model_prefix}."  # some files have the names of the model without it
-    shards = {n if n in saved else n.removeprefix(prefix): x for n, x in weights_of(model).items()}
+    shards = weights_of(model)
     if set(shards) <= set(saved):
-        return dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
+        return checkpoint or dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
     # FSDP: Some families have other names in the files, or merge tensors (the experts of a layer).
     # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
-    whole = from_files(name).state_dict() if RANK == 0 else {}
-    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state_dict.set_model_state_dict(model, whole, options=options)
+    whole = from_files(name) if RANK == 0 else model
+    model._weight_conversions = getattr(whole, "_weight_conversions", None)  # for save_pretrained
+    opts = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    state_dict.set_model_state_dict(model, whole.state_dict(), options=opts)
 
 
 def from_files(name):

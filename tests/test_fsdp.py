@@ -238,12 +238,18 @@ def assert_same_folder(one, other) -> None:
 def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
     """As chapter 1 to the last place of a random weight, on 3 ranks, which divide nothing here."""
     folder = write_model(tmp_path / "model", model_type=family, **FAMILIES[family])
+    (folder / "generation_config.json").write_text('{"max_new_tokens": 7}')
     flags = ["--max-steps", 3, "--lr", 1e-3]
     single = trainer(*flags, "-m", folder, "-b", 6, name="single")
     file = tmp_path / "logits"
     options = {"processes": 3, "before": WATCH, "env": {"LOGITS": str(file)}} | FSDP
     fsdp = trainer(*flags, "-m", folder, "-b", 2, name="fsdp", **options)
     assert_same_losses(single, fsdp, 3, **OFF)
+
+    # From scratch, chapter 1 ignores this file, so it is not in final/
+    generation = [run.folder / "final" / "generation_config.json" for run in (single, fsdp)]
+    assert "max_new_tokens" not in generation[0].read_text()
+    assert generation[0].read_text() == generation[1].read_text()
 
     # What final/ holds is the sharded model, which is chapter 1's
     final = AutoModelForCausalLM.from_pretrained(fsdp.folder / "final").eval()
@@ -280,6 +286,27 @@ def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
     assert index["weight_map"].keys() == tensors_of(fsdp.folder / "final").keys()
     generation = json.loads((fsdp.folder / "final" / "generation_config.json").read_text())
     assert generation["max_new_tokens"] == 7
+
+
+def test_final_has_the_prefix_of_the_files(trainer, tmp_path):
+    """A text model in the files of a model with images: also after a resume, as in chapter 1."""
+    shape = SIZE | {"model_type": "qwen3_5_text", "num_key_value_heads": 1, "head_dim": 16}
+    folder = write_model(tmp_path / "model", **shape, layer_types=["full_attention"] * 2)
+    save_weights(folder, torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {n.replace("model.", "model.language_model.", 1): x for n, x in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    flags = ["-m", folder, "--no-from-scratch", "--lr", 1e-3]
+    for steps in (1, 2):
+        single = trainer(*flags, "--max-steps", steps, "-b", 4, name="single")
+        options = {"name": "fsdp", "processes": 2} | FSDP
+        fsdp = trainer(*flags, "--max-steps", steps, "-b", 2, **options)
+        assert_same_losses(single, fsdp, steps, **OFF)
+        finals = [tensors_of(run.folder / "final") for run in (single, fsdp)]
+        assert finals[0].keys() == finals[1].keys() == tensors.keys()
+        for name, tensor in finals[0].items():
+            torch.testing.assert_close(tensor, finals[1][name], rtol=1e-3, atol=1e-5)
+    assert "Continuing from" in fsdp.output
 
 
 PEAK = """

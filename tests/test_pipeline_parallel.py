@@ -330,11 +330,18 @@ def test_resume_on_other_stages(trainer, tied):
             assert_same_losses(origin, back, 4, **OFF)
 
 
-def test_final_is_the_folder_of_chapter_1(trainer, tied):
+def test_final_is_the_folder_of_chapter_1(trainer, tied, tmp_path):
     """To the last bit: a learning rate of 0 leaves the weights that were read."""
-    flags = ["-m", tied, "--no-from-scratch", "--max-steps", 1, "--lr", 0, "--eval-freq", 0]
-    single = trainer(*flags, "-b", 4, name="single")
-    run = trainer(*flags, "-b", 1, name="split", processes=4, **PP)
+    flags = ["--no-from-scratch", "--max-steps", 1, "--lr", 0, "--eval-freq", 0]
+    single = trainer(*flags, "-m", tied, "-b", 4, name="single")
+    run = trainer(*flags, "-m", tied, "-b", 1, name="split", processes=4, **PP)
+    assert_same_folder(single.folder / "final", run.folder / "final")
+    # Files with other names: rank 0 reads them all, and each stage gets its own
+    shutil.copytree(tied, tmp_path / "other")
+    tensors = load_file(tied / "model.safetensors")
+    tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
+    save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    run = trainer(*flags, "-m", tmp_path / "other", "-b", 2, name="other", processes=2, **PP)
     assert_same_folder(single.folder / "final", run.folder / "final")
 
 
