@@ -391,8 +391,8 @@ def load_weights(model, name, checkpoint):
     # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
     whole = from_files(name) if RANK == 0 else model
     model._weight_conversions = getattr(whole, "_weight_conversions", None)  # for save_pretrained
-    opts = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    state_dict.set_model_state_dict(model, whole.state_dict(), options=opts)
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    state_dict.set_model_state_dict(model, whole.state_dict(), options=how)
 
 
 def from_files(name):
