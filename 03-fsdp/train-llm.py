@@ -83,11 +83,11 @@ def main():
     run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
 
     # Data, model, optimizer.
+    config, tokenizer = load_config_and_tokenizer(args)
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if os.environ["LOCAL_RANK"] != "0":
         dist.barrier(patient_group)
-    config, tokenizer = load_config_and_tokenizer(args)
     train_samples, eval_samples = load_samples(args, tokenizer, global_batch)
     if os.environ["LOCAL_RANK"] == "0":
         dist.barrier(patient_group)

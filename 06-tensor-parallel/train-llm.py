@@ -92,7 +92,7 @@ def main():
     run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
 
     # Data, model, optimizer.
-    config, tokenizer = load_config_and_tokenizer(args)  # TP: on all ranks, for check_plan
+    config, tokenizer = load_config_and_tokenizer(args)
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     check_plan(config, args)  # TP: on all ranks at once, so that none waits for one that has left
