@@ -79,7 +79,7 @@ def main():
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     global_batch = args.batch_size * accumulation * WORLD_SIZE
     torch.manual_seed(args.seed)  # for random initial weights
-    transformers.logging.disable_progress_bar()  # it would show one bar per file
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
@@ -1077,7 +1077,7 @@ def parse_args():
     real = at_least(0, float)
     add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
-    add("--comet-workspace", help="workspace at Comet, or else the account's default")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
@@ -1096,9 +1096,9 @@ def parse_args():
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
-    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, or else fp32")
+    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
-    add("--compile", action=switch, help="compile layers; on for CUDA, or else off")
+    add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
@@ -1123,7 +1123,7 @@ def parse_args():
     add("--resume-dir", type=Path, help="checkpoint of any run, where this run begins")
     add("--skip-optimizer", action="store_true", help="take only the weights from --resume-dir")
     # FSDP: These two flags choose between speed and memory.
-    add("--cpu-offload", action="store_true", help="shards and AdamW in CPU memory: less on GPUs")
+    add("--cpu-offload", action="store_true", help="keep shards and AdamW state in CPU memory")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action="store_true", help="a small preset; other flags override it")
     add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")

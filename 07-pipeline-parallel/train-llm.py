@@ -86,7 +86,7 @@ def main():
     group = RANK % groups
     global_batch = args.batch_size * accumulation * groups
     torch.manual_seed(args.seed)  # for random initial weights
-    transformers.logging.disable_progress_bar()  # it would show one bar per file
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
@@ -106,7 +106,7 @@ def main():
     # DDP: Other flags or data on one rank would spoil the training without any error.
     if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
-    # PP: `model` has the weights of this rank. Its stages share these weights, and compute.
+    # PP: `model` holds the weights of this rank. `stages` share the weights, and do the computing.
     model, stages, tied = build_model(args, config, device, checkpoint)
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
@@ -147,11 +147,11 @@ def main():
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         # Several small passes need less memory than one large pass, and their gradients add up.
-        batches = []  # PP: all micro-batches enter the pipeline together
+        batches = []  # PP: the schedule takes all micro-batches of a step at once
         for micro_step in range(accumulation):
             # Sample n is the same in each run with this seed, so a run can resume at any sample.
             # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
-            # PP 3: A pipeline reads one batch, as inputs of its first rank and labels of its last.
+            # PP 3: All ranks of a pipeline read the same batch, as inputs or as labels.
             first = state.samples + (micro_step * groups + group) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
             with timer("data"):
@@ -161,10 +161,10 @@ def main():
         # PP: Forward and backward passes take turns, so they are timed together.
         with timer("schedule"):
             copy_weight(*tied)
-            input_ids = torch.cat(batches)  # the schedule divides it again
+            input_ids = torch.cat(batches)  # the schedule splits this batch again
             losses = schedule.step(input_ids, labels=input_ids, target=input_ids)
         if losses is not None:  # PP: the last stage is on this rank
-            # The other ranks add 0 to the average over ranks.
+            # In a pipeline, only this rank adds to the average over all ranks.
             loss_sum += losses.detach().mean() * args.pipeline_parallel
         with timer("update"):
             add_gradients(*tied)
@@ -266,7 +266,7 @@ def part_of(model, units, own):
     elsewhere.forward = lambda hidden_states, *args, **kwargs: hidden_states
     memo = {id(unit): unit if unit in own else elsewhere for unit in units}
     memo |= {id(x): x for x in (model.config, model.base_model.rotary_emb)}
-    return copy.deepcopy(model, memo)  # which copies what `memo` lacks: the frame
+    return copy.deepcopy(model, memo)  # takes the units from `memo`, and copies the rest
 
 
 def run_stage(forward, is_last, x, labels):
@@ -284,12 +284,12 @@ def copy_weight(ends, group):
     """Copies the weight of the embeddings to a tied head."""
     for module in ends:
         module.weight.grad = None
-        module.weight.copy_(ends[0].weight)  # both may be on this rank
+        module.weight.copy_(ends[0].weight)  # with zbv, both ends are on one rank
         dist.broadcast(module.weight.to_local(), group=group, group_src=0)
 
 
 def add_gradients(ends, group):
-    """Gives embeddings and tied head the sum of their gradients."""
+    """Gives the embeddings the sum of their gradient and the gradient of the tied head."""
     if ends:
         total = sum(module.weight.grad for module in ends)
         dist.all_reduce(total.to_local(), group=group)
@@ -303,11 +303,11 @@ def build_model(args, config, device, checkpoint):
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
-        # PP: The shape of the activations. Without it, stages would need an extra pass.
+        # PP: The shape of the activations. Otherwise PyTorch infers the shape in an extra pass.
         shape = args.batch_size, args.seq_length, config.hidden_size
         x = torch.empty(shape, dtype=DTYPES[args.dtype], requires_grad=True)
     parameters = model.num_parameters()
-    model.num_parameters = lambda **options: parameters  # PP: for the log, those of all ranks
+    model.num_parameters = lambda **options: parameters  # PP: the log has the whole model
     # PP 8: Ranks form a table: a column is a pipeline, and the ranks of a row have the same stages.
     ranks = args.pipeline_parallel
     mesh = init_device_mesh(device.type, (ranks, WORLD_SIZE // ranks), mesh_dim_names=("pp", "dp"))
@@ -324,7 +324,7 @@ def build_model(args, config, device, checkpoint):
         begin = n and 1 + sum(sizes[:n])
         end = begin + sizes[n] + (not n) + 2 * is_last  # with embeddings, or norm and head
         part = part_of(model, units, units[begin:end])
-        if model.all_tied_weights_keys and last and not n % last:  # PP: the first or the last
+        if model.all_tied_weights_keys and last and not n % last:  # PP: first or last stage
             part.lm_head = copy.deepcopy(model.lm_head) if n else None
             ends.append(part.lm_head or part.base_model.embed_tokens)
         mine.append(part)
@@ -341,7 +341,7 @@ def build_model(args, config, device, checkpoint):
     policy["mesh"] = mesh["dp"]
     # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
     # The root has the rest, such as the embeddings, and stays whole from forward to backward pass.
-    # PP 9: Weights stay gathered for the whole step, or each micro-batch would gather them again.
+    # PP 9: Weights stay gathered in a step. Otherwise each micro-batch would gather them again.
     for layer in [m for m in mine.modules() if isinstance(m, GradientCheckpointingLayer)] + [*mine]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
@@ -377,7 +377,7 @@ def build_model(args, config, device, checkpoint):
             layer.compile()
         if device.type == "cuda":
             # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
-            # PP: If this rank has the last stage, it is the last one of `mine`.
+            # PP: The last stage, which computes the loss, is `mine[-1]` on its rank.
             mine[-1].loss_function = torch.compile(model.loss_function)
     return model, stages, tied
 
@@ -392,7 +392,7 @@ class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args, kwargs):
         # FSDP: A DTensor is the whole tensor for the model, and one shard of it in memory.
         fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
-        # PP: Draw the weights of other ranks, too, or this rank would get their random numbers.
+        # PP: Draw the weights of other ranks, too, so that each weight gets its own numbers.
         if fills and args[0].is_meta:
             args = torch.empty_like(args[0], device=self.device), *args[1:]
         if not fills or dist.tensor.DTensor not in types:
@@ -592,7 +592,7 @@ def evaluate(model, samples, args, device):
     groups = WORLD_SIZE // args.pipeline_parallel
     group = RANK % groups
     forward = copy.copy(model.schedule)
-    if args.stages_per_rank > 1:  # without backward passes, which fail here (torch 2.13)
+    if args.stages_per_rank > 1:  # remove backward passes, which fail here (torch 2.13)
         actions = forward.pipeline_order_with_comms[forward.rank]
         actions = [action for action in actions if "F" in str(action) or "SHARD" in str(action)]
         forward.pipeline_order_with_comms = {forward.rank: actions}
@@ -735,16 +735,16 @@ def join_process_group():
 
 def check_groups(args):
     """Refuses flags that the schedule cannot work with."""
-    # PP: PyTorch builds the schedule without computing, and raises an error if it cannot.
+    # PP: PyTorch builds the schedule, computes nothing, and refuses an impossible schedule.
     ranks = args.pipeline_parallel
     count = args.gradient_accumulation_steps
     if WORLD_SIZE % ranks:
-        fail(f"--pipeline-parallel {ranks} does not divide the {WORLD_SIZE} ranks")
+        fail(f"--pipeline-parallel {ranks} does not divide the {WORLD_SIZE} ranks: use a divisor")
     with explain(f"--schedule {args.schedule} cannot have {count} micro-batches on {ranks} ranks"):
         get_schedule_ops(SCHEDULES[args.schedule], ranks, count, args.stages_per_rank)
 
     if args.schedule == "zbv" and (count < 2 * ranks or args.compile or args.reshard_after_forward):
-        fail(f"--schedule zbv needs {2 * ranks} micro-batches, --no-compile and weights that stay")
+        fail(f"zbv needs {2 * ranks} micro-batches, --no-compile and --no-reshard-after-forward")
     if args.dtype == "fp16":
         fail("--dtype fp16 would have to skip a step on all stages at once: choose bf16 or fp32")
 
@@ -951,7 +951,7 @@ def parse_args():
     real = at_least(0, float)
     add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
-    add("--comet-workspace", help="workspace at Comet, or else the account's default")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
@@ -968,9 +968,9 @@ def parse_args():
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
-    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, or else fp32")
+    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
-    add("--compile", action=switch, help="compile layers; on for CUDA, or else off")
+    add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
@@ -979,13 +979,13 @@ def parse_args():
     add("--seed", type=count, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # FSDP: These two flags choose between speed and memory.
-    add("--cpu-offload", action="store_true", help="shards and AdamW in CPU memory: less on GPUs")
+    add("--cpu-offload", action="store_true", help="keep shards and AdamW state in CPU memory")
     add("--reshard-after-forward", action=switch, default=False, help="less memory, more traffic")
     # PP: The layers of each stage, and the order in which stages compute.
     add("--pipeline-parallel", type=positive, default=WORLD_SIZE, help="ranks of a pipeline")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of micro-batches")
-    add("--stages-per-rank", type=positive, help="2 for interleaved and zbv, or else 1")
-    add("--layers-per-stage", type=numbers, help="such as 3,5,5,3")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of the passes of a step")
+    add("--stages-per-rank", type=positive, help="default: 2 for interleaved and zbv, otherwise 1")
+    add("--layers-per-stage", type=numbers, help="layers of each stage, such as 3,5,5,3")
     add("--demo", action="store_true", help="a small preset; other flags override it")
     add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
     config = parser.parse_known_args()[0].config

@@ -78,7 +78,7 @@ def main():
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     global_batch = args.batch_size * accumulation * WORLD_SIZE
     torch.manual_seed(args.seed)  # for random initial weights
-    transformers.logging.disable_progress_bar()  # it would show one bar per file
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
@@ -102,8 +102,8 @@ def main():
     # DDP 4: The wrapper averages gradients over the ranks, so all ranks make the same update.
     # It begins with rank 0's weights. In the backward pass, as soon as a bucket of gradients is
     # complete, it averages the bucket while the GPU computes the next gradients.
-    # COMPRESSION: PowerSGD remembers buckets. DDP makes new buckets in step 2, unless it has to
-    # find unused parameters.
+    # COMPRESSION: PowerSGD keeps residuals per bucket. DDP makes new buckets in step 2, unless it
+    # looks for unused parameters.
     ddp_model = torch.nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, find_unused_parameters=args.compress == "powersgd"
     )
@@ -125,7 +125,7 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful)
-    # COMPRESSION: The memory differs from rank to rank, so each rank writes its own.
+    # COMPRESSION: The memory differs from rank to rank, so each rank writes its own file.
     memory_file = run_folder and run_folder / f"memory-{RANK}-of-{WORLD_SIZE}.pt"
     # DDP 5: Rank 0 alone writes files and logs, since the other ranks would write the same.
     run_folder = run_folder if RANK == 0 else None
@@ -229,7 +229,7 @@ def main():
                 run_log.metrics(state, metrics)
         if memory_file and save_now:
             torch.save(compression.memory, memory_file)
-            # COMPRESSION 2: Each rank decodes for itself, so check that all have the same weights.
+            # COMPRESSION 2: Each rank decodes for itself, so check that all weights are equal.
             # After `gather`, all files are written, so rank 0 can move them into the checkpoint.
             hashes = gather([torch.hash_tensor(p).item() for p in model.parameters()])
             assert hashes == hashes[:1] * WORLD_SIZE, "the ranks have different weights"
@@ -324,7 +324,7 @@ class Compression:
         # COMPRESSION 3: Residuals belong to parameters, because DDP makes other buckets in step 2.
         self.names = {p: name for name, p in model.named_parameters()}
         # PyTorch keeps PowerSGD's residuals and its matrices P and Q by bucket. PowerSGD begins in
-        # step 2, when the buckets are final. Here they are final from the start, so skip the wait.
+        # step 2, when the buckets are final. Here buckets are final from the start: skip the wait.
         state = powerSGD_hook.PowerSGDState(None, args.powersgd_rank, 2, 2, args.error_feedback)
         state.iter = 2
         self.state = state
@@ -336,7 +336,7 @@ class Compression:
         angles = torch.pi / CHUNK * (k.T * (k + 0.5) % (2 * CHUNK))
         self.cosines = torch.nn.functional.normalize(angles.cos())
         if checkpoint:
-            # COMPRESSION 5: Other numbers of ranks get the mean, so the mean over ranks is kept.
+            # COMPRESSION 5: With other ranks, each rank begins with the mean, so the mean is kept.
             own = f"memory-{RANK}-of-{WORLD_SIZE}.pt"
             files = sorted(checkpoint.glob(own)) or sorted(checkpoint.glob("memory-*"))
             for file in files:
@@ -381,27 +381,27 @@ class Compression:
         received = [message]
         if largest:
             # COMPRESSION 9: Each rank has its own choice, so all ranks receive all N choices.
-            # The last six of the 32 bits of a number hold its place, so it needs no more bytes.
+            # The last six of the 32 bits of a number hold its place, so places cost no bytes.
             message = message.view(torch.int32) & -64 | places.int()
             received = [message.clone() for _ in range(WORLD_SIZE)]
             work = dist.all_gather(received, message, async_op=True)
         else:
-            # COMPRESSION 10: All ranks send the same frequencies, and their sum is no larger.
+            # COMPRESSION 10: All ranks send the same frequencies, so an all-reduce adds them up.
             work = dist.all_reduce(message, async_op=True)
         self.volume += message.nbytes * (WORLD_SIZE if largest else 2)
 
-        # This may run later, in a CUDA stream of its own. So it uses only tensors that are kept.
+        # `decode` may run later, in another CUDA stream. So `decode` uses only tensors that stay.
         def decode(_):
             chunks.zero_()
             for message in received:  # in the order of the ranks, so all ranks get the same sum
                 index = message.long() & 63 if largest else places
                 chunks.scatter_add_(1, index, message.view(torch.float32))
-            return chunks.copy_(chunks @ self.cosines)  # a future waits for the tensor it returns
+            return chunks.copy_(chunks @ self.cosines)  # a future waits for the returned tensor
 
         return work.get_future().then(decode)
 
     def metrics(self, steps):
-        """Bytes that a rank sends per optimizer step, and their ratio to those of chapter 2."""
+        """Bytes that a rank sends per optimizer step, and the ratio to the bytes of chapter 2."""
         volume, self.volume = self.volume / steps or self.whole, 0
         sent = volume - volume / WORLD_SIZE
         return {"communication/bytes_per_step": sent, "communication/ratio": volume / self.whole}
@@ -850,7 +850,7 @@ def parse_args():
     real = at_least(0, float)
     add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
-    add("--comet-workspace", help="workspace at Comet, or else the account's default")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
@@ -866,9 +866,9 @@ def parse_args():
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
-    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, or else fp32")
+    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
-    add("--compile", action=switch, help="compile layers; on for CUDA, or else off")
+    add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
@@ -879,8 +879,8 @@ def parse_args():
     # COMPRESSION: The part of a gradient that is sent, and the use of the rest.
     add("--compress", choices=METHODS, default="none", help="how gradients are compressed")
     add("--keep", type=real, default=0.5, help="share of the frequencies that are sent")
-    add("--error-feedback", action=switch, default=True, help="the rest joins the next gradient")
-    add("--min-compress", type=count, default=4097, help="gradients of fewer numbers travel whole")
+    add("--error-feedback", action=switch, default=True, help="add the rest to the next gradient")
+    add("--min-compress", type=count, default=4097, help="gradients with fewer numbers stay whole")
     add("--powersgd-rank", type=positive, default=4, help="columns of the matrices of powersgd")
     add("--demo", action="store_true", help="a small preset; other flags override it")
     add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
@@ -899,7 +899,7 @@ def parse_args():
     if sends_more or not 1 / CHUNK <= args.keep <= 1:
         parser.error(f"--keep must be 1/64 to 1, and with dct-topk below 2 / {WORLD_SIZE} (ranks)")
     if args.dtype == "fp16" and args.compress in METHODS[3:]:
-        parser.error("residuals would keep an overflow of --dtype fp16 for ever: --dtype bf16")
+        parser.error("residuals would keep an overflow of --dtype fp16: choose --dtype bf16")
     return args
 
 

@@ -55,7 +55,7 @@ class Model:
 
 
 @dataclass
-class Data:  # the first three are arguments of datasets.load_dataset
+class Data:  # the first three fields are arguments of datasets.load_dataset
     path: str = MISSING  # Hub id, or the format of local files: text, json, csv, parquet
     data_files: str | None = None  # local files: a path or a glob
     options: dict = MISSING  # more arguments, such as name: the configuration on the Hub
@@ -71,11 +71,11 @@ class Fsdp:  # fsdp_config of TrainingArguments
 
 
 @dataclass
-class Parallel:  # the other fields are TrainingArguments, `several` is not
-    several: bool = MISSING  # several processes: DDP or FSDP
+class Parallel:  # all fields but `several` are TrainingArguments
+    several: bool = MISSING  # true: several processes train, with DDP or FSDP
     fsdp: bool = False  # FSDP2: each process holds a shard of the model
     fsdp_config: Fsdp = MISSING  # settings of FSDP
-    activation_checkpointing: bool = False  # less memory, more computing; FSDP has its own
+    activation_checkpointing: bool = False  # less memory, more computing; FSDP: see Fsdp
     bf16: bool = True  # GPUs compute in bf16. CPUs compute in fp32. Weights stay in fp32.
     fp16: bool = False  # compute in fp16, for GPUs without bf16
 
@@ -129,7 +129,7 @@ def main(config):
     try:
         train(OmegaConf.to_object(config))
     except Exception:
-        # Without this line, Hydra and Submitit end the rank with status 0. Slurm then calls the job
+        # Without sys.exit, Hydra and Submitit end the rank with status 0. Slurm then calls the job
         # complete, and the other ranks wait for this rank.
         traceback.print_exc()
         sys.exit(1)
@@ -159,8 +159,8 @@ def train(config):
         args,
         train_dataset=train_samples,
         eval_dataset=eval_samples,
-        processing_class=tokenizer,  # is saved with the model
-        data_collator=transformers.default_data_collator,  # no padding: all samples are full
+        processing_class=tokenizer,  # the Trainer saves it with the model
+        data_collator=transformers.default_data_collator,  # no padding: samples are equally long
         callbacks=[run, *reporters],  # `run` first: it adds metrics for the reporters
     )
     trainer.train(checkpoint)
@@ -181,7 +181,7 @@ def training_arguments(config):
         environment.export(set_cuda_visible_devices=False)
     settings = asdict(config.optimizer) | asdict(config.training) | asdict(config.parallel)
     several = settings.pop("several")
-    on_gpu = torch.cuda.is_available()  # of the job's node, not of the submitting node
+    on_gpu = torch.cuda.is_available()  # on the job's node, not on the submitting node
     settings["bf16"] &= on_gpu
     args = transformers.TrainingArguments(
         **settings,
@@ -192,11 +192,11 @@ def training_arguments(config):
         eval_strategy="steps",
         logging_nan_inf_filter=False,  # the default hides a loss that is not a number
         disable_tqdm=True,
-        report_to="none",  # train() passes the reporters in its own order
+        report_to="none",  # train() passes the reporters itself, after `run`
     )
     if several != (args.world_size > 1):
         fail(f"{args.world_size} processes: parallel=single takes one, ddp and fsdp take several")
-    args._n_gpu = 1  # one GPU per process; the Trainer would take all, by DataParallel
+    args._n_gpu = 1  # one GPU per process; the Trainer would use all GPUs with DataParallel
     return args
 
 
@@ -245,7 +245,7 @@ class PackedSamples:
 
 
 def load_samples(data, tokenizer):
-    """Samples to train on, and held-out samples: of another split, or the last 1 %."""
+    """Training samples, and held-out samples: another split, or the last 1 % of the samples."""
     splits = datasets.load_dataset(data.path, data_files=data.data_files, **data.options)
     train_samples = PackedSamples(splits["train"], data, tokenizer)
     for name in ("validation", "test"):
@@ -301,7 +301,7 @@ class Run(transformers.TrainerCallback):
             self.record = json.loads(self.file.read_text())
         if self.record["settings"] != settings:
             fail(f"keep the settings or take another experiment_name: {self.record['settings']}")
-        os.environ["COMET_EXPERIMENT_KEY"] = self.record["comet_key"]  # of the same experiment
+        os.environ["COMET_EXPERIMENT_KEY"] = self.record["comet_key"]  # resume the experiment
         if not comet_ml.get_config("comet.api_key"):
             os.environ["COMET_START_ONLINE"] = "0"  # writes an archive
         return self.record["checkpoint"]
@@ -336,7 +336,7 @@ class Run(transformers.TrainerCallback):
             Path(args.output_dir, "metrics.jsonl").write_text("\n".join(lines))
 
     def on_save(self, args, state, control, **kwargs):
-        # The Trainer writes a checkpoint file by file. It is complete when all ranks have written.
+        # A checkpoint is complete when all ranks have written their files.
         wait_for_everyone()
         if args.should_save:
             self.record["checkpoint"] = f"{args.output_dir}/checkpoint-{state.global_step}"
@@ -370,5 +370,5 @@ if __name__ == "__main__":
     try:
         main()
     except Exception as error:
-        # Messages of Hydra and Submitit have several lines. Some have the reason in their cause.
+        # Messages of Hydra and Submitit have several lines. Some have their reason in __cause__.
         fail(" ".join(f"{error} {error.__cause__ or ''}".split()))

@@ -30,8 +30,8 @@ done
 [ -n "$script" ] || fail "there is no chapter $wanted: take one of ${chapters[*]}"
 shift
 
-# Take the Python of an active virtual environment, or the Python of .venv, or the first Python on
-# the PATH, where Conda, modules and containers put theirs.
+# An active virtual environment comes first, then .venv, then the first Python on the PATH, such as
+# the Python of Conda, of a module or of a container.
 python=python
 if [ -z "${VIRTUAL_ENV-}" ] && [ -x "$repository/.venv/bin/python" ]; then
   python=$repository/.venv/bin/python
@@ -42,7 +42,7 @@ nnodes=${NNODES:-1}
 case $script in */01-*)
   # On several devices, each process would train the same model and write the same files.
   if [ "$nnodes" != 1 ] || [ "${NPROC_PER_NODE:-1}" != 1 ]; then
-    fail "chapter 01 trains on one device: take another one for several processes or nodes"
+    fail "chapter 01 trains on one device: take another chapter for several processes or nodes"
   fi
   exec "$python" "$script" "$@"
   ;;
@@ -64,7 +64,7 @@ if [ "$nnodes" = 1 ]; then
 else
   # A default such as localhost would let each node wait for the others on a port of its own.
   [ -n "${MASTER_ADDR-}" ] ||
-    fail "NNODES=$nnodes needs MASTER_ADDR: one of the nodes, by a name or address that all reach"
+    fail "NNODES=$nnodes needs MASTER_ADDR: the name or address of a node that all nodes reach"
   options+=(--nnodes "$nnodes" --rdzv-backend c10d)
   options+=(--rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29400}")
   # A node meets only nodes with the same id. By default, each chapter is a job of its own.
@@ -79,6 +79,6 @@ else
   [ -z "${LOCAL_ADDR-}" ] || options+=(--local-addr "$LOCAL_ADDR")
 fi
 
-# This does the same as `torchrun`, but that script may belong to another Python. `exec` replaces
-# this shell by torchrun, so signals reach torchrun.
+# The command `torchrun` does the same, but may belong to another Python. `exec` replaces this shell
+# by torchrun, so signals reach torchrun.
 exec "$python" -m torch.distributed.run "${options[@]}" "$script" "$@"

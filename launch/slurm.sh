@@ -12,7 +12,7 @@
 # A job that is queued again keeps its number, and goes on in the same logs.
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# 120 s before the time limit (Slurm may be up to 60 s early), for this script alone (B:).
+# Only this script (B:) gets the signal, 120 s before the time limit or up to 60 s earlier.
 #SBATCH --signal=B:USR1@120
 set -euo pipefail
 
@@ -41,7 +41,7 @@ MASTER_ADDR=${hosts%%$'\n'*}
 getent ahosts "$MASTER_ADDR" > /dev/null || fail "the first node, '$MASTER_ADDR', has no address"
 # Jobs on one node need different ports. These are below the ports of outgoing connections.
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-# If the job is queued again, its nodes do not meet workers of the last attempt.
+# If the job is queued again, its nodes do not meet workers of the previous attempt.
 RDZV_ID=slurm-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 NNODES=$SLURM_JOB_NUM_NODES
 # torchrun kills its workers 30 s after SIGTERM. A large checkpoint takes longer to write.
@@ -61,9 +61,9 @@ on_each_node='
 
 logs=slurm-$SLURM_JOB_ID
 echo "Nodes: ${hosts//$'\n'/ }; endpoint $MASTER_ADDR:$MASTER_PORT; logs: $logs-*.log"
-# If one node fails, the others end (--kill-on-bad-exit). torchrun and its workers use all cores
-# of the job (--cpu-bind). srun runs in the background, because a signal interrupts `wait`, and no
-# other command.
+# If one node fails, the other nodes end (--kill-on-bad-exit). torchrun and its workers use all
+# cores of the job (--cpu-bind). srun runs in the background, because bash handles a signal during
+# `wait`, and not while another command runs.
 near_limit=
 trap near_limit=1 USR1
 srun --kill-on-bad-exit=1 --cpu-bind=none --open-mode=append --output="$logs-%t-%N.log" \

@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
 
 @contextmanager
 def explain(message: str):
-    """Replaces the traceback of an error inside by this message and a short form of the error."""
+    """Replaces the traceback of an error by this message and a short form of the error."""
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:
