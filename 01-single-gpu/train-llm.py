@@ -178,7 +178,7 @@ def main():
             save_model(folder, model, tokenizer)
         say(f"Done: the model is in {run_folder / 'final'}")
     if state.step < total_steps:
-        say(f"Stopped after step {state.step}: the same command continues a run with a name")
+        say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
         sys.exit(128 + stop_signal)
 
 
@@ -226,7 +226,7 @@ def from_files(name):
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
     if unfit := report["missing_keys"] | report["mismatched_keys"]:
-        fail(f"the files of {name} lack a tensor of this shape: {min(unfit, key=str)}")
+        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
     return model
 
 
@@ -247,7 +247,7 @@ FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compress
 def load_config_and_tokenizer(args):
     name = args.model_name
     gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
-    remedy = f"check name and network; {gated} `hf auth login`; --demo needs neither"
+    remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -270,7 +270,7 @@ def load_documents(name, subset):
         spec["encoding_errors"] = "replace"
     elif len(kinds) == 1 and not os.path.isdir(name):
         spec = {"path": kinds.pop(), "data_files": files}
-    remedy = "check the path, or name, --dataset-subset and network; loading scripts do not work"
+    remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
         return datasets.load_dataset(**spec)
 
@@ -624,7 +624,7 @@ def at_least(minimum, kind=int):
     def number(text):
         value = kind(text)
         if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+            raise argparse.ArgumentTypeError(f"must be a number, {minimum} or larger, not {text}")
         return value
 
     return number
@@ -686,5 +686,5 @@ if __name__ == "__main__":
     try:
         main()
     except torch.OutOfMemoryError:
-        remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
+        remedy = "lower --batch-size, raise --gradient-accumulation-steps by the same factor, try"
         fail(f"out of GPU memory: {remedy} --activation-checkpointing, then a lower --seq-length")

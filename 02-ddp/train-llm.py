@@ -188,7 +188,7 @@ def main():
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
                 **timer.read(tokens_per_step=global_batch * args.seq_length),
-                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device decides
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
             if run_log:
                 run_log.metrics(state, metrics)
@@ -218,7 +218,7 @@ def main():
     del ddp_model  # DDP: a wrapper that outlives the process group may block in its destructor
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
-        say(f"Stopped after step {state.step}: the same command continues a run with a name")
+        say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
         sys.exit(128 + stop_signal)
 
 
@@ -266,7 +266,7 @@ def from_files(name):
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
     if unfit := report["missing_keys"] | report["mismatched_keys"]:
-        fail(f"the files of {name} lack a tensor of this shape: {min(unfit, key=str)}")
+        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
     return model
 
 
@@ -287,7 +287,7 @@ FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compress
 def load_config_and_tokenizer(args):
     name = args.model_name
     gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
-    remedy = f"check name and network; {gated} `hf auth login`; --demo needs neither"
+    remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -310,7 +310,7 @@ def load_documents(name, subset):
         spec["encoding_errors"] = "replace"
     elif len(kinds) == 1 and not os.path.isdir(name):
         spec = {"path": kinds.pop(), "data_files": files}
-    remedy = "check the path, or name, --dataset-subset and network; loading scripts do not work"
+    remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
         return datasets.load_dataset(**spec)
 
@@ -512,8 +512,8 @@ def join_process_group():
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
     if gpus:
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
-    # DDP: The ranks meet in a store that torchrun keeps. After a restart, the store still has the
-    # keys of dead ranks, so each attempt gets a prefix. (Several nodes may count differently.)
+    # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
+    # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
     store, *_ = next(dist.rendezvous("env://"))
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -531,7 +531,7 @@ def gather(value):
 
 
 def of_all_ranks(metrics):
-    """Adds the metrics of each rank, `memory/rank0/...`; the plain name gets the largest value."""
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
     for rank, others in enumerate(gather(metrics)):
         metrics |= {name: max(metrics[name], value) for name, value in others.items()}
         metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in others.items()}
@@ -688,7 +688,7 @@ DEMO = {
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: global batch and losses of chapter 1
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
     "max_steps": 400,
     "lr": 2e-3,
     "warmup_steps": 40,
@@ -703,7 +703,7 @@ def at_least(minimum, kind=int):
     def number(text):
         value = kind(text)
         if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+            raise argparse.ArgumentTypeError(f"must be a number, {minimum} or larger, not {text}")
         return value
 
     return number
@@ -764,5 +764,5 @@ if __name__ == "__main__":
     try:
         main()
     except torch.OutOfMemoryError:
-        remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
+        remedy = "lower --batch-size, raise --gradient-accumulation-steps by the same factor, try"
         fail(f"out of GPU memory: {remedy} --activation-checkpointing, then a lower --seq-length")

@@ -1,13 +1,13 @@
 """Chapter 4: a corpus larger than the disk, streamed while the model trains.
 
-Nothing is downloaded or tokenized beforehand. A thread reads documents from files or from the Hub,
-tokenizes them, packs them into rows and shuffles the rows, while the devices train on earlier
-rows. Rows can also come from MDS shards, which any number of ranks can read. A checkpoint holds
-the place in the stream. Comments with STREAM 1 to 13 mark the ideas.
+No training text is downloaded or tokenized beforehand. A thread reads documents from files or the
+Hub, tokenizes them, packs them into rows and shuffles the rows. Meanwhile, the devices train on
+earlier rows. Any number of ranks can read rows from MDS shards. A checkpoint holds the place in the
+stream. Comments with STREAM 1 to 13 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e c4 -m meta-llama/Llama-3.2-1B \
-        --from-scratch -d allenai/c4 --dataset-subset en --max-steps 10000     # needs no disk space
+        --from-scratch -d allenai/c4 --dataset-subset en --max-steps 10000     # no copy of C4
 """
 
 import argparse
@@ -83,7 +83,7 @@ def main():
 
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
-    # STREAM: Each rank reads and tokenizes rows of its own, so no rank prepares them for others.
+    # STREAM: Each rank reads and tokenizes its own text, so no rank prepares text for others.
     train_samples, eval_samples = load_samples(args, tokenizer, state)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
@@ -93,10 +93,10 @@ def main():
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     model = build_model(args, config, device, checkpoint)
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
-    # STREAM 1: The schedule needs a length, and a stream has none, so --max-steps must give it.
+    # STREAM 1: The length of a stream is unknown, so --max-steps gives the schedule its last step.
     total_steps = args.max_steps
     scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
-    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that it gathers.
+    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
     # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
@@ -105,7 +105,7 @@ def main():
     if checkpoint:
         load_training_state(checkpoint, stateful, model)
     run_log = None
-    if run_folder and RANK == 0:  # FSDP: all ranks save, so run_folder stays; one rank logs
+    if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
         run_log = RunLog(run_folder, checkpoint, state, args)
         facts = {"global_batch": global_batch, "device_name": device_name}
         run_log.comet.log_parameters(facts | describe_run(args, model, train_samples))
@@ -114,9 +114,9 @@ def main():
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    tokens = []  # STREAM: of each step since the last logged one, without padding
+    tokens = []  # STREAM: in each step since the last logged one, without padding
     rows_per_step = global_batch // WORLD_SIZE
-    last_step_of_pass = 0  # STREAM: if one pass has no step, all have none
+    last_step_of_pass = 0  # STREAM: a pass without a step ends the run
     timer = PhaseTimer(device)
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
@@ -133,7 +133,7 @@ def main():
             if run_folder:  # STREAM: keep the steps so far
                 save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
             fail(f"a stream broke off after step {state.step}: the warning above says why")
-        # STREAM 3: A pass ends for all ranks when one has no more rows. A step needs all ranks.
+        # STREAM 3: A pass ends for all if one rank has too few rows, since a step needs all ranks.
         if min(row_counts) < rows_per_step:
             rest = takewhile(len, train_samples.rows) if len(rows) == rows_per_step else []
             left = sum(gather(len(rows) + sum(1 for _ in rest)))
@@ -161,10 +161,10 @@ def main():
                 input_ids = read_batch(rows, indices, device)
             with timer("forward"), autocast:
                 # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
-                # A row has one label less than tokens, because nothing follows its last token.
-                # It is a tensor: for each new Python number, the loss would be compiled again.
+                # The last token of a row has no label, because nothing follows it. The divisor is a
+                # tensor, because the loss would be compiled again for each new Python number.
                 labels_per_rank = loss_sum.new_full((), (tokens[-1] - global_batch) / WORLD_SIZE)
-                # STREAM 6: Padding is not learned, because its label is -100, which has no loss.
+                # STREAM 6: The label of padding is -100, and this label has no loss.
                 # Padding comes last, so no other token attends to padding. So padding needs no
                 # mask, and may have any token id.
                 options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
@@ -211,7 +211,7 @@ def main():
                 "grad_norm": grad_norm.item(),
                 "padding": 1 - np.mean(tokens) / global_batch / args.seq_length,  # STREAM: a share
                 **timer.read(tokens_per_step=np.mean(tokens)),
-                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device decides
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
             if run_log:
                 run_log.metrics(state, metrics)
@@ -222,7 +222,7 @@ def main():
             if not (math.isfinite(mean_loss) and finite_gradient):
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
-            tokens.clear()  # STREAM: as loss_sum
+            tokens.clear()  # STREAM: together with loss_sum
             logged_step = state.step
         if eval_now:
             with autocast:
@@ -249,7 +249,7 @@ def main():
         say(f"Done: the model is in {run_folder / 'final'}")
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
-        say(f"Stopped after step {state.step}: the same command continues a run with a name")
+        say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
         sys.exit(128 + stop_signal)
 
 
@@ -263,7 +263,7 @@ def build_model(args, config, device, checkpoint):
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
-    # FSDP 5: Gathered weights are cast to bf16, which halves the traffic; sums stay in fp32.
+    # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -311,8 +311,8 @@ def build_model(args, config, device, checkpoint):
 class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
     """Gives a sharded tensor the initial values that the whole tensor would get on one device.
 
-    Otherwise every rank would draw the same numbers for its shards on CPUs, and other numbers than
-    a single device on GPUs. This class takes memory for one whole parameter at a time.
+    Without this class, all ranks on CPUs would draw the same numbers, and GPUs would draw other
+    numbers than a single device. The class takes memory for one whole parameter at a time.
     """
 
     def __torch_dispatch__(self, op, types, args, kwargs):
@@ -356,7 +356,7 @@ def from_files(name):
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
     if unfit := report["missing_keys"] | report["mismatched_keys"]:
-        fail(f"the files of {name} lack a tensor of this shape: {min(unfit, key=str)}")
+        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
     return model
 
 
@@ -377,7 +377,7 @@ FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compress
 def load_config_and_tokenizer(args):
     name = args.model_name
     gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
-    remedy = f"check name and network; {gated} `hf auth login`; --demo needs neither"
+    remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -400,7 +400,7 @@ def load_documents(name, subset):
         spec["encoding_errors"] = "replace"
     elif len(kinds) == 1 and not os.path.isdir(name):
         spec = {"path": kinds.pop(), "data_files": files}
-    remedy = "check the path, or name, --dataset-subset and network; loading scripts do not work"
+    remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
         # STREAM 7: Open each file when the rank needs it, so that the corpus may exceed the disk.
         return datasets.load_dataset(**spec, streaming=True)
@@ -449,7 +449,7 @@ def load_samples(args, tokenizer, state):
         if documents.num_shards % WORLD_SIZE:
             say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
         if len(state.places) != WORLD_SIZE:
-            fail(f"this stream needs {len(state.places)} ranks as before: only MDS allows others")
+            fail(f"this run needs {len(state.places)} ranks: only MDS shards allow another number")
         documents = documents.shuffle(seed=args.seed, buffer_size=1)  # the order of the files
         documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
         place = state.places[RANK]
@@ -474,7 +474,7 @@ def to_rows(documents, rest, packing, length):
     """Rows of `length` token ids, with -100 for padding; and the tokens that are left for later.
 
     pack: documents end to end, after `rest`. overflow: each document in rows of its own. trunc: one
-    row for each document, which is cut.
+    row for each document, with its beginning.
     """
     if packing == "pack":
         documents = [[*rest, *chain(*documents)]]
@@ -489,9 +489,9 @@ def to_rows(documents, rest, packing, length):
 class Stream:
     """The rows of this rank, from a place on. A thread reads one window ahead.
 
-    `rows` yields the rows of pass after pass, and an empty row after each pass. `place` is the
-    place before the window of the last row, and how many rows of this window are used. It is None
-    when the stream has broken off.
+    `rows` yields the rows of pass after pass, and an empty row after each pass. `place` has the
+    place before the current window, and the number of used rows of this window. `place` is None
+    after the stream has broken off.
     """
 
     def __init__(self, windows, place, count=0):
@@ -516,7 +516,7 @@ class Stream:
         self.place = None
 
 
-# The beginning of a stream: this pass, this window, this position in the files.
+# The place before the first row of a stream.
 START = {"pass": 0, "window": 0, "position": None, "rest": [], "used": 0}
 
 
@@ -568,7 +568,7 @@ def open_mds(name, args, tokenizer):
             options = {"remote": name, "cache_limit": args.cache_limit, "validate_hash": "xxh3_64"}
         file = Path(folder, "rows.json")
         if int(os.environ["LOCAL_RANK"]) == 0:
-            # A run that was killed leaves its claim on the folder in shared memory.
+            # A killed run leaves a claim on its folder in shared memory. MDS refuses such a folder.
             for claim in Path("/dev/shm").glob("*_locals"):
                 with suppress(OSError):  # the claims of other users
                     if f"{folder}\0".encode() in claim.read_bytes():
@@ -578,11 +578,11 @@ def open_mds(name, args, tokenizer):
         mds = streaming.StreamingDataset(local=folder, **options)
         rows = json.loads(file.read_text())
     if options and not mds.shards[0].compression:
-        fail(f"{name} needs --compression zstd: without it a damaged shard is not found again")
+        fail(f"{name} needs --compression zstd: the library checks other shards only once")
     probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
     flags = vars(args) | {"tokenizer_probe": probe}
     if flags | rows != rows | flags:
-        fail(f"{name} has rows for these flags and another tokenizer, or other flags: {rows}")
+        fail(f"{name} needs the flags and the tokenizer of its rows: {rows}")
     return mds
 
 
@@ -593,7 +593,7 @@ def mds_windows(mds, first, args):
     @lru_cache(maxsize=2)
     def order(epoch):
         # STREAM 12: Shuffle shards, and rows within a window, so that rows of a shard stay close.
-        # 64 parts of the shards take turns. So a rank reads some of the shards, and not all.
+        # The order has 64 parts, which take turns. So a rank reads only some of the shards.
         options = [64, args.seed, epoch, max(args.shuffle_window, 2)]
         order = get_shuffle("py1br", mds.samples_per_shard, *options)
         turns = math.ceil(mds.size / 64)
@@ -603,7 +603,7 @@ def mds_windows(mds, first, args):
         # STREAM 13: Row number n of a run is the same on any number of ranks.
         numbers = range(first + RANK, first + args.shuffle_window * WORLD_SIZE, WORLD_SIZE)
         first = numbers.stop
-        with explain("cannot read a shard: check disk and network, or delete --local-cache"):
+        with explain("cannot read a shard: check disk and network, or delete the --local-cache"):
             rows = [mds[order(n // mds.size)[n % mds.size]]["tokens"] for n in numbers]
         yield rows, START
 
@@ -715,7 +715,7 @@ def open_run(args):
     newest = max(run_folder.glob("step-*"), default=None)
     if not newest:
         return run_folder, None, new_state
-    if not (newest / ".metadata").exists():  # FSDP: of torch.distributed.checkpoint
+    if not (newest / ".metadata").exists():  # FSDP: the index of the shards
         fail(f"{newest} is from another chapter: choose another --experiment-name")
     state = RunState(**json.loads((newest / "state.json").read_text()))
     for name, value in state.flags.items():
@@ -747,8 +747,8 @@ def join_process_group():
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
     if gpus:
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
-    # DDP: The ranks meet in a store that torchrun keeps. After a restart, the store still has the
-    # keys of dead ranks, so each attempt gets a prefix. (Several nodes may count differently.)
+    # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
+    # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
     store, *_ = next(dist.rendezvous("env://"))
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -766,7 +766,7 @@ def gather(value):
 
 
 def of_all_ranks(metrics):
-    """Adds the metrics of each rank, `memory/rank0/...`; the plain name gets the largest value."""
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
     for rank, others in enumerate(gather(metrics)):
         metrics |= {name: max(metrics[name], value) for name, value in others.items()}
         metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in others.items()}
@@ -923,7 +923,7 @@ DEMO = {
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: global batch and losses of chapter 1
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
     "max_steps": 400,
     "eval_dataset": f"{sysconfig.get_path('stdlib')}/_*.py",  # STREAM: files that -d leaves out
     "lr": 2e-3,
@@ -939,7 +939,7 @@ def at_least(minimum, kind=int):
     def number(text):
         value = kind(text)
         if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+            raise argparse.ArgumentTypeError(f"must be a number, {minimum} or larger, not {text}")
         return value
 
     return number
@@ -985,9 +985,9 @@ def parse_args():
     add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
     add("--shuffle-window", type=positive, default=1024, help="rows that are shuffled together")
     add("--max-documents", type=positive, help="read only this many, over all ranks")
-    add("--local-cache", default="/tmp/mds", help="folder for MDS shards, one per node")
+    add("--local-cache", default="/tmp/mds", help="folder of each node for downloaded shards")
     add("--cache-limit", default="100gb", help="disk space for downloaded MDS shards")
-    add("--eval-dataset", help="held-out documents, or else the validation split of -d")
+    add("--eval-dataset", help="held-out documents; without it, the validation split of -d")
     add("--eval-dataset-subset", help="configuration name on the Hub")
     add("--eval-documents", type=positive, default=1000, help="number of held-out documents")
     # FSDP: These two flags choose between speed and memory.
@@ -1003,7 +1003,7 @@ def parse_args():
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
     if not args.max_steps:  # STREAM: also where --num-epochs is given
-        parser.error("a stream has no known length, which the schedule needs: give --max-steps")
+        parser.error("a stream has no known length: give --max-steps for the schedule")
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
@@ -1014,6 +1014,6 @@ if __name__ == "__main__":
     try:
         main()
     except torch.OutOfMemoryError:
-        remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
+        remedy = "lower --batch-size, raise --gradient-accumulation-steps by the same factor, try"
         # FSDP: more devices help, too, because each device then has a smaller shard.
         fail(f"out of GPU memory: {remedy} --activation-checkpointing, more GPUs, --cpu-offload")

@@ -112,7 +112,7 @@ def main():
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
     scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
-    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that it gathers.
+    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
     # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
@@ -130,7 +130,7 @@ def main():
         scale_grads=False,  # the gradients are already divided
     )
     run_log = None
-    if run_folder and RANK == 0:  # FSDP: all ranks save, so run_folder stays; one rank logs
+    if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
         run_log = RunLog(run_folder, checkpoint, state, args)
         facts = {"global_batch": global_batch, "device_name": device_name}
         run_log.comet.log_parameters(facts | describe_run(args, model, train_samples))
@@ -209,7 +209,7 @@ def main():
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
                 **timer.read(tokens_per_step=global_batch * args.seq_length),
-                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device decides
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
             if run_log:
                 run_log.metrics(state, metrics)
@@ -247,7 +247,7 @@ def main():
         say(f"Done: the model is in {run_folder / 'final'}")
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
-        say(f"Stopped after step {state.step}: the same command continues a run with a name")
+        say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
         sys.exit(128 + stop_signal)
 
 
@@ -334,7 +334,7 @@ def build_model(args, config, device, checkpoint):
     # PP: The ranks with the first and the last stage. With zbv, one rank has both stages.
     rows = mesh.mesh[:: ranks - (args.schedule != "zbv") or 1]
     tied = ends, dist.new_subgroups_by_enumeration(rows.T.tolist())[0]
-    # FSDP 5: Gathered weights are cast to bf16, which halves the traffic; sums stay in fp32.
+    # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -385,8 +385,8 @@ def build_model(args, config, device, checkpoint):
 class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
     """Gives a sharded tensor the initial values that the whole tensor would get on one device.
 
-    Otherwise every rank would draw the same numbers for its shards on CPUs, and other numbers than
-    a single device on GPUs. This class takes memory for one whole parameter at a time.
+    Without this class, all ranks on CPUs would draw the same numbers, and GPUs would draw other
+    numbers than a single device. The class takes memory for one whole parameter at a time.
     """
 
     def __torch_dispatch__(self, op, types, args, kwargs):
@@ -434,7 +434,7 @@ def from_files(name):
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
     if unfit := report["missing_keys"] | report["mismatched_keys"]:
-        fail(f"the files of {name} lack a tensor of this shape: {min(unfit, key=str)}")
+        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
     return model
 
 
@@ -455,7 +455,7 @@ FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compress
 def load_config_and_tokenizer(args):
     name = args.model_name
     gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
-    remedy = f"check name and network; {gated} `hf auth login`; --demo needs neither"
+    remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -472,7 +472,7 @@ def load_config_and_tokenizer(args):
     cuts = [0, *(round(n * (layers + 2) / count) - 1 for n in range(1, count)), layers]
     sizes = args.layers_per_stage or [cuts[n + 1] - cuts[n] for n in range(count)]
     if len(sizes) != count or sum(sizes) != layers or layers < count:
-        fail(f"{layers} layers cannot make {count} stages of {sizes}: change --layers-per-stage")
+        fail(f"{layers} layers cannot make {count} stages of {sizes}: take fewer or other stages")
     args.layers_per_stage = sizes
     return config, tokenizer
 
@@ -489,7 +489,7 @@ def load_documents(name, subset):
         spec["encoding_errors"] = "replace"
     elif len(kinds) == 1 and not os.path.isdir(name):
         spec = {"path": kinds.pop(), "data_files": files}
-    remedy = "check the path, or name, --dataset-subset and network; loading scripts do not work"
+    remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
         return datasets.load_dataset(**spec)
 
@@ -690,7 +690,7 @@ def open_run(args):
     newest = max(run_folder.glob("step-*"), default=None)
     if not newest:
         return run_folder, None, new_state
-    if not (newest / ".metadata").exists():  # FSDP: of torch.distributed.checkpoint
+    if not (newest / ".metadata").exists():  # FSDP: the index of the shards
         fail(f"{newest} is from another chapter: choose another --experiment-name")
     state = RunState(**json.loads((newest / "state.json").read_text()))
     for name, value in state.flags.items():
@@ -722,8 +722,8 @@ def join_process_group():
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
     if gpus:
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
-    # DDP: The ranks meet in a store that torchrun keeps. After a restart, the store still has the
-    # keys of dead ranks, so each attempt gets a prefix. (Several nodes may count differently.)
+    # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
+    # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
     store, *_ = next(dist.rendezvous("env://"))
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -757,7 +757,7 @@ def gather(value):
 
 
 def of_all_ranks(metrics):
-    """Adds the metrics of each rank, `memory/rank0/...`; the plain name gets the largest value."""
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
     for rank, others in enumerate(gather(metrics)):
         metrics |= {name: max(metrics[name], value) for name, value in others.items()}
         metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in others.items()}
@@ -914,7 +914,7 @@ DEMO = {
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: global batch and losses of chapter 1
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
     "max_steps": 400,
     "lr": 2e-3,
     "warmup_steps": 40,
@@ -929,7 +929,7 @@ def at_least(minimum, kind=int):
     def number(text):
         value = kind(text)
         if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not a number from {minimum} on")
+            raise argparse.ArgumentTypeError(f"must be a number, {minimum} or larger, not {text}")
         return value
 
     return number
@@ -1009,6 +1009,6 @@ if __name__ == "__main__":
     try:
         main()
     except torch.OutOfMemoryError:
-        remedy = "lower --batch-size and raise --gradient-accumulation-steps as much, then try"
+        remedy = "lower --batch-size, raise --gradient-accumulation-steps by the same factor, try"
         # FSDP: more devices help, too, because each device then has a smaller shard.
         fail(f"out of GPU memory: {remedy} --activation-checkpointing, more GPUs, --cpu-offload")

@@ -533,7 +533,7 @@ REFUSED = {
         ["--compress", "dct", "--dtype", "fp16"],
         "--dtype bf16",
     ),
-    "rank 0": (2, ["--powersgd-rank", 0], "0 is not a number from 1 on"),
+    "rank 0": (2, ["--powersgd-rank", 0], "must be a number, 1 or larger, not 0"),
     "an unknown method": (2, ["--compress", "zip"], "invalid choice"),
 }
 

@@ -186,7 +186,7 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
     result = train(*flags, "-b", 8, processes=1, status=1, **options)
     assert_one_sentence(result.output, "of other ranks")
     result = train(*flags, "-b", 4, processes=3, status=1, **options)
-    assert_one_sentence(result.run.ranks[0].output, "have no step of runs/run in common")
+    assert_one_sentence(result.run.ranks[0].output, "share no checkpoint in runs/run")
 
 
 def test_a_folder_that_nodes_do_not_share(train, tmp_path):
@@ -438,9 +438,9 @@ def test_the_slow_disk_of_the_benchmark(tmp_path):
 # -- Flags -----------------------------------------------------------------------------------------
 
 MISTAKES = [
-    (["--global-batch-size", 12, "-b", 4], 2, "no multiple of ranks × -b, take 8 or 16"),
-    (["--global-batch-size", 20, "-b", 4], 2, "no multiple of ranks × -b, take 16 or 24"),
-    (["--global-batch-size", 4, "-b", 4], 2, "no multiple of ranks × -b, take 8 or 16"),
+    (["--global-batch-size", 12, "-b", 4], 2, "a multiple of ranks × -b: 8 or 16"),
+    (["--global-batch-size", 20, "-b", 4], 2, "a multiple of ranks × -b: 16 or 24"),
+    (["--global-batch-size", 4, "-b", 4], 2, "a multiple of ranks × -b: 8 or 16"),
     (
         ["--global-batch-size", 8, "--gradient-accumulation-steps", 1],
         2,

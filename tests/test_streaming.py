@@ -332,7 +332,7 @@ def test_bad_flags(trainer, dataset, held_out):
         (["--eval-freq", 0], 2, "give --max-steps"),
         (["--max-steps", 1, "-d", held_out, "--eval-freq", 1], 1, "no documents to evaluate on"),
         (["--max-steps", 1, *flags, "--packing", "fold"], 2, "invalid choice: 'fold'"),
-        (["--max-steps", 1, *flags, "--shuffle-window", 0], 2, "0 is not a number from 1 on"),
+        (["--max-steps", 1, *flags, "--shuffle-window", 0], 2, "must be a number, 1 or larger"),
         (["--max-steps", 1, *flags, "-b", 5000], 1, "too small: lower --batch-size"),
         (
             ["--max-steps", 1, *flags, "-d", "http://127.0.0.1:9/a.jsonl"],
