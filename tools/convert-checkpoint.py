@@ -56,7 +56,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--ranks", type=int, default=1, help="which read it, or files [%(default)s]"
     )
-    parser.add_argument("--shard-size", type=int, help="as in chapter 5; or else all ranks")
+    parser.add_argument("--shard-size", type=int, help="as in chapter 5; by default, all ranks")
     args = parser.parse_args()
     args.shard_size = args.shard_size or args.ranks
     if args.ranks < 1 or args.shard_size < 1 or args.ranks % args.shard_size:

@@ -63,7 +63,7 @@ TP     splits layers between t ranks (Shoeybi et al., arXiv 1909.08053), and the
        the ranks that have the same part. The rate is that of whole layers.
 PP     p equally long stages, on different nodes, and m = p * gradient-accumulation-steps
        micro-batches of batch-size samples. A rank between others sends v activations and v
-       gradients per micro-batch; v = 2 stages per rank with interleaved and zbv, or else 1.
+       gradients per micro-batch; v = 2 stages per rank with interleaved and zbv, 1 with the others.
        The bubble is (p - 1) / (u m + p - 1) of the time without sends: u = 1 for gpipe (Huang et
        al., arXiv 1811.06965) and 1f1b, 2 for interleaved (Narayanan et al., arXiv 2104.04473), and
        6 for zbv, if the forward pass and both halves of the backward pass take equally long (Qi et
