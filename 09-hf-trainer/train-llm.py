@@ -24,6 +24,7 @@ os.environ |= {
     "COMET_LOGGING_CONSOLE": "ERROR",  # Comet: no long report at the end
     "HYDRA_FULL_ERROR": "1",  # Hydra: raise errors, do not print them
     "PYTHON_LIBRARY": os.path.dirname(os.__file__),  # for conf/data/stdlib.yaml
+    "REPOSITORY": os.path.abspath(f"{__file__}/../.."),  # for conf/train.yaml
 }
 import comet_ml
 import datasets
@@ -176,7 +177,7 @@ def training_arguments(config):
         # Without torchrun, the process sets torchrun's variables itself, before TrainingArguments
         # reads them. A job that starts again may meet its old workers, so it takes a new port.
         environment = TorchDistributedEnvironment()
-        environment.master_port += int(os.environ.get("SLURM_RESTART_COUNT", 0))
+        environment.master_port += int(os.getenv("SLURM_RESTART_COUNT", 0))
         # All GPUs of the node stay visible. The process takes the GPU of its local rank.
         environment.export(set_cuda_visible_devices=False)
     settings = asdict(config.optimizer) | asdict(config.training) | asdict(config.parallel)
@@ -346,7 +347,7 @@ class Run(transformers.TrainerCallback):
 def leave(trainer):
     """Ends a stopped run. Queues a Slurm job again, unless Slurm or a user has ended the job."""
     say(f"Stopped after step {trainer.state.global_step}: the same command continues the run")
-    if os.environ.get("SUBMITIT_EXECUTOR") == "slurm" and trainer.args.should_save:
+    if os.getenv("SUBMITIT_EXECUTOR") == "slurm" and trainer.args.should_save:
         job = JobEnvironment().job_id
         if b"RUNNING" in subprocess.check_output(["squeue", "--format=%T", "--jobs", job]):
             say(f"Job {job} is queued again")
@@ -357,7 +358,7 @@ def leave(trainer):
 
 def say(message):
     """Prints a line, on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if os.getenv("RANK", "0") == "0":
         print(message, flush=True)
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,6 +236,18 @@ def test_a_misspelt_key_in_a_file_is_one_sentence(runs):
     run = runs.start()
     assert run.wait() == 1
     assert_one_sentence(run.output, "Key 'sequence_length' not in 'Data'")
+
+
+def test_a_sweep_without_save_dir(tmp_path):
+    """Hydra needs the folder of a sweep before it knows the folder of its configuration."""
+    flags = ["-m", "--config-name", "demo", "experiment_name=test-of-a-sweep"]
+    flags += ["data.data_files=/nowhere/*.py"]
+    run = Run(CHAPTER_9, flags, tmp_path / "output.txt")
+    try:
+        assert run.wait() == 1
+        assert "error: cannot set up the run" in run.output
+    finally:
+        shutil.rmtree(REPOSITORY / "outputs" / "test-of-a-sweep")
 
 
 def test_the_files_of_the_issue_exist_and_every_field_has_a_comment():
