@@ -21,28 +21,16 @@ import sysconfig
 import tempfile
 import time
 import weakref
+from functools import lru_cache
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+
 REPOSITORY = Path(__file__).resolve().parents[1]
-CHAPTERS = {"chapter 1": "01-single-gpu", "DDP": "02-ddp", "HSDP": "05-multi-node"}
-CHAPTERS |= {
-    "tensor parallel": "06-tensor-parallel",
-    "pipeline": "07-pipeline-parallel",
-}  # else 03-fsdp
-METHOD_FLAGS = {"no reshard": ["--no-reshard-after-forward"], "offload": ["--cpu-offload"]}
-METHODS = [
-    "chapter 1",
-    "DDP",
-    "FSDP",
-    "no reshard",
-    "offload",
-    "HSDP",
-    "tensor parallel",
-    "pipeline",
-]
-# Flags of chapters 5 to 7, for the chapter and for the estimator: groups of two ranks
-GROUPS = {"HSDP": "--shard-size", "tensor parallel": "--tensor-parallel"}
-GROUPS |= {"pipeline": "--pipeline-parallel"}
 FIRST_STEP, LAST_STEP = 3, 6
 
 LLAMA_1B = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192}
@@ -52,13 +40,8 @@ QWEN_0_6B = {"model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 30
 QWEN_0_6B |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
 QWEN_0_6B |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
 GPT_2 = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 50257}
-SMALL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 682}
-SMALL |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
-SMALL |= {"vocab_size": 2048, "tie_word_embeddings": False}
-SMALL_GPT_2 = {"model_type": "gpt2", "n_embd": 192, "n_layer": 4, "n_head": 4, "vocab_size": 2048}
-SMALL_GPT_2 |= {"n_positions": 256}
 ON_GPU = {"Llama-3.2-1B": LLAMA_1B, "Qwen3-0.6B": QWEN_0_6B, "GPT-2 medium": GPT_2}
-ON_CPU = {"Llama, 5M": SMALL, "GPT-2, 3M": SMALL_GPT_2}
+ON_CPU = {"tiny-llama": json.loads((REPOSITORY / "tiny-llama" / "config.json").read_text())}
 
 
 # -- In the process of a chapter -------------------------------------------------------------------
@@ -66,11 +49,6 @@ ON_CPU = {"Llama, 5M": SMALL, "GPT-2, 3M": SMALL_GPT_2}
 
 def watch(chapter: str, flags: list[str]) -> None:
     """Runs the chapter, and prints what this rank has allocated after the last step."""
-    import torch
-    import torch.distributed as dist
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
     peaks, states = [0], []
     on_gpu = torch.cuda.is_available()
 
@@ -150,42 +128,47 @@ def watch(chapter: str, flags: list[str]) -> None:
 # -- The comparison --------------------------------------------------------------------------------
 
 
-def run(command: list) -> str:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"error: {' '.join(map(str, command))}\n{done.stdout}{done.stderr}")
-    return done.stdout
+@lru_cache
+def tool() -> dict:
+    """The functions of the estimator."""
+    return runpy.run_path(str(REPOSITORY / "tools" / "estimate-memory.py"))
 
 
 def arguments(method: str, flags: list) -> list:
     """Of this script, to run a chapter and to watch it."""
-    chapter = REPOSITORY / CHAPTERS.get(method, "03-fsdp") / "train-llm.py"
-    flags = [*flags, "--from-scratch", "--max-steps", LAST_STEP, "--eval-freq", 0]
-    return ["--watch", chapter, *flags, *METHOD_FLAGS.get(method, [])]
+    known = tool()["METHODS"][method]
+    (chapter,) = REPOSITORY.glob(f"{known.chapter:02}-*/train-llm.py")
+    switch = [known.flag] if method in ("no reshard", "offload") else []
+    steps = ["--from-scratch", "--max-steps", LAST_STEP, "--eval-freq", 0]
+    return ["--watch", chapter, *flags, *steps, *switch]
 
 
-def fullest_rank(output: str, devices: int) -> tuple[int, list[int]]:
-    """Bytes at the fullest moment, and of weights, gradients and moments."""
+def run(method: str, devices: int, flags: list) -> str:
+    """What the ranks of the chapter print."""
+    launch = [sys.executable]
+    if method != "chapter 1":
+        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", devices]
+    command = [*map(str, [*launch, __file__, *arguments(method, flags)])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def measured(output: str, devices: int) -> tuple[int, list[int]]:
+    """Bytes of the fullest rank at its fullest moment, and of weights, gradients and moments."""
     ranks = re.findall(r"allocated (\d+) \[(.*?)\]", output)
     assert len(ranks) == devices, output
     states = [[int(size) for size in states.split(", ")] for _, states in ranks]
     return max(int(peak) for peak, _ in ranks), [max(sizes) for sizes in zip(*states, strict=True)]
 
 
-def measured(method: str, devices: int, flags: list) -> tuple[int, list[int]]:
-    """Of the fullest rank, as above."""
-    launch = [sys.executable]
-    if method != "chapter 1":
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", devices]
-    return fullest_rank(run([*launch, __file__, *arguments(method, flags)]), devices)
-
-
-def estimated(method: str, devices: int, flags: list, device: str) -> tuple[float, list[int]]:
-    tool = REPOSITORY / "tools" / "estimate-memory.py"
-    options = ["--devices", devices, "--device", device, "--json"]
-    estimates = json.loads(run([sys.executable, tool, *flags, *options]))["estimates"]
-    (one,) = (estimate for estimate in estimates if estimate["method"] == method)
-    return one["total"], [*one["states"].values()]
+def estimated(method: str, devices: int, flags: list) -> tuple[float, list[int]]:
+    args = tool()["parse_args"]([*map(str, flags)])
+    traces = tool()["Traces"](AutoConfig.from_pretrained(args.model_name), args)
+    known = tool()["METHODS"][method]
+    states, moments = tool()["step"](traces, known, devices, args.batch_size)
+    return tool()["peak"](moments), [*states.values()]
 
 
 def model_folder(folder: Path, config: dict) -> Path:
@@ -199,41 +182,40 @@ def model_folder(folder: Path, config: dict) -> Path:
 
 def compare(name: str, folder: Path, method: str, devices: int, flags: list, device: str) -> float:
     """Prints a row and returns the ratio."""
-    flags = ["-m", folder, *flags, *([GROUPS[method], 2] if method in GROUPS else [])]
-    guess, guessed_states = estimated(method, devices, flags, device)
+    guess, guessed_states = estimated(method, devices, ["-m", folder, *flags, "--device", device])
     stdlib = os.path.join(sysconfig.get_path("stdlib"), "[a-z]*.py")
     text = stdlib if device == "cuda" else REPOSITORY / "0*" / "*.py"
-    real, real_states = measured(method, devices, [*flags, "-d", text])
+    output = run(method, devices, ["-m", folder, *flags, "-d", text])
+    real, real_states = measured(output, devices)
     if guessed_states != real_states:
         sys.exit(f"error: {method} on {devices}: {real_states} bytes, not {guessed_states}")
     digits = 2 if real > 1e9 else 5
-    cells = [name, method, devices, f"`{' '.join(map(str, flags[2:]))}`"]
+    cells = [name, method, devices, f"`{' '.join(map(str, flags))}`"]
     cells += [f"{guess / 1e9:.{digits}f}", f"{real / 1e9:.{digits}f}", f"{guess / real:.3f}"]
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     return guess / real
 
 
-def main() -> None:
-    import torch
-
-    gpus = torch.cuda.device_count()
+def main(argv=None) -> list[float]:
+    gpus, methods = torch.cuda.device_count(), tool()["METHODS"]
     device = "cuda" if gpus else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", help="config.json files [some known models]")
     counts = [n for n in (1, 2, 4, 8) if n <= (gpus or 4)]
     parser.add_argument("--devices", type=int, nargs="+", default=counts, help="[%(default)s]")
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
+    parser.add_argument("--methods", nargs="+", choices=methods, default=[*methods])
+    group = "ranks of a group in chapters 5 to 7 [%(default)s]"
+    parser.add_argument("--group-size", type=int, default=2, help=group)
     parser.add_argument("-b", "--batch-sizes", type=int, nargs="+", default=[2, 8])
     parser.add_argument("-s", "--seq-length", type=int, default=1024 if gpus else 128)
-    parser.add_argument("--flags", help='instead of the usual ones: --flags="--dtype fp32; ..."')
-    args = parser.parse_args()
+    variants = ["", "--activation-checkpointing"]
+    variants += ["--no-compile"] if gpus else ["--dtype bf16", "--gradient-accumulation-steps 2"]
+    several = 'instead of the usual ones: --flags="--dtype fp32; ..."'
+    parser.add_argument("--flags", default=";".join(variants), help=several)
+    args = parser.parse_args(argv)
     known = ON_GPU if gpus else ON_CPU
     if args.models:
         known = {path: json.loads(Path(path).read_text()) for path in args.models}
-    variants = ["", "--activation-checkpointing"]
-    variants += ["--no-compile"] if gpus else ["--dtype bf16", "--gradient-accumulation-steps 2"]
-    if args.flags is not None:
-        variants = args.flags.split(";")
     print(f"{torch.cuda.get_device_name() if gpus else 'CPU'}, torch {torch.__version__}\n")
     print("| model | method | devices | flags | estimate, GB | measured, GB | ratio |")
     print("|---|---|---|---|---|---|---|")
@@ -241,15 +223,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for number, (name, config) in enumerate(known.items()):
             folder = model_folder(Path(temporary, str(number)), config)
-            cases = itertools.product(args.methods, args.devices, args.batch_sizes, variants)
-            for method, devices, batch, variant in cases:
+            each = args.methods, args.devices, args.batch_sizes, args.flags.split(";")
+            for method, devices, batch, variant in itertools.product(*each):
+                flags = ["-b", batch, "-s", args.seq_length, *variant.split()]
+                chapter = methods[method].chapter
+                if chapter > 3:
+                    flags += [methods[method].flag, args.group_size]
+                possible = devices % args.group_size == 0 if chapter > 3 else True
                 # Chapters 6 and 7 do not train all families.
-                known_family = method not in GROUPS or config["model_type"] != "gpt2"
-                possible = devices % 2 == 0 if method in GROUPS else devices == 1
-                if known_family and (possible or method in METHODS[1:5]):
-                    flags = ["-b", batch, "-s", args.seq_length, *variant.split()]
+                possible &= chapter < 6 or config["model_type"] != "gpt2"
+                if possible and (chapter > 1 or devices == 1):
                     ratios.append(compare(name, folder, method, devices, flags, device))
     print(f"\n{len(ratios)} runs, ratios {min(ratios):.3f} to {max(ratios):.3f}")
+    return ratios
 
 
 if __name__ == "__main__":

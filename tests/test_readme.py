@@ -503,12 +503,12 @@ class Estimator:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "argv", ["estimate-memory.py", *flags])
             args = self.tool.parse_args()
-        traces = self.tool.Traces(self.tool.describe(config), args)
+        traces = self.tool.Traces(config, args)
 
         def total(method: str, devices: int = 1) -> float:
             method = self.tool.METHODS[method]
-            moments = self.tool.course(traces, method, devices, args.batch_size, args)
-            return max(moment.total for moment in moments) / 1e9
+            _, moments = self.tool.step(traces, method, devices, args.batch_size)
+            return self.tool.peak(moments) / 1e9
 
         return total
 

@@ -4,33 +4,32 @@
     python tools/estimate-memory.py -m my-model/config.json -b 4 -s 2048 --explain
     python tools/estimate-memory.py --devices 32 --shard-size 8 --tensor-parallel 8
 
-Only the config of the model is needed, and no GPU. What stays from step to step (weights,
-gradients, AdamW's moments) is counted on the meta device. What lives within a step is traced: a
-forward and a backward pass run on fake tensors, which have shapes and no memory, with the settings
-of the chapters, and every allocation and release is noted down. Of layers of a kind one is traced,
-in between others, and stands for all. What FSDP gathers and scatters is added by its rules. Layers
-that are split, as in chapter 6, are traced with the plan of that chapter, on one rank of a process
-group that does not exist. Pipelines follow PyTorch's order of the passes on each rank.
+Only the config of the model is needed, and no GPU. A forward and a backward pass run on fake
+tensors, which have shapes and no memory, with the settings of the chapters, and every allocation
+and release is noted down. Of layers of a kind one is traced, in between others, and stands for
+all. What FSDP gathers and scatters is added by its rules. Layers that are split, as in chapter 6,
+are traced with the plan of that chapter, on one rank of a process group that does not exist.
+Pipelines follow PyTorch's order of the passes on each rank.
 
 GB are 1e9 bytes. A place in the model is a number: -1 for the embeddings, 0 for the first layer,
 and the number of layers for the head, which is all that comes behind the last layer.
 """
 
 import argparse
-import json
 import logging
 import math
-import os
 import runpy
 import sys
 import warnings
 import weakref
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -41,9 +40,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
@@ -67,47 +64,9 @@ EMBEDDINGS = -1
 # -- The model -------------------------------------------------------------------------------------
 
 
-@dataclass
-class Model:
-    """A causal language model without values: its config, its parameters, its layers."""
-
-    config: object
-    parameters: list[tuple[int, ...]]  # shapes; tied ones once
-    layers: list[list[tuple[int, ...]]]  # shapes of the parameters of each layer
-    kinds: list  # equal for layers that are built alike
-    ranks: int = 1  # that split each layer, as in chapter 6; the shapes are those of one rank
-
-    @property
-    def root(self) -> list[tuple[int, ...]]:
-        """Shapes of what is in no layer: embeddings, the last norm, the head."""
-        rest = list(self.parameters)
-        for shape in chain(*self.layers):
-            rest.remove(shape)
-        return rest
-
-
-def numel(shapes) -> int:
-    return sum(math.prod(shape) for shape in shapes)
-
-
-def shard_numel(shapes, devices: int) -> int:
+def numel(shapes, devices: int = 1) -> int:
     """Of the fullest rank: FSDP cuts every parameter along its first dimension."""
     return sum(math.ceil(shape[0] / devices) * math.prod(shape[1:]) for shape in shapes)
-
-
-def build(config, ranks: int = 1):
-    """On the meta device, as the chapters do; with several ranks, the part of the first of them."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
-    if ranks > 1:  # the other ranks of this process group do not exist
-        if dist.is_initialized() and dist.get_world_size() != ranks:
-            dist.destroy_process_group()
-        if not dist.is_initialized():
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        plan = chapter("06-tensor-parallel")["PLANS"][config.model_type]
-        tp.parallelize_module(model, init_device_mesh("cpu", (ranks,)), plan)
-        model.tie_weights()
-    return model
 
 
 @lru_cache
@@ -116,52 +75,47 @@ def chapter(folder: str) -> dict:
     return runpy.run_path(str(REPOSITORY / folder / "train-llm.py"))
 
 
+def build(config, mode: FakeTensorMode, ranks: int, dtype=torch.float32):
+    """The model on fake tensors; with several ranks, the part of the first of them."""
+    with mode:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        for parameter in model.parameters():  # not the buffers
+            parameter.data = parameter.data.to(dtype)
+    if ranks > 1:  # the other ranks of this process group do not exist
+        if dist.is_initialized() and dist.get_world_size() != ranks:
+            dist.destroy_process_group()
+        if not dist.is_initialized():
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        plan = chapter("06-tensor-parallel")["PLANS"][config.model_type]
+        mesh = dist.init_device_mesh("cpu", (ranks,))
+        with mode:
+            tp.parallelize_module(model, mesh, plan, src_data_rank=None)
+            model.tie_weights()
+    return model
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor that is split."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def layers_of(model) -> list:
-    return [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+def shapes_of(parameters) -> list[tuple[int, ...]]:
+    return [tuple(local(parameter).shape) for parameter in parameters]
 
 
-def layer_list(model) -> torch.nn.ModuleList | None:
-    """Where the decoder layers are, if they all are in one list."""
+def layers_of(model) -> torch.nn.ModuleList:
+    """The list with the decoder layers."""
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
-    return next((one for one in lists if [*one] == layers_of(model)), None)
+    return next(one for one in lists if isinstance(one[0], GradientCheckpointingLayer))
 
 
-def describe(config, ranks: int = 1) -> Model:
-    model = build(config, ranks)
-    layers = layers_of(model)
-    types = getattr(config.get_text_config(), "layer_types", None) or []
-    types = types if len(types) == len(layers) else [None] * len(layers)
-    kinds = [*zip(map(repr, layers), types, strict=True)]
-    shapes = [[tuple(local(p).shape) for p in part.parameters()] for part in (model, *layers)]
-    return Model(config, shapes[0], shapes[1:], kinds, ranks)
-
-
-def representatives(kinds: list) -> list[int]:
-    """For each layer, the one to trace in its place.
-
-    The first and the last one have neighbours like no other and stand for themselves; of each kind
-    in between, one does for all.
-    """
-    last = len(kinds) - 1
-    inner = {kind: i for i, kind in reversed([*enumerate(kinds)][1:last])}
-    return [i if i in (0, last) else inner[kind] for i, kind in enumerate(kinds)]
+def root_of(model) -> list:
+    """The parameters that are in no layer: embeddings, the last norm, the head."""
+    inner = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
+    return [parameter for parameter in model.parameters() if parameter not in inner]
 
 
 # -- The trace -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Allocation:
-    bytes: int
-    column: int
-    place: int
-    is_cast: bool = False
-    users: int = 0  # storages that stand for it
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -171,20 +125,19 @@ def storage_key(tensor: torch.Tensor) -> int:
 class Recorder(TorchDispatchMode):
     """Notes down what operations allocate and when it is released, segment by segment of a step.
 
-    Segments are ("forward", place) and ("backward", place).
+    Segments are ("forward", place) and ("backward", place), and None after the step.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, model, head: int):
+    def __init__(self, model, examples: list[int]):
         super().__init__()
         self.weights = {storage_key(p) for p in model.parameters()}
         self.alive = {storage_key(x): None for x in [*model.parameters(), *model.buffers()]}
-        inner = {p for layer in layers_of(model) for p in layer.parameters()}
-        self.root_shapes = [set(local(p).shape) for p in model.parameters() if p not in inner]
-        self.segments = defaultdict(list)
-        self.head, self.segment = head, None
-        self.on = self.ended = False
+        self.root_shapes = [*map(set, shapes_of(root_of(model)))]
+        self.segments, self.segment = defaultdict(list), None
+        self.head, self.on = len(examples), False
+        self.times = Counter([EMBEDDINGS, *examples, self.head])  # how many each stands for
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -203,49 +156,34 @@ class Recorder(TorchDispatchMode):
     def add(self, tensor: torch.Tensor, op, source=None, *others) -> None:
         """Notes what an operation has made; its first argument is the source."""
         storage, key = tensor.untyped_storage(), storage_key(tensor)
-        of_tensor = isinstance(source, torch.Tensor)
-        made_of = self.alive.get(storage_key(source)) if of_tensor else None
-        is_cast = op is aten._to_copy.default
-        of_gradient = made_of and made_of.column == GRADIENTS
+        source_key = storage_key(source) if isinstance(source, torch.Tensor) else None
+        made_of, allocation = self.alive.get(source_key), None
+        is_cast, of_gradient = op is aten._to_copy.default, made_of and made_of.column == GRADIENTS
         if of_gradient and op is aten.add.Tensor and made_of.is_cast:
             # Autograd adds up the two gradients of tied weights in the first of them, if nothing
             # else refers to it, which is so for what autocast has cast; with fake tensors never.
-            allocation = made_of
-        else:
+            allocation, self.alive[source_key] = made_of, None
+        elif self.on:
             place = self.segment[1]
             column = LOGITS if place == self.head else ACTIVATIONS
             # Of tied weights: the gradient from the head waits for that from the embeddings.
             weight_like = op is aten.mm.default and set(tensor.shape) in self.root_shapes
-            if of_tensor and (weight_like or (is_cast and of_gradient)):
+            if weight_like or (is_cast and of_gradient):
                 column = GRADIENTS
-            if of_tensor and storage_key(source) in self.weights:
-                column = COPIES if source.numel() == tensor.numel() else column
-            allocation = Allocation(storage.nbytes(), column, place, is_cast) if self.on else None
+            if source_key in self.weights and source.numel() == tensor.numel():
+                column = COPIES
+            sizes = {"bytes": storage.nbytes(), "column": column}
+            allocation = SimpleNamespace(**sizes, place=place, is_cast=is_cast)
             self.note(allocation, 1)
-        if allocation:
-            allocation.users += 1
         self.alive[key] = allocation
         weakref.finalize(storage, self.release, key).atexit = False
 
-    def without(self, function):
-        """The function, such that this notes nothing of it."""
-
-        def call(*args):
-            with mock.patch.object(self, "on", False):
-                return function(*args)
-
-        return call
-
-    def note(self, allocation: Allocation | None, sign: int) -> None:
-        if allocation and not self.ended:
+    def note(self, allocation: SimpleNamespace | None, sign: int) -> None:
+        if allocation:
             self.segments[self.segment].append((allocation, sign))
 
     def release(self, key: int) -> None:
-        allocation = self.alive.pop(key)
-        if allocation:
-            allocation.users -= 1
-            if not allocation.users:
-                self.note(allocation, -1)
+        self.note(self.alive.pop(key), -1)
 
     def accumulated(self, parameter: torch.Tensor) -> None:
         """The gradient of this parameter is complete, and has become its `.grad`."""
@@ -256,46 +194,50 @@ class Recorder(TorchDispatchMode):
 
     def table(self) -> dict[tuple, np.ndarray]:
         """For each segment the bytes that are added, a row per event, in the columns above."""
+        self.segments.pop(None, None)
         tables = {}
         for segment, events in self.segments.items():
             tables[segment], place = np.zeros((len(events), COLUMNS)), segment[1]
             for row, (allocation, sign) in zip(tables[segment], events, strict=True):
-                row[allocation.column] = sign * allocation.bytes
+                size = allocation.bytes
+                if allocation.column == COPIES and place == self.head:
+                    size *= self.times[allocation.place]  # autocast releases all of them here
+                row[allocation.column] = sign * size
                 if allocation.column == GRADIENTS:
-                    row[NEW] = (sign or -1) * allocation.bytes
+                    row[NEW] = (sign or -1) * size
                 elif sign < 0 and allocation.place != place:
-                    row[EARLIER if allocation.place < place else LATER] = allocation.bytes
+                    row[EARLIER if allocation.place < place else LATER] = size
         return tables
 
 
-VIEWS = "view _unsafe_view permute t transpose unsqueeze squeeze expand alias slice select detach"
-REDUCTIONS = "amax amin argmax sum mean var var_mean prod any all gather"
-FUSED = "convert_element_type full full_like scalar_tensor scatter slice_scatter constant_pad_nd"
-FUSED += " clone where iota arange cat index_select copy"
+# Compiled code computes these within other kernels, too, though they are not tagged as pointwise.
+FUSED = "full full_like scalar_tensor scatter slice_scatter copy constant_pad_nd iota arange cat"
+FUSED += " index_select gather"
 
 
-def is_one_of(names: str, node) -> bool:
-    return getattr(getattr(node.target, "overloadpacket", None), "__name__", "") in names.split()
+def is_view(node) -> bool:
+    return node.target is aten._unsafe_view.default or getattr(node.target, "is_view", False)
 
 
 def is_fused(node) -> bool:
-    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return pointwise or is_one_of(FUSED, node)
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name in FUSED.split()
 
 
 def feeds_fused(user) -> bool:
     """Whether what this node reads needs no memory, if a fused kernel computes it."""
-    if is_one_of(VIEWS, user):
+    if is_view(user):
         return all(map(feeds_fused, user.users))
-    return user.op != "output" and (is_fused(user) or is_one_of(REDUCTIONS, user))
+    return is_fused(user) or torch.Tag.reduction in getattr(user.target, "tags", ())
 
 
 class Fused(torch.fx.Interpreter):
     """Runs a graph as compiled code would: what only feeds fused kernels takes no memory."""
 
-    def __init__(self, graph: torch.fx.GraphModule, recorder: Recorder):
+    def __init__(self, recorder: Recorder, graph: torch.fx.GraphModule, inputs):
         super().__init__(graph)
         self.recorder = recorder
+        self._boxed_call = True  # for torch.compile: takes a list of arguments, and empties it
         nodes = [*graph.graph.nodes]
         self.inlined = {n for n in nodes if is_fused(n) and all(map(feeds_fused, n.users))}
         # What a fused kernel reads has to live until that kernel runs.
@@ -303,19 +245,22 @@ class Fused(torch.fx.Interpreter):
         last_use, self.user_to_last_uses = {}, defaultdict(list)
         for node in reversed(nodes):
             through = [
-                last_use[user] if user in self.inlined or is_one_of(VIEWS, user) else user
+                last_use[user] if user in self.inlined or is_view(user) else user
                 for user in node.users
             ]
             last_use[node] = max(through, key=position.get, default=node)
             if node.op != "output":
                 self.user_to_last_uses[last_use[node]].append(node)
 
+    def __call__(self, arguments: list):
+        results = self.boxed_run(arguments)
+        self.env = {}
+        return results
+
     def run_node(self, node):
-        was_on, self.recorder.on = self.recorder.on, self.recorder.on and node not in self.inlined
-        try:
+        on = self.recorder.on and node not in self.inlined
+        with mock.patch.object(self.recorder, "on", on):
             return super().run_node(node)
-        finally:
-            self.recorder.on = was_on
 
     def call_function(self, target, args, kwargs):
         # Attention that is to be computed again draws the same random numbers again, if any.
@@ -326,28 +271,6 @@ class Fused(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def compile_backend(recorder: Recorder):
-    """torch.compile's, up to the point where it would generate code."""
-
-    def compiler(graph, inputs):
-        fused = Fused(graph, recorder)
-
-        def run(args):
-            results = fused.boxed_run(args)
-            fused.env = {}
-            return results
-
-        run._boxed_call = True
-        return run
-
-    return aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        partition_fn=min_cut_rematerialization_partition,
-        decompositions=select_decomp_table,
-    )
-
-
 class AsOnGPU(TorchFunctionMode):
     """Where GPUs compute in other types than the CPU, or with other kernels, so does this."""
 
@@ -356,7 +279,6 @@ class AsOnGPU(TorchFunctionMode):
     IN_FP32 = "pow exp log rsqrt reciprocal softmax log_softmax softplus layer_norm group_norm norm"
     IN_FP32 += " normalize sum prod cumsum cumprod cross_entropy nll_loss __pow__ __rpow__"
     IN_FP32 += " __rdiv__ __rtruediv__"
-    IN_FP32 = frozenset(IN_FP32.split())
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -369,60 +291,66 @@ class AsOnGPU(TorchFunctionMode):
             if query.dtype == torch.float32 and not autocast and kwargs.get("enable_gqa"):
                 with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
                     return function(*args, **kwargs)
-        elif autocast and getattr(function, "__name__", "") in self.IN_FP32:
+        elif autocast and getattr(function, "__name__", "") in self.IN_FP32.split():
             halves = (torch.bfloat16, torch.float16)
             args = [x.float() if getattr(x, "dtype", None) in halves else x for x in args]
         return function(*args, **kwargs)
 
 
-def trace(config, flags, batch: int, autocast: bool, layers=None, ranks: int = 1) -> dict:
+def trace(config, flags, batch: int, autocast: bool, examples: list[int], ranks: int) -> dict:
     """Allocations of a forward and a backward pass, for each segment of them, in bytes.
 
-    `layers` are the numbers of those to keep, None keeps all; `ranks` split each layer.
+    `examples` has for each layer the one that stands for it; `ranks` split each layer.
     """
-    on_gpu, dtype = flags.device == "cuda", flags.dtype
-    model = build(config, ranks)
-    head = len(layers_of(model))
-    for i in reversed(range(head)):
-        if layers is not None and i not in layers:
-            del layer_list(model)[i]
+    on_gpu, mode = flags.device == "cuda", FakeTensorMode()
+    precision = torch.float32 if flags.dtype == "fp32" else torch.bfloat16  # fp16 takes as much
+    model = build(config, mode, ranks, torch.float32 if autocast else precision)
+    every, layers, head = layers_of(model), sorted({*examples}), len(examples)
+    for i in sorted({*range(head)} - {*layers}, reverse=True):
+        del every[i]
+    numbers = dict(zip(layers_of(model), layers, strict=True))
     if flags.activation_checkpointing:
         options = {"use_reentrant": False}  # the default
         if on_gpu and not flags.compile:  # the backward pass would not know of it
             options["context_fn"] = lambda: (nullcontext(), AsOnGPU())
         model.activation_checkpointing_enable(options)
-    precision = torch.float32 if dtype == "fp32" else torch.bfloat16  # fp16 takes as much
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode())
+        stack.enter_context(mode)
         stack.enter_context(warnings.catch_warnings(action="ignore"))
-        materialize(model, torch.float32 if autocast else precision)
-        recorder = Recorder(model, head)
-        numbers = dict(zip(layers_of(model), layers or range(head), strict=True))
-        # Looks for position ids that restart within a row. The chapters have none: it returns None.
-        packed = {"find_packed_sequence_indices": lambda *args: None}
-        stack.enter_context(mock.patch.multiple(transformers.masking_utils, **packed))
-        # PyTorch refuses fake tensors in fp32 there; the way around it takes as much memory.
-        grouped = {"_can_use_grouped_mm": lambda inputs, weight, _: weight.dtype == torch.bfloat16}
-        stack.enter_context(mock.patch.multiple(transformers.integrations.moe, **grouped))
+        recorder = Recorder(model, examples)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(recorder.accumulated)
         # Tensors that are split ask for the shapes of whole results, which are never made.
+        sharding = "torch.distributed.tensor._sharding_prop.ShardingPropagator"
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
-        unseen = {"_propagate_tensor_meta_non_cached": recorder.without(shapes)}
-        stack.enter_context(mock.patch.multiple(ShardingPropagator, **unseen))
-        call = marked(GradientCheckpointingLayer.__call__, numbers, recorder)
-        stack.enter_context(mock.patch.object(GradientCheckpointingLayer, "__call__", call))
+        unseen = mock.patch.object(recorder, "on", False)(shapes)
+        call = marked(numbers, recorder)
+        patches = {
+            f"{sharding}._propagate_tensor_meta_non_cached": unseen,
+            # Looks for position ids that restart within a row. The chapters have none.
+            "transformers.masking_utils.find_packed_sequence_indices": lambda *args: None,
+            # PyTorch refuses fake tensors in fp32 there; the way around it takes as much memory.
+            "transformers.integrations.moe._can_use_grouped_mm": lambda x, w, _: w.itemsize == 2,
+            "transformers.modeling_layers.GradientCheckpointingLayer.__call__": call,
+        }
+        for name, new in patches.items():
+            stack.enter_context(mock.patch(name, new))
         if flags.compile:
             torch._dynamo.reset()
-            backend = compile_backend(recorder)
-            parts = [*numbers]  # all layers, or in chapter 6 their attention and MLP
-            if ranks > 1:
-                parts = [part for layer in parts for part in (layer.self_attn, layer.mlp)]
-            for part in parts:
+            # torch.compile, up to the point where it would generate code
+            backend = aot_autograd(
+                fw_compiler=partial(Fused, recorder),
+                bw_compiler=partial(Fused, recorder),
+                partition_fn=min_cut_rematerialization_partition,
+                decompositions=select_decomp_table,
+            )
+            # All layers, or in chapter 6 their attention and MLP
+            split = [part for x in numbers for part in (x.self_attn, x.mlp)] if ranks > 1 else []
+            for part in split or numbers:
                 part.compile(backend=backend, dynamic=False)
             if on_gpu:
                 loss_function = torch.compile(model.loss_function, backend=backend, dynamic=False)
                 model.loss_function = loss_function
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(recorder.accumulated)
         ids = torch.zeros(batch, flags.seq_length, dtype=torch.int64)
         inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
         if ranks > 1:  # as in chapter 6
@@ -432,54 +360,34 @@ def trace(config, flags, batch: int, autocast: bool, layers=None, ranks: int = 1
         stack.enter_context(AsOnGPU() if on_gpu else nullcontext())
         for measured in (False, True) if flags.compile else (True,):  # the first time compiles
             recorder.on, recorder.segment = measured, ("forward", EMBEDDINGS)
-            with torch.autocast("cpu", precision, enabled=autocast and dtype != "fp32"):
+            with torch.autocast("cpu", precision, enabled=autocast and flags.dtype != "fp32"):
                 loss = model(**inputs).loss
                 loss = loss.full_tensor() if ranks > 1 else loss
             recorder.segment = ("backward", head)
             torch.autograd.backward(loss)  # loss.backward() would switch AsOnGPU off
-            recorder.on, recorder.ended = False, measured
+            recorder.on, recorder.segment = False, None
             del loss
             if not measured:
                 model.zero_grad()
     return recorder.table()
 
 
-def materialize(model, dtype) -> None:
-    """From the meta device to fake tensors that pass for a CPU's; tied weights stay tied."""
-    new = {}
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None and old not in new:
-                part = torch.empty(local(old).shape, dtype=dtype)
-                if isinstance(old, DTensor):
-                    whole = {"shape": old.shape, "stride": old.stride(), "run_check": False}
-                    part = DTensor.from_local(part, old.device_mesh, old.placements, **whole)
-                new[old] = torch.nn.Parameter(part)
-            module._parameters[name] = new.get(old)
-        for name, old in module._buffers.items():
-            if old is not None:
-                module._buffers[name] = torch.empty(old.shape, dtype=old.dtype)
-
-
-def marked(original, numbers: dict, recorder: Recorder):
+def marked(numbers: dict, recorder: Recorder):
     """The layers' `__call__`, which begins a segment with each pass, outside what is compiled."""
+    original = GradientCheckpointingLayer.__call__
 
-    def begin(*segment):
-        return lambda gradient: setattr(recorder, "segment", segment)
+    def begins(tensor: torch.Tensor, place: int) -> None:
+        tensor.register_hook(lambda _: setattr(recorder, "segment", ("backward", place)))
 
     def call(layer, *args, **kwargs):
-        if recorder.segment[0] == "backward":  # computes again for its backward pass
-            return original(layer, *args, **kwargs)
-        if recorder.segment[1] == EMBEDDINGS:
+        if recorder.segment == ("forward", EMBEDDINGS):
             for tensor in (*args, *kwargs.values()):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(begin("backward", EMBEDDINGS))
-        number = numbers[layer]
-        recorder.segment = ("forward", number)
+                    begins(tensor, EMBEDDINGS)
+        recorder.segment = ("forward", numbers[layer])
         output = original(layer, *args, **kwargs)
-        first = output[0] if isinstance(output, tuple) else output
-        first.register_hook(begin("backward", number))
-        if number == max(numbers.values()):
+        begins(output[0] if isinstance(output, tuple) else output, numbers[layer])
+        if numbers[layer] == max(numbers.values()):
             recorder.segment = ("forward", recorder.head)
         return output
 
@@ -487,20 +395,29 @@ def marked(original, numbers: dict, recorder: Recorder):
 
 
 class Traces:
-    """The traces of a model with these flags, for any batch size."""
+    """A model without values, and what it allocates with these flags, for any batch size.
 
-    def __init__(self, model: Model, flags):
-        self.model, self.flags = model, flags
-        self.layers = representatives(model.kinds)
-        has_list = layer_list(build(model.config)) is not None
-        self.kept = sorted(set(self.layers)) if has_list and not flags.all_layers else None
-        one = partial(trace, model.config, flags, layers=self.kept, ranks=model.ranks)
-        self.traced = lru_cache(one)
+    With several ranks, which split each layer as in chapter 6, all is that of one rank.
+    """
+
+    def __init__(self, config, flags, ranks: int = 1):
+        self.config, self.flags = config, flags
+        model = build(config, FakeTensorMode(), ranks)
+        layers = layers_of(model)
+        self.parameters = shapes_of(model.parameters())
+        self.root = shapes_of(root_of(model))
+        self.layers = [shapes_of(layer.parameters()) for layer in layers]
+        # The layer that stands for each. The first and the last one have neighbours like no other
+        # and stand for themselves; of each kind in between, one does for all.
+        kinds, last = [*map(repr, layers)], len(layers) - 1
+        inner = {kind: i for i, kind in reversed([*enumerate(kinds)][1:last])}
+        self.examples = [i if i in (0, last) else inner[kind] for i, kind in enumerate(kinds)]
+        self.traced = lru_cache(lambda *how: trace(config, flags, *how, self.examples, ranks))
 
     @cached_property
     def split(self):
         """The traces of a rank of chapter 6."""
-        return Traces(describe(self.model.config, self.flags.tensor_parallel), self.flags)
+        return Traces(self.config, self.flags, self.flags.tensor_parallel)
 
     def __call__(self, batch: int, autocast: bool) -> dict:
         """For each segment the bytes that are added, a row per event, in the columns above."""
@@ -516,295 +433,205 @@ class Traces:
             return self.traced(batch, autocast)
         return {name: one[name] + (two[name] - one[name]) * (batch - first) for name in one}
 
-    def of(self, tables: dict, direction: str, place: int) -> np.ndarray:
-        """The events of this segment, or of the one that stands for it."""
-        is_layer = 0 <= place < len(self.layers)
-        name = self.layers[place] if is_layer and self.kept is not None else place
-        return tables.get((direction, name), np.zeros((0, COLUMNS)))
+    def sums(self, tables: dict, direction: str, place: int) -> np.ndarray:
+        """What a segment, or the one that stands for it, has added after each event, from 0."""
+        example = self.examples[place] if 0 <= place < len(self.examples) else place
+        rows = tables.get((direction, example), np.zeros((0, COLUMNS)))
+        return np.vstack([np.zeros(COLUMNS), rows]).cumsum(axis=0)
 
 
 # -- A step with each method -----------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(frozen=True)
 class Method:
     name: str
-    sharded: bool = False
-    buckets: bool = False  # gradients stay from step to step
-    reshard: bool = True
-    offload: bool = False
-    chapter: int = 0  # of 5 to 7, whose flags say how many devices make a group
-    flag: str = ""
+    chapter: int
+    flag: str = ""  # from chapter 5 on, it says how many devices make a group
+
+    @property
+    def sharded(self) -> bool:
+        return self.chapter >= 3
+
+    @property
+    def reshard(self) -> bool:
+        return self.name not in ("no reshard", "pipeline")
+
+    def group(self, flags) -> int | None:
+        """How many devices make a group; None without the flag, 1 where there is no such flag."""
+        return getattr(flags, self.flag.strip("-").replace("-", "_"), 1)
 
     def copy_ranks(self, devices: int, flags) -> int:
         """How many of the devices hold a copy of the weights together, or of their part of them."""
-        if not self.sharded:
-            return 1
-        group = getattr(flags, self.flag) if self.flag else 1
-        return group if self.chapter == 5 else devices // group
+        group = self.group(flags)
+        return (group if self.chapter == 5 else devices // group) if self.sharded else 1
 
 
 METHODS = [
-    Method("chapter 1"),
-    Method("DDP", buckets=True),
-    Method("FSDP", sharded=True),
-    Method("no reshard", sharded=True, reshard=False),
-    Method("offload", sharded=True, offload=True),
-    Method("HSDP", sharded=True, chapter=5, flag="shard_size"),
-    Method("tensor parallel", sharded=True, chapter=6, flag="tensor_parallel"),
-    Method("pipeline", sharded=True, reshard=False, chapter=7, flag="pipeline_parallel"),
+    Method("chapter 1", 1),
+    Method("DDP", 2),
+    Method("FSDP", 3),
+    Method("no reshard", 3, "--no-reshard-after-forward"),
+    Method("offload", 3, "--cpu-offload"),
+    Method("HSDP", 5, "--shard-size"),
+    Method("tensor parallel", 6, "--tensor-parallel"),
+    Method("pipeline", 7, "--pipeline-parallel"),
 ]
 METHODS = {method.name: method for method in METHODS}
-
-
-def methods(devices: int, flags) -> list[Method]:
-    """Those of chapters 1 to 3, and of chapters 5 to 7 if the flag of each divides the devices."""
-    groups = {method.name: getattr(flags, method.flag, 1) for method in METHODS.values()}
-    return [METHODS[name] for name, group in groups.items() if group and devices % group == 0]
-
-
-PARTS = {
-    "weights, fp32": "4 bytes per parameter, under FSDP of this rank's shard",
-    "gradients": "as far as they are there, whole or in shards, with FSDP's buffer for scattering",
-    "AdamW's moments": "8 bytes per parameter and 4 per tensor, under FSDP of this rank's shard",
-    "copies of weights": "in the compute dtype: autocast's, or what FSDP has gathered",
-    "activations": "what layers keep for their backward pass, and what they are computing",
-    "logits and loss": "all that comes behind the last layer",
-}
+PARTS = ["weights, fp32", "gradients", "AdamW's moments", "copies of weights", "activations"]
+PARTS += ["logits and loss"]
 
 
 @dataclass
-class Moment:
-    """What is in memory at the fullest moment of a segment, in bytes, by `PARTS`."""
+class Rank:
+    """What a rank computes in a step: all of the model, or its stages of a pipeline."""
 
-    name: str
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts.values())
-
-
-def moment(name: str, *sizes: float) -> Moment:
-    return Moment(name, dict(zip(PARTS, map(float, sizes), strict=True)))
-
-
-def states(traces: Traces, method: Method, devices: int, flags) -> dict[str, int]:
-    """Bytes that a rank keeps from step to step, or under DDP and FSDP at least its optimizer."""
-    if method.chapter == 7:
-        ranks = [stages.states for stages in pipeline(traces, devices, flags.batch_size, flags)]
-        return {name: max(sizes[name] for sizes in ranks) for name in ranks[0]}
-    model = traces.split.model if method.chapter == 6 else traces.model
-    count = shard_numel(model.parameters, method.copy_ranks(devices, flags))
-    steps = 4 * len(model.parameters)  # AdamW counts the steps of each tensor
-    return {"weights": 4 * count, "gradients": 4 * count, "moments": 8 * count + steps}
-
-
-class Sharding:
-    """What FSDP adds to a step on this many devices, in bytes: gathered weights, buffers, shards.
-
-    As PyTorch 2.13 does it: a layer is gathered into a buffer, and from there copied to its
-    parameters. In the forward pass the buffer stays until the next layer is there, in the backward
-    pass the next one is gathered ahead. Gradients are copied to a buffer in fp32 and scattered from
-    there; it stays until the next one is needed. On one device there are only copies.
-
-    All lists have an entry for each layer, and then one for the root, whose place is `EMBEDDINGS`.
-    """
-
-    def __init__(self, model: Model, method: Method, devices: int, flags):
-        size, groups = BYTES[flags.dtype], [*model.layers, model.root]
-        padded = [devices * shard_numel(shapes, devices) for shapes in groups]
-        self.layers, self.reshard = len(model.layers), method.reshard
-        self.whole = [size * numel(shapes) for shapes in groups]
-        self.buffer = [size * count * (devices > 1) for count in padded]
-        self.scatter = [4 * count for count in padded]
-        self.shard = [4 * count // devices for count in padded]
-        # Gathered once for all micro-batches of a step, along with whole gradients in fp32
-        self.stays = flags.gradient_accumulation_steps > 1 and not method.reshard
-        self.whole_gradients = [4 * numel(shapes) if self.stays else 0 for shapes in groups]
-
-    def gathered(self, direction: str, place: int) -> float:
-        layers, root = self.whole[:-1], self.whole[EMBEDDINGS]
-        here = layers[place] if 0 <= place < self.layers else 0
-        if direction == "forward" and self.stays:
-            return root + sum(layers)
-        if direction == "forward":
-            before = 0 if self.reshard else sum(layers[: max(place, 0)])
-            return root + before + here + self.buffer[min(place, self.layers - 1)]
-        if not self.reshard:
-            return root + sum(layers[: place + 1])
-        return root + here + (self.buffer[place - 1] if place > 0 else 0)
-
-    def scattering(self, direction: str, place: int) -> float:
-        """The buffer of the layer before, which is still on its way."""
-        behind = direction == "backward" and place < self.layers - 1
-        return self.scatter[place + 1] if behind else 0
-
-
-def course(traces: Traces, method: Method, devices: int, batch: int, flags) -> list[Moment]:
-    """The fullest moment of each segment of a step, the last one if gradients accumulate."""
-    if method.chapter == 7:  # of the fullest rank
-        ranks = [stages.course() for stages in pipeline(traces, devices, batch, flags)]
-        return max(ranks, key=lambda moments: max(moment.total for moment in moments))
-    kept = states(traces, method, devices, flags)
-    traces = traces.split if method.chapter == 6 else traces
-    model = traces.model
-    tables = traces(batch, autocast=not method.sharded)
-    here = 0 if method.offload and flags.device == "cuda" else 1  # else it is the same memory
-    accumulates = flags.gradient_accumulation_steps > 1
-    sharding = Sharding(model, method, method.copy_ranks(devices, flags), flags)
-    # FSDP adds up others than fp32 ones in fp32 when a layer is done.
-    in_place = sharding.stays and flags.dtype == "fp32"
-    there_before = in_place if method.sharded else method.buckets or accumulates
-    column = NEW if there_before else GRADIENTS
-    head = len(model.layers)
-    moments, now = [], np.zeros(COLUMNS)
-    shards = sum(sharding.shard) if accumulates and not sharding.stays else 0
-
-    def note(name: str, row, gradients: float, copies: float) -> None:
-        fixed = [here * kept["weights"], gradients, here * kept["moments"]]
-        moments.append(moment(name, *fixed, copies, row[ACTIVATIONS], row[LOGITS]))
-
-    order = [("forward", place) for place in range(EMBEDDINGS, head + 1)]
-    order += [("backward", place) for place in range(head, EMBEDDINGS - 1, -1)]
-    for direction, place in order:
-        name = title(direction, place, head)
-        rows = now + np.vstack([0 * now, traces.of(tables, direction, place).cumsum(axis=0)])
-        fullest = rows[rows[:, [ACTIVATIONS, COPIES, LOGITS, column]].sum(axis=1).argmax()]
-        now = rows[-1].copy()
-        if not method.sharded:
-            held = kept["gradients"] if there_before else 0
-            note(name, fullest, held + fullest[column], fullest[COPIES])
-            continue
-        others = here * shards + sum(sharding.whole_gradients)
-        copies = sharding.gathered(direction, place)
-        scattering = sharding.scattering(direction, place)
-        note(name, fullest, others + scattering + fullest[column], copies)
-        if direction == "backward" and place < head:
-            # Its gradients, whole, to the buffer; then they are freed.
-            now[column] = 0 if place == EMBEDDINGS else rows[0][column]
-            others += sharding.scatter[place] + now[column]
-            if not sharding.stays:  # else they are in there already
-                others += max(rows[-1][column] - now[column], sharding.shard[place])
-            copies = 0 if place == EMBEDDINGS else copies - sharding.whole[place]
-            note(f"{name}, scatter", rows[-1], others, copies)
-            sharding.whole_gradients[place] = 0
-            if sharding.stays or not accumulates:
-                shards += sharding.shard[place]
-    note("update", np.zeros(COLUMNS), here * kept["gradients"], 0)
-    return moments
+    groups: dict[int, list]  # by place, the shapes of what FSDP gathers together
+    stages: dict[int, range]  # their places
+    passes: list[tuple[int, str]]  # stages and directions, in their order
+    copy: list = field(default_factory=list)  # shapes of what AdamW does not update
+    buffers: int = 0  # for what other ranks send, bytes per sample
 
 
 def stage_count(flags) -> int:
     return flags.pipeline_parallel * (2 if flags.schedule == "interleaved" else 1)
 
 
-def micro_batches(flags) -> int:
-    """At least as many as stages, which is the default of chapter 7."""
-    return max(flags.gradient_accumulation_steps, stage_count(flags))
-
-
-@lru_cache
-def passes(schedule: str, ranks: int, micro_batches: int, stages: int) -> list[list[tuple]]:
-    """For each rank the stages that it computes, one after the other, and in which direction."""
-    schedule = chapter("07-pipeline-parallel")["SCHEDULES"][schedule]
+def ranks(traces: Traces, method: Method) -> list[Rank]:
+    """All ranks of a pipeline, else one, which is like all others."""
+    groups, head = {EMBEDDINGS: traces.root} | dict(enumerate(traces.layers)), len(traces.layers)
+    flags = traces.flags
+    if method.chapter != 7:
+        places = range(EMBEDDINGS, head + 1)
+        return [Rank(groups, {0: places}, [(0, "forward"), (0, "backward")])]
+    count, number = stage_count(flags), flags.pipeline_parallel
+    many = max(flags.gradient_accumulation_steps, count)  # as many as stages are the default
+    # As in chapter 7: embeddings and head count as a layer each.
+    cuts = [round(n * (head + 2) / count) - 1 for n in range(count + 1)]
+    # A head that is tied to the embeddings is a copy, which AdamW does not update.
+    embeddings, norm, *behind = traces.root
+    copy = [] if behind or count == 1 else [embeddings]
+    groups |= {EMBEDDINGS: [embeddings], head: [norm, *behind, *copy]}
+    schedule = chapter("07-pipeline-parallel")["SCHEDULES"][flags.schedule]
     directions = {"F": "forward", "B": "backward"}
-    return [
-        [(x[0], directions[x[1].value]) for x in actions if x and x[1].value in directions]
-        for actions in get_schedule_ops(schedule, ranks, micro_batches, stages)
-    ]
-
-
-class Stages:
-    """What a rank of chapter 7's pipeline has, in bytes: its stages, sharded among the pipelines.
-
-    Weights stay gathered during a step, and gradients whole and in fp32. They are scattered at the
-    end of the step.
-    """
-
-    def __init__(self, traces: Traces, rank: int, devices: int, batch: int, flags):
-        model, self.flags, self.traces = traces.model, flags, traces
-        self.head, self.size = len(model.layers), BYTES[flags.dtype]
-        ranks, count = flags.pipeline_parallel, stage_count(flags)
-        # As in chapter 7: embeddings and head count as a layer each.
-        cuts = [round(n * (self.head + 2) / count) - 1 for n in range(count + 1)]
-        self.places = {n: range(*cuts[n : n + 2]) for n in range(rank, count, ranks)}
-        # A head that is tied to the embeddings is a copy, which AdamW does not update.
-        embeddings, norm, *behind = model.root
-        copy = [] if behind or count == 1 else [embeddings]
-        groups = dict(enumerate(model.layers)) | {EMBEDDINGS: [embeddings]}
-        groups |= {self.head: [norm, *behind, *copy]}
-        self.groups = {place: groups[place] for n in self.places for place in self.places[n]}
-        self.shards = devices // ranks
-        self.tables = traces(batch, autocast=False)
-        shapes = [*chain(*self.groups.values())]
-        self.weights = 4 * shard_numel(shapes, self.shards)
-        for shape in copy if self.head in self.groups else ():
-            shapes.remove(shape)
-        shard = shard_numel(shapes, self.shards)
-        self.states = {"weights": 4 * shard, "gradients": 4 * shard}
-        self.states |= {"moments": 8 * shard + 4 * len(shapes)}
+    result = []
+    for rank, actions in enumerate(get_schedule_ops(schedule, number, many, count // number)):
+        actions = [(action[0], action[1].value) for action in actions if action]
+        passes = [(stage, directions[kind]) for stage, kind in actions if kind in directions]
+        stages = {n: range(*cuts[n : n + 2]) for n in range(rank, count, number)}
+        own = {place: groups[place] for place in chain(*stages.values())}
         # Each micro-batch has buffers for what neighbours send, and token ids, twice. The gradient
         # that this rank has sent last is kept, too.
-        tokens, many = batch * flags.seq_length, micro_batches(flags)
-        ends = sum((n > 0) + (n < count - 1) for n in self.places)
-        sent = many * ends + any(n > 0 for n in self.places)
-        self.buffers = tokens * (sent * model.config.hidden_size * self.size + many * 2 * 8)
-        self.passes = passes(flags.schedule, ranks, micro_batches(flags), count // ranks)[rank]
-
-    def rows(self, direction: str, stage: int, place: int) -> np.ndarray:
-        """The sums of a segment's events. What other stages have sent stays in its buffer."""
-        rows = self.traces.of(self.tables, direction, place).cumsum(axis=0)
-        first, last = self.places[stage][0], self.places[stage][-1]
-        rows[:, ACTIVATIONS] += rows[:, EARLIER] if place == first else 0
-        rows[:, ACTIVATIONS] += rows[:, LATER] if place == last else 0
-        return np.vstack([np.zeros(COLUMNS), rows])
-
-    def course(self) -> list[Moment]:
-        """The fullest moment of each segment, of all micro-batches."""
-        moments, in_flight = {}, {stage: [] for stage in self.places}
-        gradients = dict.fromkeys(self.groups, 0)
-        whole = {place: numel(shapes) for place, shapes in self.groups.items()}
-        copies = self.size * sum(whole.values())
-
-        def note(name: str, row, gradients: float, copies: float) -> None:
-            fixed = [self.weights, gradients, self.states["moments"]]
-            activations = row[ACTIVATIONS] + self.buffers
-            new = moment(name, *fixed, copies, activations, row[LOGITS])
-            moments[name] = max(new, moments.get(name, new), key=lambda moment: moment.total)
-
-        for stage, direction in self.passes:  # first in, first out
-            now = np.zeros(COLUMNS) if direction == "forward" else in_flight[stage].pop(0)
-            others = sum(chain(*in_flight.values()), np.zeros(COLUMNS))
-            for place in self.places[stage][:: 1 if direction == "forward" else -1]:
-                rows = now + self.rows(direction, stage, place)
-                added = gradients[place] and self.flags.dtype == "fp32"  # in place
-                column = NEW if added else GRADIENTS
-                fullest = rows[rows[:, [ACTIVATIONS, LOGITS, column]].sum(axis=1).argmax()]
-                held = sum(gradients.values()) + fullest[column]
-                note(title(direction, place, self.head), others + fullest, held, copies)
-                now = rows[-1].copy()
-                if direction == "backward":
-                    now[[GRADIENTS, NEW]], gradients[place] = 0, 4 * whole[place]
-            if direction == "forward":
-                in_flight[stage].append(now)
-        scattered = 0  # shards of gradients; FSDP begins with what is in no layer
-        for place in sorted(self.groups, key=lambda place: 0 <= place < self.head):
-            copies -= self.size * whole[place]
-            shard = 4 * shard_numel(self.groups[place], self.shards)
-            buffer, before = self.shards * shard, sum(gradients.values())
-            gradients[place] = 0
-            held = scattered + buffer + max(before, sum(gradients.values()) + shard)
-            name = f"{title('backward', place, self.head)}, scatter"
-            note(name, np.zeros(COLUMNS), held, copies)
-            scattered += shard
-        note("update", np.zeros(COLUMNS), scattered, 0)
-        return [*moments.values()]
+        sent = many * sum((n > 0) + (n < count - 1) for n in stages) + any(n > 0 for n in stages)
+        per_token = sent * traces.config.hidden_size * BYTES[flags.dtype] + many * 2 * 8
+        updates_all = [] if head not in own else copy
+        result += [Rank(own, stages, passes, updates_all, flags.seq_length * per_token)]
+    return result
 
 
-def pipeline(traces: Traces, devices: int, batch: int, flags) -> list[Stages]:
-    """All ranks of a pipeline."""
-    return [Stages(traces, rank, devices, batch, flags) for rank in range(flags.pipeline_parallel)]
+def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int):
+    """Bytes that the rank keeps from step to step, and the fullest moment of each segment.
+
+    FSDP as in PyTorch 2.13: a layer is gathered into a buffer, and from there copied to its
+    parameters. In the forward pass the buffer stays until the next layer is there, in the backward
+    pass the next one is gathered ahead. Gradients are copied to a buffer in fp32 and scattered from
+    there; it stays until the next one is needed. On one device there are only copies. In a pipeline
+    weights stay gathered during a step, and gradients whole and in fp32, until they are scattered
+    at the end of the step. Of other methods this is the last micro-batch.
+    """
+    flags, groups, head = traces.flags, rank.groups, len(traces.layers)
+    shards, size = method.copy_ranks(devices, flags), BYTES[flags.dtype]
+    whole = {place: size * numel(shapes) for place, shapes in groups.items()}
+    shard = {place: 4 * numel(shapes, shards) for place, shapes in groups.items()}
+    all_shards = sum(shard.values())
+    updated = all_shards - 4 * numel(rank.copy, shards)
+    steps = 4 * (sum(map(len, groups.values())) - len(rank.copy))  # AdamW counts for each tensor
+    states = {"weights": updated, "gradients": updated, "moments": 2 * updated + steps}
+    here = 0 if method.name == "offload" and flags.device == "cuda" else 1  # else the same memory
+    in_pipeline, accumulates = method.chapter == 7, flags.gradient_accumulation_steps > 1
+    # Gathered once for all micro-batches of a step, along with whole gradients in fp32
+    stays = in_pipeline or (accumulates and not method.reshard)
+    whole_gradients = {place: 4 * count // size for place, count in whole.items()}
+    from_before = here * (method.name == "DDP" or (accumulates and not in_pipeline))
+    gradients = whole_gradients if stays else shard
+    gradients = {place: from_before * count for place, count in gradients.items()}
+    adds_in_place = not method.sharded or (stays and flags.dtype == "fp32")
+    tables = traces(batch, autocast=not method.sharded)
+    moments, in_flight, nothing = {}, {stage: [] for stage in rank.stages}, np.zeros(COLUMNS)
+
+    def note(name: str, row, gradients: float, copies: float) -> None:
+        sizes = [here * all_shards, gradients, here * states["moments"], copies]
+        sizes += [row[ACTIVATIONS] + rank.buffers * batch, row[LOGITS]]
+        moments[name] = max([*map(float, sizes)], moments.get(name, [0.0]), key=sum)
+
+    def gathered(direction: str, place: int) -> float:
+        forward = direction == "forward"
+        if stays and (forward or in_pipeline):
+            return sum(whole.values())
+        there = {EMBEDDINGS, place} if method.reshard else range(EMBEDDINGS, place + 1)
+        weights = sum(whole.get(place, 0) for place in there)
+        if shards > 1 and (forward or (method.reshard and place > 0)):
+            arriving = min(place, head - 1) if forward else place - 1
+            weights += size * shards * shard[arriving] // 4
+        return weights
+
+    def scatter(place: int, row, copies: float, others: float) -> None:
+        held = sum(gradients.values()) + shards * shard[place] + others
+        name = f"{title('backward', place, head)}, scatter"
+        note(name, row, held, copies - whole[place])
+        gradients[place] = here * shard[place]
+
+    on_its_way = 0  # the buffer of the group before
+    for stage, direction in rank.passes:  # first in, first out
+        forward, places = direction == "forward", rank.stages[stage]
+        now = nothing if forward else in_flight[stage].pop(0)
+        others = sum(chain(*in_flight.values()), nothing)
+        for place in places if forward else reversed(places):
+            rows = traces.sums(tables, direction, place)
+            # What other stages have sent stays in its buffer.
+            rows[:, ACTIVATIONS] += rows[:, EARLIER] if place == places[0] else 0
+            rows[:, ACTIVATIONS] += rows[:, LATER] if place == places[-1] else 0
+            rows += now
+            in_place = gradients.get(place, gradients.get(EMBEDDINGS)) and adds_in_place
+            column = NEW if in_place else GRADIENTS
+            counted = [ACTIVATIONS, LOGITS, column] + [COPIES] * (not method.sharded)
+            fullest = rows[rows[:, counted].sum(axis=1).argmax()]
+            copies = gathered(direction, place) if method.sharded else fullest[COPIES]
+            held = sum(gradients.values()) + on_its_way + fullest[column]
+            note(title(direction, place, head), others + fullest, held, copies)
+            before, now = now, rows[-1].copy()
+            if method.sharded and not forward and place in groups:
+                left = 0 if place == EMBEDDINGS else before[column]
+                new, now[column] = now[column] - left, left
+                if in_pipeline:
+                    gradients[place] = whole_gradients[place]
+                else:  # gradients that stay are counted already
+                    new = 0 if stays else max(new, shard[place])
+                    scatter(place, now, copies, left + new)
+                    on_its_way = shards * shard[place]
+        if forward:
+            in_flight[stage].append(now)
+    if in_pipeline:  # FSDP begins with what is in no layer
+        for place in sorted(groups, key=lambda place: 0 <= place < head):
+            scatter(place, nothing, sum(whole.values()), 0)
+            whole[place] = 0
+    note("update", nothing, here * all_shards, 0)
+    return states, moments
+
+
+def step(traces: Traces, method: Method, devices: int, batch: int) -> tuple[dict, dict]:
+    """Bytes that stay from step to step, and by moment those of each of `PARTS`.
+
+    Both are those of the fullest rank. Under DDP and FSDP only the optimizer stays in any case.
+    """
+    traces = traces.split if method.chapter == 6 else traces
+    every = [course(rank, traces, method, devices, batch) for rank in ranks(traces, method)]
+    states = {name: max(states[name] for states, _ in every) for name in every[0][0]}
+    return states, max((moments for _, moments in every), key=peak)
+
+
+def peak(moments: dict[str, list[float]]) -> float:
+    return max(map(sum, moments.values()))
 
 
 def title(direction: str, place: int, layers: int) -> str:
@@ -813,61 +640,56 @@ def title(direction: str, place: int, layers: int) -> str:
     return f"{direction}, {'embeddings' if place == EMBEDDINGS else f'layer {place + 1}'}"
 
 
-# -- Estimates -------------------------------------------------------------------------------------
+# -- Estimates and their output --------------------------------------------------------------------
 
 # Of the memory of a GPU, for what PyTorch does not count: CUDA's context, the buffers of NCCL and
 # cuBLAS, gaps between blocks. A rule of thumb.
 SPARE = 0.1
 
 
-@dataclass
-class Estimate:
-    """For one method on so many devices; in bytes, per device."""
-
-    method: str
-    devices: int
-    states: dict[str, int]
-    moments: list[Moment]
-    fits: bool
-    largest_batch: int
-    cpu_memory: int
-
-    @property
-    def fullest(self) -> Moment:
-        return max(self.moments, key=lambda moment: moment.total)
+def methods(devices: int, flags) -> list[Method]:
+    """Those of chapters 1 to 3, and of chapters 5 to 7 if the flag of each divides the devices."""
+    groups = {method: method.group(flags) for method in METHODS.values()}
+    return [method for method, group in groups.items() if group and devices % group == 0]
 
 
-def estimate(traces: Traces, method: Method, devices: int, flags) -> Estimate:
-    def fits(batch: int) -> bool:
-        moments = course(traces, method, devices, batch, flags)
-        return max(moment.total for moment in moments) <= flags.gpu_memory * 1e9 * (1 - SPARE)
-
-    # The largest batch that fits: doubling, then halving the steps.
-    fitting, step = 0, 1
-    while fitting + step < 2**20 and fits(fitting + step):
-        fitting, step = fitting + step, 2 * step
-    while step > 1:
-        step //= 2
-        fitting += step if fits(fitting + step) else 0
-    kept = states(traces, method, devices, flags)
-    moments = course(traces, method, devices, flags.batch_size, flags)
-    cpu_memory = sum(kept.values()) if method.offload and flags.device == "cuda" else 0
-    fits_now = fits(flags.batch_size)
-    return Estimate(method.name, devices, kept, moments, fits_now, fitting, cpu_memory)
-
-
-# -- Output ----------------------------------------------------------------------------------------
+def table(traces: Traces, devices: int) -> str:
+    """A column for each method, of its fullest moment."""
+    flags = traces.flags
+    room = flags.gpu_memory * 1e9 * (1 - SPARE)
+    last = ["fullest moment", f"fits {flags.gpu_memory:g} GB", "largest batch", "CPU memory"]
+    columns = [["GB per device", *PARTS, "together", *last]]
+    steps = {m: step(traces, m, devices, flags.batch_size) for m in methods(devices, flags)}
+    most = max(peak(moments) for _, moments in steps.values())
+    for method, (states, moments) in steps.items():
+        at = partial(step, traces, method, devices)
+        largest = bisect_right(range(1, 2**20), room, key=lambda batch: peak(at(batch)[1]))
+        fullest = max(moments, key=lambda name: sum(moments[name]))
+        cpu = sum(states.values()) if method.name == "offload" and flags.device == "cuda" else 0
+        *sizes, cpu = in_gb([*moments[fullest], peak(moments), cpu], most)
+        fits = "yes" if peak(moments) <= room else "no"
+        columns += [[method.name, *sizes, fullest, fits, str(largest or "none"), cpu]]
+    return markdown([*zip(*columns, strict=True)])
 
 
-def gb(size: float, digits: int = 3) -> str:
-    return f"{size / 1e9:.{digits}f}"
+def course_table(traces: Traces, method: Method, devices: int) -> str:
+    """A row for each moment, without layers between the first and the last that are not fullest."""
+    _, moments = step(traces, method, devices, traces.flags.batch_size)
+    between = {f"layer {number}" for number in range(2, len(traces.layers))}
+    rows = [["moment", *PARTS, "together"]]
+    for name, sizes in moments.items():
+        if sum(sizes) == peak(moments) or not between & set(name.split(", ")):
+            rows += [[name, *in_gb([*sizes, sum(sizes)], peak(moments))]]
+    return markdown(rows)
 
 
-def digits_for(largest: float) -> int:
-    return 1 if largest >= 10e9 else 2 if largest >= 1e9 else 4
+def in_gb(sizes, largest: float) -> list[str]:
+    """With as many digits as suit the largest one."""
+    digits = 1 if largest >= 10e9 else 2 if largest >= 1e9 else 4
+    return [f"{size / 1e9:.{digits}f}" for size in sizes]
 
 
-def markdown(rows: list[list[str]]) -> str:
+def markdown(rows: list) -> str:
     """A table with aligned columns; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -877,116 +699,18 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join(lines)
 
 
-def table(estimates: list[Estimate], flags) -> str:
-    fullest = [estimate.fullest for estimate in estimates]
-    digits = digits_for(max(moment.total for moment in fullest))
-    rows = [["GB per device", *(estimate.method for estimate in estimates)]]
-    rows += [[part, *(gb(moment.parts[part], digits) for moment in fullest)] for part in PARTS]
-    rows += [["together", *(gb(moment.total, digits) for moment in fullest)]]
-    rows += [["fullest moment", *(moment.name for moment in fullest)]]
-    room = f"fits {flags.gpu_memory:g} GB"
-    rows += [[room, *("yes" if estimate.fits else "no" for estimate in estimates)]]
-    rows += [["largest batch", *(str(x.largest_batch or "none") for x in estimates)]]
-    rows += [["CPU memory", *(gb(estimate.cpu_memory, digits) for estimate in estimates)]]
-    return markdown(rows)
-
-
-def headline(model: Model, flags) -> str:
-    checkpointing = ", activation checkpointing" if flags.activation_checkpointing else ""
-    accumulation = flags.gradient_accumulation_steps
-    micro = f" ({accumulation} times per step)" if accumulation > 1 else ""
-    return (
-        f"{flags.model_name}: {numel(model.parameters):,} parameters, {len(model.layers)} layers. "
-        f"{flags.batch_size} × {flags.seq_length} tokens per device{micro}, {flags.dtype}"
-        f"{', compiled' if flags.compile else ', not compiled'}{checkpointing}"
-    )
-
-
-def legend(flags) -> str:
-    lines = [f"- {part}: {counts}" for part, counts in PARTS.items()]
-    lines += [
-        "- together: the most that PyTorch allocates at a time; the lines above are of that moment",
-        f"- fits, largest batch: with {SPARE:.0%} spared for CUDA, NCCL and gaps, a rule of thumb",
-        "- no reshard, offload: chapter 3 with --no-reshard-after-forward, with --cpu-offload",
-    ]
-    for method in METHODS.values():
-        if method.flag and getattr(flags, method.flag):
-            flag = f"--{method.flag.replace('_', '-')} {getattr(flags, method.flag)}"
-            lines += [f"- {method.name}: chapter {method.chapter} with {flag}"]
-    if flags.pipeline_parallel:
-        many = f"{micro_batches(flags)} micro-batches"
-        lines[-1] += f", {flags.schedule} and {many}; the fullest rank"
-    return "\n".join(lines)
-
-
-def explanation(traces: Traces, estimates: list[Estimate], flags) -> str:
-    """The arithmetic, with the numbers of this model."""
-    model = traces.model
-    count, root, tensors = numel(model.parameters), numel(model.root), len(model.parameters)
-    layers, size = [numel(layer) for layer in model.layers], BYTES[flags.dtype]
-    most = max(estimate.devices for estimate in estimates)
-    part, largest = shard_numel(model.parameters, most), max(layers, default=0)
-    sizes = " + ".join(f"{layers.count(x)} × {x:,}" for x in dict.fromkeys(layers))
-    lines = [
-        "Where the figures come from",
-        "",
-        f"Parameters: {sizes} in layers + {root:,} in the root (embeddings, last norm, head; tied "
-        f"ones once) = {count:,}, in {tensors} tensors.",
-        f"States: 4 × {count:,} for weights, as much for gradients, 2 × 4 × {count:,} + 4 × "
-        f"{tensors} for moments: {gb(16 * count)} GB.",
-        f"Shards on {most}: {part:,} parameters on the fullest rank (of each tensor, 1/{most} of "
-        f"the rows, rounded up), {gb(16 * part)} GB.",
-        f"Gathered by FSDP: {size} bytes × ({root:,} in the root + 2 × {largest:,} in two layers) "
-        f"= {gb(size * (root + 2 * largest))} GB; on one device one layer.",
-    ]
-    for autocast, whose in ((True, "Chapters 1 and 2"), (False, "Chapter 3")):
-        tables = traces(flags.batch_size, autocast)
-
-        def sums(direction, place, *columns, tables=tables):
-            """Bytes after each event of a segment, from 0."""
-            rows = traces.of(tables, direction, place)[:, columns]
-            return [0, *np.cumsum(rows.sum(axis=1))]
-
-        forward = sums("forward", len(layers) // 2, ACTIVATIONS, COPIES)
-        backward = sums("backward", len(layers) // 2, ACTIVATIONS, COPIES, NEW)
-        head = sums("forward", len(layers), LOGITS)
-        lines += [
-            f"{whose}, traced: a layer takes up to {gb(max(forward))} GB while it computes, keeps "
-            f"{gb(forward[-1])} GB, and takes up to {gb(max(backward))} GB more in its backward "
-            f"pass. The head takes up to {gb(max(head))} GB and keeps {gb(head[-1])} GB."
-        ]
-    for estimate in (estimate for estimate in estimates if estimate.devices == most):
-        digits = digits_for(estimate.fullest.total)
-        lines += ["", f"{estimate.method} on {estimate.devices}, GB in the course of a step:", ""]
-        rows = [["moment", *PARTS, "together"]]
-        for moment in shown(estimate, len(layers)):
-            sizes = [*moment.parts.values(), moment.total]
-            rows += [[moment.name, *(gb(size, digits) for size in sizes)]]
-        lines += [markdown(rows)]
-    return "\n".join(lines)
-
-
-def shown(estimate: Estimate, layers: int) -> list[Moment]:
-    """Without the layers between the first and the last, unless one of them is the fullest."""
-    between = {f"layer {number}" for number in range(2, layers)}
-    return [
-        moment
-        for moment in estimate.moments
-        if moment is estimate.fullest or not between & set(moment.name.split(", "))
-    ]
-
-
-def as_json(model: Model, estimates: list[Estimate], flags) -> str:
-    result = {"flags": vars(flags), "parameters": numel(model.parameters)}
-    result |= {"layers": len(model.layers), "estimates": []}
-    for one in estimates:
-        values = {"devices": one.devices, "method": one.method, "states": one.states}
-        values |= {"parts": one.fullest.parts, "total": one.fullest.total}
-        values |= {"fullest_moment": one.fullest.name, "fits": one.fits}
-        values |= {"largest_batch": one.largest_batch, "cpu_memory": one.cpu_memory}
-        values |= {"moments": {moment.name: moment.total for moment in one.moments}}
-        result["estimates"] += [values]
-    return json.dumps(result, indent=2)
+LEGEND = f"""
+- weights, fp32: 4 bytes per parameter, under FSDP of this rank's shard
+- gradients: as far as they are there, whole or in shards, with FSDP's buffer for scattering
+- AdamW's moments: 8 bytes per parameter and 4 per tensor, under FSDP of this rank's shard
+- copies of weights: in the compute dtype: autocast's, or what FSDP has gathered
+- activations: what layers keep for their backward pass, and what they are computing
+- logits and loss: all that comes behind the last layer
+- together: the most that PyTorch allocates at a time; the lines above are of that moment
+- fits, largest batch: with {SPARE:.0%} spared for CUDA, NCCL and gaps, a rule of thumb
+- no reshard, offload: chapter 3 with --no-reshard-after-forward, with --cpu-offload
+- HSDP, tensor parallel: chapter 5 with --shard-size, chapter 6 with --tensor-parallel
+- pipeline: chapter 7, the fullest rank, with at least as many micro-batches as stages"""
 
 
 # -- Flags -----------------------------------------------------------------------------------------
@@ -996,32 +720,26 @@ def fail(message: str) -> None:
     sys.exit(f"error: {message}")
 
 
-def above(minimum, kind=int):
-    def number(text: str):
-        value = kind(text)
-        if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not at least {minimum}")
-        return value
-
-    return number
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return int(text)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Estimates the memory of a training step on GPUs; the default is in brackets.",
-        allow_abbrev=False,
-    )
-    positive, switch = above(1), argparse.BooleanOptionalAction
+def parse_args(argv=None) -> argparse.Namespace:
+    what = "Estimates the memory of a training step on GPUs; the default is in brackets."
+    name = "estimate-memory.py"
+    parser = argparse.ArgumentParser(prog=name, description=what, allow_abbrev=False)
 
     def add(*names, help: str, default=None, **options):
-        suffix = "" if default in (None, False) else f" [{default}]"
+        suffix = f" [{default}]" if default else ""
         parser.add_argument(*names, help=help + suffix, default=default, **options)
 
-    model = "Hub id, local folder, or a config.json"
-    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help=model)
+    llama = "meta-llama/Llama-3.2-1B"
+    add("-m", "--model-name", default=llama, help="Hub id, local folder, or a config.json")
     add("--devices", type=positive, nargs="+", default=[1, 2, 4, 8], help="numbers of GPUs")
-    add("--gpu-memory", type=above(0.001, float), default=80.0, help="of each, GB = 1e9 bytes")
-    add("-s", "--seq-length", type=above(2), default=1024, help="tokens per sample")
+    add("--gpu-memory", type=float, default=80.0, help="of each, GB = 1e9 bytes")
+    add("-s", "--seq-length", type=positive, default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
     add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
     add("--shard-size", type=positive, help="also HSDP, chapter 5: GPUs that share a copy")
@@ -1031,40 +749,20 @@ def parse_args() -> argparse.Namespace:
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
     add("--dtype", choices=BYTES, help="compute precision [bf16 for cuda, fp32 for cpu]")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
-    add("--compile", action=switch, help="[on for cuda, off for cpu]")
-    add("--json", action="store_true", help="all figures in bytes, for programs")
-    add("--explain", action="store_true", help="the arithmetic, with this model's numbers")
-    every = "trace each layer, slower, to check the short way"
-    add("--all-layers", action="store_true", help=every)
-    args = parser.parse_args()
+    add("--compile", action=argparse.BooleanOptionalAction, help="[on for cuda, off for cpu]")
+    add("--explain", action="store_true", help="also each moment of a step")
+    args = parser.parse_args(argv)
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.compile = args.device == "cuda" if args.compile is None else args.compile
     return args
 
 
-def load_config(name: str):
-    """The config of a model on the Hub, in a folder, or in a file of its own."""
-    try:
-        if os.path.isfile(name):
-            values = json.loads(Path(name).read_text())
-            return AutoConfig.for_model(values.pop("model_type"), **values)
-        return AutoConfig.from_pretrained(name)
-    except KeyError:
-        fail(f"{name} is not the config of a model that Transformers knows: it has no model_type")
-    except Exception as error:
-        fail(f"cannot load the config of {name}: {first_line(error)}")
-
-
-def first_line(error) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
-
-
-def check_groups(config, counts: list[int], args) -> None:
+def check(config, args) -> None:
     """Refuses what chapters 5 to 7 would refuse."""
-    for flag in (method.flag for method in METHODS.values() if method.flag):
-        size = getattr(args, flag) or 1
-        if all(count % size for count in counts):
-            fail(f"--{flag.replace('_', '-')} {size} divides none of --devices")
+    for method in METHODS.values():
+        group = method.group(args)
+        if group and all(count % group for count in args.devices):
+            fail(f"{method.flag} {group} divides none of --devices")
     if args.tensor_parallel:
         chapter("06-tensor-parallel")["check_plan"](config, args)
     if args.pipeline_parallel:
@@ -1075,40 +773,32 @@ def check_groups(config, counts: list[int], args) -> None:
             fail(f"{config.num_hidden_layers} layers cannot make {count} stages")
 
 
-def main() -> None:
-    args = parse_args()
+def main(argv=None) -> None:
+    args = parse_args(argv)
     transformers.logging.set_verbosity_error()
     logging.disable()  # of PyTorch, whose errors come with a sentence of ours
-    config, name = load_config(args.model_name), args.model_name
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if positions and args.seq_length > positions:
-        fail(f"--seq-length {args.seq_length} is more than the {positions} positions of {name}")
+    problem, name, remedy = "load the config of", args.model_name, ""
     try:
-        model = describe(config)
+        config = AutoConfig.from_pretrained(name)
+        problem = "build a causal LM from"
+        traces = Traces(config, args)
+        check(config, args)
+        problem, remedy = "trace a step of", ", try --no-compile" if args.compile else ""
+        size = f"{numel(traces.parameters):,} parameters, {len(traces.layers)} layers"
+        tokens = f"{args.batch_size} × {args.seq_length} tokens per device"
+        compiled = "compiled" if args.compile else "not compiled"
+        lines = [f"{name}: {size}. {tokens}, {args.dtype}, {compiled}"]
+        for devices in args.devices:
+            plural = "s" if devices > 1 else ""
+            lines += ["", f"{devices} device{plural}", "", table(traces, devices)]
+        lines += [LEGEND]
+        for method in methods(devices, args) if args.explain else ():
+            title = f"{method.name} on {devices}, GB in the course of a step:"
+            lines += ["", title, "", course_table(traces, method, devices)]
     except Exception as error:
-        fail(f"cannot build a causal LM from {name}: {first_line(error)}")
-    counts = [*dict.fromkeys(args.devices)]
-    check_groups(config, counts, args)
-    try:
-        traces = Traces(model, args)
-        estimates = [
-            estimate(traces, method, devices, args)
-            for devices in counts
-            for method in methods(devices, args)
-        ]
-    except Exception as error:
-        remedy = ", try --no-compile" if args.compile else ""
-        fail(f"cannot trace a step of {name}{remedy}: {first_line(error)}")
-    if args.json:
-        print(as_json(model, estimates, args))
-        return
-    print(headline(model, args))
-    for devices in counts:
-        print(f"\n{devices} device{'s' if devices > 1 else ''}\n")
-        print(table([x for x in estimates if x.devices == devices], args))
-    print("\n" + legend(args))
-    if args.explain:
-        print("\n" + explanation(traces, estimates, args))
+        first_line = (str(error).strip() or repr(error)).splitlines()[0]
+        fail(f"cannot {problem} {name}{remedy}: {first_line}")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":
