@@ -310,8 +310,9 @@ def test_formats_become_each_other(train, trainer, convert):
     assert_one_sentence(output, "collect step-00000003 of all ranks: only [0]")
     output = convert("hub/6", "no/4", "--to", "full", status=1)
     assert_one_sentence(output, "is no checkpoint of chapters 1 to 6")
-    output = convert("origin/6", "origin/3", "--to", "full", status=1)
-    assert_one_sentence(output, "step-00000003 exists")
+    for taken in ("origin/3", "own/3"):  # the second one in another format
+        output = convert("origin/6", taken, "--to", "full", status=1)
+        assert_one_sentence(output, "step-00000003 exists")
 
 
 def test_checkpoints_of_chapters_1_and_3(trainer, convert):

@@ -205,8 +205,6 @@ def copy_other_files(source: Path, folder: Path, to: str) -> None:
 
 def convert(source: Path, folder: Path, state: dict, args: argparse.Namespace, rank: int) -> None:
     """Writes under another name, and renames what is complete."""
-    if folder.exists():
-        sys.exit(f"error: {folder} exists")
     temporary = folder.with_name(f"{folder.name}.incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -226,6 +224,8 @@ def main() -> None:
     args = parse_args()
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     transformers.logging.disable_progress_bar()
+    if args.destination.exists() or local_folders(args.destination):
+        sys.exit(f"error: {args.destination} exists, in this or in another format")
     state = read(args.source)
     source = args.source if args.source.exists() else local_folders(args.source)[0]
     folders = [args.destination]
