@@ -301,7 +301,7 @@ def build_model(args, config, device, checkpoint):
         remedy = "--from-scratch starts from random weights, --demo needs no download"
         with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
             # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
-            # NODES: The weights of --resume-dir replace them.
+            # NODES: The weights of --resume-dir replace the pretrained weights.
             load_weights(model, args.model_name, checkpoint or args.resume_dir)
     for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
         buffer.data = buffer.to(device)
