@@ -10,6 +10,7 @@ saved. Weights, gradients and moments are compared, too, to the byte.
 """
 
 import argparse
+import importlib
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ import time
 import weakref
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -129,14 +131,15 @@ def watch(chapter: str, flags: list[str]) -> None:
 
 
 @lru_cache
-def tool() -> dict:
-    """The functions of the estimator."""
-    return runpy.run_path(str(REPOSITORY / "tools" / "estimate-memory.py"))
+def tool() -> ModuleType:
+    """The estimator, as a module that torch.compile finds by its name."""
+    sys.path.append(str(REPOSITORY / "tools"))
+    return importlib.import_module("estimate-memory")
 
 
 def arguments(method: str, flags: list) -> list:
     """Of this script, to run a chapter and to watch it."""
-    known = tool()["METHODS"][method]
+    known = tool().METHODS[method]
     (chapter,) = REPOSITORY.glob(f"{known.chapter:02}-*/train-llm.py")
     switch = [known.flag] if method in ("no reshard", "offload") else []
     steps = ["--from-scratch", "--max-steps", LAST_STEP, "--eval-freq", 0]
@@ -164,11 +167,11 @@ def measured(output: str, devices: int) -> tuple[int, list[int]]:
 
 
 def estimated(method: str, devices: int, flags: list) -> tuple[float, list[int]]:
-    args = tool()["parse_args"]([*map(str, flags)])
-    traces = tool()["Traces"](AutoConfig.from_pretrained(args.model_name), args)
-    known = tool()["METHODS"][method]
-    states, moments = tool()["step"](traces, known, devices, args.batch_size)
-    return tool()["peak"](moments), [*states.values()]
+    args = tool().parse_args([*map(str, flags)])
+    traces = tool().Traces(AutoConfig.from_pretrained(args.model_name), args)
+    known = tool().METHODS[method]
+    states, moments = tool().step(traces, known, devices, args.batch_size)
+    return tool().peak(moments), [*states.values()]
 
 
 def model_folder(folder: Path, config: dict) -> Path:
@@ -197,7 +200,7 @@ def compare(name: str, folder: Path, method: str, devices: int, flags: list, dev
 
 
 def main(argv=None) -> list[float]:
-    gpus, methods = torch.cuda.device_count(), tool()["METHODS"]
+    gpus, methods = torch.cuda.device_count(), tool().METHODS
     device = "cuda" if gpus else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", help="config.json files [some known models]")

@@ -34,7 +34,7 @@ def shared_traces():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tool, "trace", trace)
-        patch.setattr(benchmark, "tool", lambda: vars(tool))
+        patch.setattr(benchmark, "tool", lambda: tool)
         yield
 
 
@@ -67,6 +67,26 @@ CASES = [
     ("pipeline", 2, {}, ""),
     ("pipeline", 2, TIED, HALF),
 ]
+
+
+ROW = r"^\| (\S+|Llama.*?|GPT.*?) \| ([\w ]+) \| (\d+) \| `(.*)` \| (\d+\.(\d+)) \| [\d.]* ?\|"
+
+
+def test_estimates_in_the_records(tmp_path):
+    """Of every comparison with a measurement, on CPUs and on GPUs."""
+    records = (REPOSITORY / "benchmarks" / "results.md").read_text()
+    records = records.partition("## Memory, estimated and measured")[2].partition("\n## ")[0]
+    rows = re.findall(ROW, records, re.MULTILINE)
+    assert len(rows) == 28
+    tiny = json.loads((REPOSITORY / "tiny-llama" / "config.json").read_text())
+    configs = {"tiny-llama/config.json": tiny, "four-heads.json": tiny | {"num_key_value_heads": 4}}
+    configs |= benchmark.ON_GPU
+    for number, (model, method, devices, flags, said, decimals) in enumerate(rows):
+        folder = benchmark.model_folder(tmp_path / str(number), configs[model])
+        device = "cuda" if model in benchmark.ON_GPU else "cpu"
+        flags = ["-m", folder, *flags.split(), "--device", device]
+        guess, _ = benchmark.estimated(method, int(devices), flags)
+        assert f"{guess / 1e9:.{len(decimals)}f}" == said, (model, method, flags)
 
 
 @pytest.mark.parametrize(("method", "devices", "config", "flags"), CASES)
@@ -229,6 +249,7 @@ BAD = [
     ("-m {}/none.json", "none.json", 1),
     ("-m {}/broken.json", "broken.json", 1),
     ("-m {}/llama.json --shard-size 3", "--shard-size 3", 1),
+    ("-m {}/llama.json -s 9999", "2048 positions", 1),
     ("-m {}/llama.json --tensor-parallel 2 -s 63", "63 tokens", 1),
     ("-m {}/gpt2.json --tensor-parallel 2", "gpt2", 1),
     ("-m {}/gpt2.json --pipeline-parallel 2", "gpt2", 1),

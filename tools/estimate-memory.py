@@ -758,7 +758,10 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 
 def check(config, args) -> None:
-    """Refuses what chapters 5 to 7 would refuse."""
+    """Refuses what the chapters would refuse."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of the model")
     for method in METHODS.values():
         group = method.group(args)
         if group and all(count % group for count in args.devices):
