@@ -108,7 +108,7 @@ _numbers = itertools.count()
 
 def outcome(folder: Path, script: Path, *arguments, timeout: float = 120, **options):
     """Runs a script to its end: exit status and output."""
-    run = Run(script, arguments, folder / f"output-{next(_numbers)}.txt", **options)
+    run = Run(script, arguments, folder / f"outcome-{next(_numbers)}.txt", **options)
     return run.wait(timeout), run.output
 
 
