@@ -11,6 +11,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
 import weakref
 from pathlib import Path
 
@@ -23,6 +24,9 @@ def run_script(*arguments):
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
+    except Exception:
+        traceback.print_exc()  # as Python does; torchrun reports the error of one worker only
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()
 
