@@ -252,6 +252,7 @@ def hooks(args, folder: Path) -> None:
             sent.append(found["communication/bytes_per_step"])
             ratios.append(found["communication/ratio"])
             model.zero_grad(set_to_none=True)
+            del ddp  # a wrapper that outlives the process group may block in its destructor
         spent = statistics.median(times[3:])
         cells = [f"{sent[0] / 1e6:.3f}", f"{sent[1] / 1e6:.3f}", *(f"{r:.3f}" for r in ratios)]
         records[method] = {"sent": sent, "ratios": ratios, "hook_ms": spent}

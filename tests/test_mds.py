@@ -222,14 +222,18 @@ def test_a_remote_and_its_cache(train, write, trainer):
     fetched = [line for line in requests.read_text().splitlines() if "part-" in line]
     assert len(fetched) == len(set(fetched)) == len([*shards.glob("part-*/shard*")])
 
-    largest = 2 * max(file.stat().st_size for file in shards.glob("part-*/shard*"))
+    index = json.loads((zipped / "index.json").read_text())["shards"]
+    raw = [shard["raw_data"]["bytes"] for shard in index]
+    largest = max(shard["raw_data"]["bytes"] + shard["zip_data"]["bytes"] for shard in index)
     requests.unlink()
     flags[-1] = small = trainer.folder / "small"
-    limit = ["--cache-limit", f"{5 * largest}b"]
+    limit = ["--cache-limit", f"{6 * largest}b"]
     run = train(f"test://{zipped}", *flags, *limit, name="small", before=REMOTE)
     assert exact(run.records) == exact(local.records)
     kept = sum(file.stat().st_size for file in small.rglob("*.mds"))
-    assert kept <= 5 * largest
+    print(f"{kept} of {sum(raw)} bytes are kept, limit {6 * largest}, largest shard {largest}")
+    # Both ranks may look at the same moment, and find room for one more shard.
+    assert kept <= 7 * largest < sum(raw)
     fetched = [line for line in requests.read_text().splitlines() if "part-" in line]
     assert len(fetched) > len(set(fetched))
     limit = ["--cache-limit", "2b"]
