@@ -4,7 +4,7 @@ This file has everything that a real training run needs: packed data, mixed prec
 accumulation, held-out loss, logging, and checkpoints that resume exactly. Read it from top to
 bottom. Each later chapter adds the lines that spread the same training over many devices.
 
-    python train-llm.py --demo                   # two minutes on any machine, no network
+    python train-llm.py --demo                   # two minutes on two CPU cores, no network
     python train-llm.py -e alpaca                # fine-tunes Llama-3.2-1B on Alpaca
     python train-llm.py -e books -m Qwen/Qwen3-0.6B --from-scratch -d "books/*.txt"
 """
@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-# Waiting CPU threads spin. Shorter spinning helps if other programs use the same cores.
+# Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Comet patches no library, waits 20 s for a silent server, and takes at most a minute at the end.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
@@ -602,7 +602,7 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# This run takes two minutes on a laptop. Its text comes with every Python.
+# This run takes a few minutes on two CPU cores. Its text comes with every Python.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
     "model_name": f"{REPOSITORY}/tiny-llama",

@@ -29,7 +29,7 @@ from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 
-# Waiting CPU threads spin. Shorter spinning helps if other programs use the same cores.
+# Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Comet patches no library, waits 20 s for a silent server, and takes at most a minute at the end.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
@@ -681,7 +681,7 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# This run takes two minutes on a laptop. Its text comes with every Python.
+# This run takes a few minutes on two CPU cores. Its text comes with every Python.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
     "model_name": f"{REPOSITORY}/tiny-llama",

@@ -30,7 +30,7 @@ from functools import lru_cache
 from itertools import chain, islice, takewhile
 from pathlib import Path
 
-# Waiting CPU threads spin. Shorter spinning helps if other programs use the same cores.
+# Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Comet patches no library, waits 20 s for a silent server, and takes at most a minute at the end.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
@@ -162,7 +162,7 @@ def main():
             with timer("forward"), autocast:
                 # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
                 # The last token of a row has no label, because nothing follows it. The divisor is a
-                # tensor, because the loss would be compiled again for each new Python number.
+                # tensor, because the compiled loss does not accept a NumPy number.
                 labels_per_rank = loss_sum.new_full((), (tokens[-1] - global_batch) / WORLD_SIZE)
                 # STREAM 6: The label of padding is -100, and this label has no loss.
                 # Padding comes last, so no other token attends to padding. So padding needs no
@@ -916,7 +916,7 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# This run takes two minutes on a laptop. Its text comes with every Python.
+# This run takes a few minutes on two CPU cores. Its text comes with every Python.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
     "model_name": f"{REPOSITORY}/tiny-llama",

@@ -31,7 +31,7 @@ from datetime import timedelta
 from functools import lru_cache, partial
 from pathlib import Path
 
-# Waiting CPU threads spin. Shorter spinning helps if other programs use the same cores.
+# Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 # Comet patches no library, waits 20 s for a silent server, and takes at most a minute at the end.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
@@ -592,7 +592,7 @@ def evaluate(model, samples, args, device):
     groups = WORLD_SIZE // args.pipeline_parallel
     group = RANK % groups
     forward = copy.copy(model.schedule)
-    if args.stages_per_rank > 1:  # remove backward passes, which fail here (torch 2.13)
+    if args.stages_per_rank > 1:  # remove backward passes, because those of zbv fail here
         actions = forward.pipeline_order_with_comms[forward.rank]
         actions = [action for action in actions if "F" in str(action) or "SHARD" in str(action)]
         forward.pipeline_order_with_comms = {forward.rank: actions}
@@ -907,7 +907,7 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# This run takes two minutes on a laptop. Its text comes with every Python.
+# This run takes a few minutes on two CPU cores. Its text comes with every Python.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
     "model_name": f"{REPOSITORY}/tiny-llama",

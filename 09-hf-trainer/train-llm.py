@@ -3,7 +3,7 @@
 A template to copy. Hydra composes the configuration from the files in `conf/`. The Trainer trains
 as chapters 1 to 3 do. Submitit starts the jobs on Slurm. The chapter continues no other chapter.
 
-    python train-llm.py --config-name demo                  # two minutes on any machine, no network
+    python train-llm.py --config-name demo     # needs no GPU and no network
     torchrun --standalone --nproc-per-node 2 train-llm.py --config-name demo parallel=ddp
     python train-llm.py -m hydra/launcher=slurm parallel=fsdp nodes=2 data=alpaca,tinystories
 """

@@ -6,7 +6,8 @@
     python benchmarks/compression.py plot -o docs/compression
 
 The first three print a table each and add their records to a file (`--records`), which the plot
-reads. All run chapter 8 as it is, on CPU processes, with the model and the text of the demo.
+reads. All use the model of the demo, on CPUs. `losses` and `links` run chapter 8 as it is, with the
+text of the demo. `hooks` runs the chapter's class `Compression` with random tokens.
 
 hooks     Milliseconds per step that a rank spends on compressing and decompressing, in one process
           alone, so without a network; median of --rounds steps. Break-even: the rate of a link at

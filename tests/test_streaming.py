@@ -137,7 +137,7 @@ def plain_losses(folder, steps: list[torch.Tensor]) -> list[float]:
     return losses
 
 
-# On GPUs the loss is compiled. There a NumPy number stops it, and each new number is compiled anew.
+# On GPUs the loss is compiled. A NumPy number stops it, and a Python number compiles it twice.
 TENSOR = """
 import torch
 from transformers.loss import loss_utils
