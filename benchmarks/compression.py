@@ -263,8 +263,8 @@ def hooks(args, folder: Path) -> None:
         even = [f"{rate:,.0f}" for rate in even] if spent else ["", ""]
         cells += [f"{spent:.1f}", *even]
         print(f"| {method} | {' | '.join(cells)} |", flush=True)
-    dist.destroy_process_group()
     remember(args.records, "hooks", records)
+    dist.destroy_process_group()
 
 
 def spread(values: list[float]) -> str:
