@@ -302,9 +302,8 @@ def build_model(args, config, device, checkpoint):
         # model that is compiled as a whole builds a mask, and loses the fast causal attention.
         for layer in layers:
             layer.compile()
-        if device.type == "cuda":
-            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
-            model.loss_function = torch.compile(model.loss_function)
+        # This avoids the fp32 copy of the logits, which is the largest tensor of a step.
+        model.loss_function = torch.compile(model.loss_function)
     return model
 
 

@@ -340,9 +340,8 @@ def build_model(args, config, device, checkpoint):
             layer.mlp.compile()
         # In a second run, a cache would give wrong gradients without an error.
         torch._functorch.config.enable_autograd_cache = False
-        if device.type == "cuda":
-            # Avoids the fp32 copy of the logits, the largest tensor of a step. CPUs gain nothing.
-            model.loss_function = torch.compile(model.loss_function)
+        # This avoids the fp32 copy of the logits, which is the largest tensor of a step.
+        model.loss_function = torch.compile(model.loss_function)
     return model
 
 

@@ -168,7 +168,7 @@ def test_activations_are_those_that_autograd_keeps(name, options):
 
 
 def test_compiled_code_keeps_what_is_foretold():
-    """With the loss compiled, as on GPUs."""
+    """Layers and loss."""
     traced, flags = kept("llama", "--dtype bf16")
     assert flags.compile
     real = kept_by_autograd("llama", flags, compiled=True)

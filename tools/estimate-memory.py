@@ -348,9 +348,8 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], ranks:
             split = [part for x in numbers for part in (x.self_attn, x.mlp)] if ranks > 1 else []
             for part in split or numbers:
                 part.compile(backend=backend, dynamic=False)
-            if on_gpu:
-                loss_function = torch.compile(model.loss_function, backend=backend, dynamic=False)
-                model.loss_function = loss_function
+            loss_function = torch.compile(model.loss_function, backend=backend, dynamic=False)
+            model.loss_function = loss_function
         ids = torch.zeros(batch, flags.seq_length, dtype=torch.int64)
         inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
         if ranks > 1:  # as in chapter 6
