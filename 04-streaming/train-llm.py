@@ -2,8 +2,8 @@
 
 No training text is downloaded or tokenized beforehand. A thread reads documents from files or the
 Hub, tokenizes them, packs them into rows and shuffles the rows. Meanwhile, the devices train on
-earlier rows. Any number of ranks can read rows from MDS shards. A checkpoint holds the place in the
-stream. Comments with STREAM 1 to 13 mark the ideas.
+earlier rows. A checkpoint holds the place of each rank in its stream. Comments with STREAM 1 to 12
+mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e c4 -m meta-llama/Llama-3.2-1B \
@@ -26,8 +26,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from pathlib import Path
 
 # Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
@@ -46,6 +45,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 import yaml
+from aiohttp import ClientTimeout
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
@@ -115,8 +115,9 @@ def main():
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
     tokens = []  # STREAM: in each step since the last logged one, without padding
-    rows_per_step = global_batch // WORLD_SIZE
-    last_step_of_pass = 0  # STREAM: a pass without a step ends the run
+    rows_per_step = args.batch_size * accumulation
+    place = state.places[RANK]  # STREAM: of this rank in its stream, after its last step
+    passes_without_step = 0
     timer = PhaseTimer(device)
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
@@ -126,29 +127,39 @@ def main():
     while state.step < total_steps and not stop_signal:
         # STREAM 2: Read the whole step first, because its loss is a mean over all of its labels.
         with timer("data"):
-            rows = list(takewhile(len, islice(train_samples.rows, rows_per_step)))
-        report = [len(rows), np.sum(np.array(rows) >= 0), train_samples.place]
-        row_counts, token_counts, places = zip(*gather(report), strict=True)
-        if None in places:
-            if run_folder:  # STREAM: keep the steps so far
+            rows = train_samples.read(rows_per_step)
+        # STREAM 3: One small message tells all ranks whether all of them can make the step.
+        row_tokens = np.sum(np.array(rows) >= 0)
+        signal_here = max(stop_signals, default=0)
+        report = torch.tensor([len(rows), row_tokens, train_samples.is_broken, signal_here])
+        reports = [torch.empty_like(report) for _ in range(WORLD_SIZE)]
+        dist.all_gather(reports, report)
+        row_counts, token_counts, broken, signals = torch.stack(reports).T.tolist()
+        if any(broken):
+            if run_folder and not (run_folder / f"step-{state.step:08d}").exists():
+                state.places = gather(place)
                 save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
             fail(f"a stream broke off after step {state.step}: the warning above says why")
-        # STREAM 3: A pass ends for all if one rank has too few rows, since a step needs all ranks.
+        # STREAM 4: A pass ends for all if one rank has too few rows, since a step needs all ranks.
         if min(row_counts) < rows_per_step:
-            rest = takewhile(len, train_samples.rows) if len(rows) == rows_per_step else []
-            left = sum(gather(len(rows) + sum(1 for _ in rest)))
-            say(f"Pass {state.places[0]['pass'] + 1} is over: {left} rows are left out")
-            if state.step == last_step_of_pass:
-                fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
-            last_step_of_pass = state.step
+            rows_left = len(rows)
+            if rows_left == rows_per_step:
+                rows_left += train_samples.skip_pass()
+            passes = train_samples.place["pass"]
+            say(f"Pass {passes} is over: {sum(gather(rows_left))} rows are left out")
+            passes_without_step += 1
+            if passes_without_step == 10:
+                few = f"one rank has {min(row_counts)} rows, and a step takes {rows_per_step} of each"
+                fail(f"{args.dataset_name} is too small: {few}; lower --batch-size or the ranks")
             continue
-        # STREAM 4: A checkpoint has the place of each rank, because ranks read different documents.
-        state.places = places
+        passes_without_step = 0
+        place = train_samples.place
+        stop_signal = max(signals)  # STREAM: all ranks stop after this step, whose rows are read
         tokens.append(sum(token_counts))
+        labels = tokens[-1] - global_batch  # the last token of a row has no label: nothing follows
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
-            # Sample n is the same in each run with this seed, so a run can resume at any sample.
-            # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
+            # STREAM: The stream has chosen the rows. This number only seeds the dropout masks.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
             # FSDP 2: Scatter in every micro-batch, because whole gradients take 4 bytes per weight.
@@ -157,13 +168,13 @@ def main():
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
             with timer("data"):
-                indices = range(micro_step, len(rows), accumulation)
+                begin = micro_step * args.batch_size
+                indices = range(begin, begin + args.batch_size)
                 input_ids = read_batch(rows, indices, device)
             with timer("forward"), autocast:
                 # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
-                # The last token of a row has no label, because nothing follows it. The divisor is a
-                # tensor, because the compiled loss does not accept a NumPy number.
-                labels_per_rank = loss_sum.new_full((), (tokens[-1] - global_batch) / WORLD_SIZE)
+                # A tensor, because the loss would be compiled again for each new Python number.
+                labels_per_rank = loss_sum.new_full((), labels / WORLD_SIZE)
                 # STREAM 6: The label of padding is -100, and this label has no loss.
                 # Padding comes last, so no other token attends to padding. So padding needs no
                 # mask, and may have any token id.
@@ -186,16 +197,10 @@ def main():
             optimizer.zero_grad()  # because backward() adds to the gradients
         state.step += 1
         state.samples += global_batch
-        # STREAM: For text, count whole passes only, since a fraction would need the length.
-        state.epoch = places[0]["pass"] + state.samples / (len(train_samples) or math.inf)
+        state.epoch = place["pass"]  # STREAM: whole passes; a fraction would need the length
         progress.update()
 
         at_end = state.step == total_steps
-        stop_signal = max(stop_signals, default=0)
-        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(stop_signal)
-        dist.all_reduce(stop, dist.ReduceOp.MAX)
-        stop_signal = stop.item()
         eval_now = args.eval_freq and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = state.step % args.log_freq == 0 or save_now
@@ -233,6 +238,8 @@ def main():
                 run_log.metrics(state, metrics)
         if run_folder and save_now:
             # A saved step is always a logged step, so its numbers have passed the check above.
+            # STREAM 7: A checkpoint has the places of all ranks, since ranks read other documents.
+            state.places = gather(place)
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
 
     if run_folder and state.step >= total_steps:
@@ -389,10 +396,19 @@ def load_config_and_tokenizer(args):
 
 def load_documents(name, subset):
     """The splits of a file, folder, glob (one document per text file) or dataset of the Hub."""
-    pattern = f"{name}/**/*" if os.path.isdir(name) else name
-    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # or an address, or a Hub id
+    # A path that exists is no pattern, even with brackets in it: data[1].csv
+    pattern = glob.escape(name) if os.path.exists(name) else name
+    if os.path.isdir(name):
+        pattern += "/**/*"
+    found = sorted(glob.glob(pattern, recursive=True))
+    if "*" in name and "://" not in name and not found:
+        fail(f"no file matches {name}")
     files = [file for file in found if Path(file).suffix in FORMATS]
-    kinds = {FORMATS[Path(file).suffix] for file in files}
+    if files and not any(map(os.path.getsize, files)):
+        fail(f"{name} is empty")
+    # `datasets` takes names of files as patterns. Without files, it is an address or a Hub id.
+    files = [glob.escape(file) for file in files] or [name]
+    kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
     spec = {"path": name, "name": subset}
     if kinds == {"text"}:
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
@@ -401,8 +417,19 @@ def load_documents(name, subset):
         spec = {"path": kinds.pop(), "data_files": files}
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
-        # STREAM 7: Open each file when the rank needs it, so that the corpus may exceed the disk.
-        return datasets.load_dataset(**spec, streaming=True)
+        # STREAM 8: Open each file when the rank needs it, so that the corpus may exceed the disk.
+        splits = datasets.load_dataset(**spec, streaming=True, storage_options=time_limits())
+        # STREAM: The first document of a split shows the columns.
+        return {name: documents._resolve_features() for name, documents in splits.items()}
+
+
+def time_limits():
+    """Options of `datasets`: a server that accepts and never answers is an error after a minute."""
+    # STREAM: The thread of a stream repeats a failed read, so `datasets` need not repeat it, too.
+    datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
+    datasets.config.STREAMING_READ_MAX_RETRIES = 1
+    timeout = ClientTimeout(total=None, sock_connect=60, sock_read=60)
+    return {scheme: {"client_kwargs": {"timeout": timeout}} for scheme in ("http", "https")}
 
 
 def tokenize(rows, tokenizer, column):
@@ -414,12 +441,10 @@ def tokenize(rows, tokenizer, column):
 
 def tokenized(documents, tokenizer):
     """The token ids of the documents of a split: column `text`, or the first column with text."""
-    with explain("cannot read the first document"):  # STREAM: it shows the columns
-        documents = documents._resolve_features()
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
     if not columns:
-        fail(f"the dataset has no text column, only {', '.join(features)}")
+        fail(f"no column of the dataset has a text in every row: {dict(features)}")
     column = "text" if "text" in columns else columns[0]
     say(f"Tokenizing column {column!r}")
     return documents.map(
@@ -433,40 +458,43 @@ def tokenized(documents, tokenizer):
 
 def load_samples(args, tokenizer, state):
     """The stream of this rank; and the first held-out documents, each in rows of its own."""
-    name = args.dataset_name
-    if os.path.exists(f"{name}/index.json") or ("://" in name and not name.startswith("http")):
-        splits = {}
-        mds = open_mds(name, args, tokenizer)
-        train_samples = Stream(mds_windows(mds, state.samples, args), START, mds.size)
-    else:
-        splits = load_documents(args.dataset_name, args.dataset_subset)
-        documents = splits["train"]
-        if args.max_documents:
-            first = documents.take(args.max_documents)
-            documents = datasets.IterableDataset.from_generator(first.__iter__)  # in file order
-        # STREAM 8: Each rank reads other files, because equal documents give equal gradients.
-        if documents.num_shards % WORLD_SIZE:
-            say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
-        if len(state.places) != WORLD_SIZE:
-            fail(f"this run needs {len(state.places)} ranks: only MDS shards allow another number")
-        documents = documents.shuffle(seed=args.seed, buffer_size=1)  # the order of the files
-        documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
-        place = state.places[RANK]
-        windows = text_windows(tokenized(documents, tokenizer), place, args)
-        train_samples = Stream(windows, place)
-    if not args.eval_freq:
-        return train_samples, []
+    splits = load_documents(args.dataset_name, args.dataset_subset)
+    if "train" not in splits:
+        fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
+    documents = splits["train"]
+    if args.max_documents:
+        first = documents.take(args.max_documents)  # in the order of the files
+        features = documents.features
+        documents = datasets.IterableDataset.from_generator(first.__iter__, features=features)
+    if len(state.places) != WORLD_SIZE:
+        fail(f"this run needs {len(state.places)} ranks: each rank goes on from its own place")
+    # STREAM 9: Each rank reads other files, because equal documents give equal gradients.
+    if documents.num_shards % WORLD_SIZE:
+        say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
+    documents = documents.shuffle(seed=args.seed, buffer_size=1)  # the order of the files
+    documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
+    place = state.places[RANK]
+    train_samples = Stream(text_windows(tokenized(documents, tokenizer), place, args), place)
+    eval_samples = load_eval_samples(args, tokenizer, splits) if args.eval_freq else []
+    return train_samples, eval_samples
+
+
+def load_eval_samples(args, tokenizer, splits):
+    """The first documents of the held-out split, each in rows of its own."""
+    names = ["validation", "test"]
     if args.eval_dataset:
         splits = load_documents(args.eval_dataset, args.eval_dataset_subset)
-        splits = {"test": splits.get("train")} | splits
-    held_out = splits.get("validation", splits.get("test"))
-    documents = held_out and islice(tokenized(held_out, tokenizer), args.eval_documents)
-    ids = [document["input_ids"] for document in documents or []]
-    if not ids:
+        names.append("train")
+    held_out = [splits[name] for name in names if name in splits]
+    if not held_out:
         fail("there are no documents to evaluate on: give --eval-dataset, or --eval-freq 0")
+    documents = held_out[0].take(args.eval_documents)
+    ids = [document["input_ids"] for document in tokenized(documents, tokenizer)]
     eval_samples, _ = to_rows(ids, [], "overflow", args.seq_length)
     say(f"{len(ids)} documents held out, in {len(eval_samples)} rows")
-    return train_samples, eval_samples
+    if not eval_samples:
+        fail("the held-out documents are empty: give another --eval-dataset, or --eval-freq 0")
+    return eval_samples
 
 
 def to_rows(documents, rest, packing, length):
@@ -480,39 +508,52 @@ def to_rows(documents, rest, packing, length):
     if packing == "trunc":
         documents = [ids[:length] for ids in documents]
     rows = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
-    # STREAM 9: Packed rows are full, and the tokens that are left begin the next row.
-    rest = rows.pop() if packing == "pack" and len(rows[-1]) < length else []
+    # STREAM 10: Packed rows are full, and the tokens that are left begin the next row.
+    rest = []
+    if packing == "pack" and rows and len(rows[-1]) < length:
+        rest = rows.pop()
     return [np.array(row + [-100] * (length - len(row)), np.int32) for row in rows], rest
 
 
 class Stream:
-    """The rows of this rank, from a place on. A thread reads one window ahead.
+    """The rows of this rank, from a place on. A thread reads one window ahead."""
 
-    `rows` yields the rows of pass after pass, and an empty row after each pass. `place` has the
-    place before the current window, and the number of used rows of this window. `place` is None
-    after the stream has broken off.
-    """
-
-    def __init__(self, windows, place, count=0):
-        self.place = place
-        self.count = count
-        self.rows = self.read_ahead(windows, place)
+    def __init__(self, windows, place):
+        self.place = place  # after the last row that was read
+        self.is_broken = False
+        self.rows = self.read_ahead(windows)
 
     def __len__(self):
-        return self.count  # 0: the number of rows is unknown
+        return 0  # the number of rows is unknown
 
-    def read_ahead(self, windows, place):
+    def read_ahead(self, windows):
+        """Yields each row, and None at the end of each pass."""
         thread = ThreadPoolExecutor(1)
-        # STREAM 10: The thread is a window ahead, so that the devices need not wait for text.
+        # STREAM 11: The thread is a window ahead, so that the devices need not wait for text.
         reading = thread.submit(next, windows, None)
-        while window := reading.result():
-            rows, after = window
+        while (window := reading.result()) is not None:
             reading = thread.submit(next, windows, None)
-            for used in range(place["used"], len(rows)):
-                self.place = place | {"used": used + 1}
-                yield rows[used]
-            place = after
-        self.place = None
+            for row, place in window:
+                self.place = place
+                yield row
+        self.is_broken = True
+
+    def read(self, count):
+        """The next `count` rows; fewer rows if the pass ends or the stream breaks before."""
+        rows = []
+        while len(rows) < count:
+            row = next(self.rows, None)
+            if row is None:
+                break
+            rows.append(row)
+        return rows
+
+    def skip_pass(self):
+        """Reads this pass to its end. Returns how many rows it still had."""
+        count = 0
+        while next(self.rows, None) is not None:
+            count += 1
+        return count
 
 
 # The place before the first row of a stream.
@@ -520,7 +561,7 @@ START = {"pass": 0, "window": 0, "position": None, "rest": [], "used": 0}
 
 
 def text_windows(documents, place, args):
-    """Yields the rows of each window of text, shuffled, and the place after them."""
+    """Yields windows: lists of shuffled rows, each row with the place after it."""
     pause = 1
     while True:
         documents.set_epoch(place["pass"])
@@ -528,83 +569,39 @@ def text_windows(documents, place, args):
             documents.load_state_dict(place["position"])
         try:
             opened = iter(documents)
-            batch = True
-            while batch:
-                # STREAM 11: A resumed run makes the same window again, from the place before it.
+            pass_is_over = False
+            while not pass_is_over:
+                # STREAM 12: A resumed run makes the same window again, from the place before it.
                 # A buffer of shuffled documents would lose some of them, and read others twice.
                 rows = []
                 rest = place["rest"]
-                while len(rows) < args.shuffle_window and (batch := list(islice(opened, 32))):
+                while len(rows) < args.shuffle_window and not pass_is_over:
+                    batch = list(islice(opened, 32))
                     ids = [document["input_ids"] for document in batch]
                     more, rest = to_rows(ids, rest, args.packing, args.seq_length)
                     rows += more
+                    pass_is_over = not batch
                 np.random.RandomState((args.seed, place["window"])).shuffle(rows)
-                place = place | {"window": place["window"] + 1, "rest": rest, "used": 0}
-                place["position"] = documents.state_dict() if batch else None
-                if not batch:
+                window = [(row, place | {"used": n}) for n, row in enumerate(rows, start=1)]
+                window = window[place["used"] :]
+                place = START | {"pass": place["pass"], "window": place["window"] + 1, "rest": rest}
+                if pass_is_over:
                     place["pass"] += 1
-                    rows.append([])
-                yield rows, place
+                    window.append((None, place))
+                else:
+                    place["position"] = documents.state_dict()
+                yield window
                 pause = 1
+        except (ValueError, TypeError) as error:  # in the text itself, so it would come again
+            tqdm.write(f"warning: a document cannot be read ({error!r:.300})", sys.stderr)
+            return
         except Exception as error:  # such as a server that does not answer
-            if pause > 32 or "interpreter shutdown" in str(error):  # the script has come to its end
+            if pause > 256 or "shutdown" in str(error):  # the script comes to its end
                 return
             if pause == 1:
                 tqdm.write(f"warning: a stream is opened again ({error!r:.300})", sys.stderr)
             time.sleep(pause)
             pause *= 2
-
-
-def open_mds(name, args, tokenizer):
-    """The rows that `tools/write-mds.py` has written to a folder or an address."""
-    with explain(f"cannot open the MDS shards of {name}: see the README of this chapter"):
-        import streaming  # an optional package
-
-        folder = os.path.abspath(name)
-        options = {}
-        if "://" in name:
-            folder = os.path.abspath(f"{args.local_cache}/{name.replace('://', '/')}")
-            options = {"remote": name, "cache_limit": args.cache_limit, "validate_hash": "xxh3_64"}
-        file = Path(folder, "rows.json")
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            # A killed run leaves a claim on its folder in shared memory. MDS refuses such a folder.
-            for claim in Path("/dev/shm").glob("*_locals"):
-                with suppress(OSError):  # the claims of other users
-                    if f"{folder}\0".encode() in claim.read_bytes():
-                        claim.unlink()
-            streaming.base.storage.CloudDownloader.direct_download(f"{name}/rows.json", str(file))
-        dist.barrier()
-        mds = streaming.StreamingDataset(local=folder, **options)
-        rows = json.loads(file.read_text())
-    if options and not mds.shards[0].compression:
-        fail(f"{name} needs --compression zstd: the library checks other shards only once")
-    probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
-    flags = vars(args) | {"tokenizer_probe": probe}
-    if flags | rows != rows | flags:
-        fail(f"{name} needs the flags and the tokenizer of its rows: {rows}")
-    return mds
-
-
-def mds_windows(mds, first, args):
-    """Yields the rows of each window of MDS shards, from row number `first` of the run on."""
-    from streaming.base.shuffle import get_shuffle
-
-    @lru_cache(maxsize=2)
-    def order(epoch):
-        # STREAM 12: Shuffle shards, and rows within a window, so that rows of a shard stay close.
-        # The order has 64 parts, which take turns. So a rank reads only some of the shards.
-        options = [64, args.seed, epoch, max(args.shuffle_window, 2)]
-        order = get_shuffle("py1br", mds.samples_per_shard, *options)
-        turns = math.ceil(mds.size / 64)
-        return np.concatenate([order[i::turns] for i in range(turns)])
-
-    while True:
-        # STREAM 13: Row number n of a run is the same on any number of ranks.
-        numbers = range(first + RANK, first + args.shuffle_window * WORLD_SIZE, WORLD_SIZE)
-        first = numbers.stop
-        with explain("cannot read a shard: check disk and network, or delete the --local-cache"):
-            rows = [mds[order(n // mds.size)[n % mds.size]]["tokens"] for n in numbers]
-        yield rows, START
 
 
 def read_batch(samples, indices, device):
@@ -630,13 +627,15 @@ def evaluate(model, samples, args, device):
     for begin in range(RANK * size, RANK * size + len(samples), WORLD_SIZE * size):
         indices = range(len(samples))[begin : begin + size]
         input_ids = read_batch(samples, indices or [0], device)
-        # STREAM: The loss is a sum over labels, divided by rows here and multiplied by them below.
-        options = {"use_cache": False, "num_items_in_batch": len(indices) or 1}
+        # STREAM: The sum over labels (divided by 1), because rows have different numbers of labels.
+        options = {"use_cache": False, "num_items_in_batch": 1}
         loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
-        loss_sum += loss * len(indices)  # the last batch may be smaller
+        if indices:
+            loss_sum += loss
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
-    return loss_sum.item() / sum(np.sum(row >= 0) - 1 for row in samples)  # STREAM: all labels
+    labels = sum(np.sum(row >= 0) - 1 for row in samples)  # STREAM: of all ranks
+    return loss_sum.item() / labels
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
@@ -897,7 +896,7 @@ def explain(message):
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
-        fail(f"{message} ({error!r:.300})")
+        fail(f"{message} ({error.__cause__ or error!r:.300})")
 
 
 def catch_stop_signals():
@@ -984,8 +983,6 @@ def parse_args():
     add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
     add("--shuffle-window", type=positive, default=1024, help="rows that are shuffled together")
     add("--max-documents", type=positive, help="read only this many, over all ranks")
-    add("--local-cache", default="/tmp/mds", help="folder of each node for downloaded shards")
-    add("--cache-limit", default="100gb", help="disk space for downloaded MDS shards")
     add("--eval-dataset", help="held-out documents; without it, the validation split of -d")
     add("--eval-dataset-subset", help="configuration name on the Hub")
     add("--eval-documents", type=positive, default=1000, help="number of held-out documents")
@@ -1006,6 +1003,8 @@ def parse_args():
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
+    if args.seed >= 2**32:
+        parser.error("--seed must be below 4294967296 (NumPy's limit)")
     return args
 
 

@@ -452,10 +452,19 @@ def check_plan(config, args):
 
 def load_documents(name, subset):
     """The splits of a file, folder, glob (one document per text file) or dataset of the Hub."""
-    pattern = f"{name}/**/*" if os.path.isdir(name) else name
-    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # or an address, or a Hub id
+    # A path that exists is no pattern, even with brackets in it: data[1].csv
+    pattern = glob.escape(name) if os.path.exists(name) else name
+    if os.path.isdir(name):
+        pattern += "/**/*"
+    found = sorted(glob.glob(pattern, recursive=True))
+    if "*" in name and "://" not in name and not found:
+        fail(f"no file matches {name}")
     files = [file for file in found if Path(file).suffix in FORMATS]
-    kinds = {FORMATS[Path(file).suffix] for file in files}
+    if files and not any(map(os.path.getsize, files)):
+        fail(f"{name} is empty")
+    # `datasets` takes names of files as patterns. Without files, it is an address or a Hub id.
+    files = [glob.escape(file) for file in files] or [name]
+    kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
     spec = {"path": name, "name": subset}
     if kinds == {"text"}:
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
@@ -479,7 +488,7 @@ def tokenized(documents, tokenizer):
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
     if not columns:
-        fail(f"the dataset has no text column, only {', '.join(features)}")
+        fail(f"no column of the dataset has a text in every row: {dict(features)}")
     column = "text" if "text" in columns else columns[0]
     say(f"Tokenizing column {column!r}")
     return documents.map(
@@ -513,6 +522,8 @@ class PackedSamples:
 def load_samples(args, tokenizer, global_batch):
     """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
     splits = load_documents(args.dataset_name, args.dataset_subset)
+    if "train" not in splits:
+        fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
     train_samples = PackedSamples(tokenized(splits["train"], tokenizer), args.seq_length)
     count = len(train_samples)
     held_out = splits.get("validation", splits.get("test"))
@@ -849,7 +860,7 @@ def explain(message):
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
-        fail(f"{message} ({error!r:.300})")
+        fail(f"{message} ({error.__cause__ or error!r:.300})")
 
 
 def catch_stop_signals():
@@ -952,6 +963,8 @@ def parse_args():
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
+    if args.seed >= 2**32:
+        parser.error("--seed must be below 4294967296 (NumPy's limit)")
     return args
 
 

@@ -25,12 +25,14 @@ CASES = {
     "unknown flag": (["--batchsize", 8], 2, "--batchsize"),
     # data
     "missing file": (["-d", "{tmp}/none.txt"], 1, "none.txt"),
-    "empty glob": (["-d", "{tmp}/*.md"], 1, "*.md"),
+    "empty glob": (["-d", "{tmp}/*.md"], 1, "no file matches"),
     "folder without text": (["-d", "{tmp}/empty"], 1, "cannot load the dataset"),
     "several kinds": (["-d", "{tmp}/mixed/*"], 1, "cannot load the dataset"),
-    "no text column": (["-d", "{tmp}/numbers.csv"], 1, "no text column, only a, b"),
-    "broken file": (["-d", "{tmp}/broken.jsonl"], 1, "broken.jsonl"),
-    "empty file": (["-d", "{tmp}/empty.jsonl"], 1, "empty.jsonl"),
+    "no text column": (["-d", "{tmp}/numbers.csv"], 1, "no column of the dataset has a text in every row"),
+    "broken file": (["-d", "{tmp}/broken.jsonl"], 1, "JSON parse error"),
+    "empty file": (["-d", "{tmp}/empty.jsonl"], 1, "empty.jsonl is empty"),
+    "no split to train on": (["-d", "{tmp}/only-test"], 1, "no split named train, only test"),
+    "a number among texts": (["-d", "{tmp}/number.jsonl"], 1, "has a text in every row"),
     "too small": (["-d", "{tmp}/small.txt"], 1, "too small"),
     "too small for the batch": (["-b", 10_000], 1, "--batch-size"),
     # model
@@ -39,6 +41,7 @@ CASES = {
     "no language model": (["-m", "{tmp}/vit"], 1, "causal LM"),
     "unknown schedule": (["--lr-scheduler", "stairs"], 2, "cosine"),
     "negative seed": (["--seed", -1], 2, "--seed"),
+    "seed above NumPy's limit": (["--seed", 2**32], 2, "--seed must be below"),
     # --config
     "no config file": (["--config", "{tmp}/none.yaml"], 1, "cannot read"),
     "config that is no YAML": (["--config", "{tmp}/broken.yaml"], 1, "cannot read"),
@@ -64,6 +67,9 @@ def files(tmp_path_factory):
     (folder / "zero.yaml").write_text("batch-size: 0")
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
     (folder / "small.txt").write_text("a few words")
+    (folder / "only-test").mkdir()
+    (folder / "only-test" / "test.jsonl").write_text('{"text": "a"}\n')
+    (folder / "number.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
     vit = {"image_size": 32, "patch_size": 16, "hidden_size": 32, "num_hidden_layers": 1}
     write_model(folder / "vit", model_type="vit", num_attention_heads=2, **vit)
     return folder
