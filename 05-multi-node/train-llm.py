@@ -6,8 +6,8 @@ with one file of rank 0, or a file of each rank on the disk of its node. A threa
 checkpoint while training goes on. Comments with NODES 1 to 10 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
-    NNODES=4 MASTER_ADDR=node-0 NODE_RANK=0 ../launch/run.sh 05 -e c4 --save-dir /shared/runs \
-        -d s3://bucket/c4 --eval-freq 0 --max-steps 10000     # on each of 4 nodes, with its number
+    NNODES=4 MASTER_ADDR=node-0 NODE_RANK=0 ../launch/run.sh 05 -e alpaca \
+        --save-dir /shared/runs     # on each of 4 nodes, with its number
 """
 
 import argparse
@@ -24,10 +24,10 @@ import time
 import uuid
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import lru_cache
-from itertools import chain, islice, takewhile
 from pathlib import Path
 
 # Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
@@ -38,9 +38,10 @@ os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
 os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
 os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
 import comet_ml
-import datasets.distributed
+import datasets
 import numpy as np
 import psutil
+import pyarrow as pa
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -54,6 +55,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.data import Subset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -86,8 +88,13 @@ def main():
 
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
-    # STREAM: Each rank reads and tokenizes its own text, so no rank prepares text for others.
-    train_samples, eval_samples = load_samples(args, tokenizer, state)
+    # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
+    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    if os.environ["LOCAL_RANK"] != "0":
+        dist.barrier(patient_group)
+    train_samples, eval_samples = load_samples(args, tokenizer, global_batch)
+    if os.environ["LOCAL_RANK"] == "0":
+        dist.barrier(patient_group)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
@@ -96,8 +103,8 @@ def main():
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     model = build_model(args, config, device, checkpoint)
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
-    # STREAM 1: The length of a stream is unknown, so --max-steps gives the schedule its last step.
-    total_steps = args.max_steps
+    steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
+    total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
     scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
@@ -120,9 +127,6 @@ def main():
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    tokens = []  # STREAM: in each step since the last logged one, without padding
-    rows_per_step = global_batch // WORLD_SIZE
-    last_step_of_pass = 0  # STREAM: a pass without a step ends the run
     timer = PhaseTimer(device)
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
@@ -130,28 +134,6 @@ def main():
     stop_signal = 0
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
-        # STREAM 2: Read the whole step first, because its loss is a mean over all of its labels.
-        with timer("data"):
-            rows = list(takewhile(len, islice(train_samples.rows, rows_per_step)))
-        report = [len(rows), np.sum(np.array(rows) >= 0), train_samples.place]
-        row_counts, token_counts, places = zip(*gather(report), strict=True)
-        if None in places:
-            if run_folder:  # STREAM: keep the steps so far
-                save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
-            UNFINISHED.close()  # NODES: finish the checkpoint before the script ends
-            fail(f"a stream broke off after step {state.step}: the warning above says why")
-        # STREAM 3: A pass ends for all if one rank has too few rows, since a step needs all ranks.
-        if min(row_counts) < rows_per_step:
-            rest = takewhile(len, train_samples.rows) if len(rows) == rows_per_step else []
-            left = sum(gather(len(rows) + sum(1 for _ in rest)))
-            say(f"Pass {state.places[0]['pass'] + 1} is over: {left} rows are left out")
-            if state.step == last_step_of_pass:
-                fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
-            last_step_of_pass = state.step
-            continue
-        # STREAM 4: A checkpoint has the place of each rank, because ranks read different documents.
-        state.places = places
-        tokens.append(sum(token_counts))
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # Sample n is the same in each run with this seed, so a run can resume at any sample.
@@ -166,18 +148,15 @@ def main():
             # NODES 1: Only the last micro-batch averages over the copies, because links are slow.
             model.set_requires_all_reduce(micro_step == accumulation - 1)
             with timer("data"):
-                indices = range(micro_step, len(rows), accumulation)
-                input_ids = read_batch(rows, indices, device)
+                indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
+                input_ids = read_batch(train_samples, indices, device)
             with timer("forward"), autocast:
-                # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
-                # The last token of a row has no label, because nothing follows it. The divisor is a
-                # tensor, because the compiled loss does not accept a NumPy number.
-                labels_per_rank = loss_sum.new_full((), (tokens[-1] - global_batch) / WORLD_SIZE)
-                # STREAM 6: The label of padding is -100, and this label has no loss.
-                # Padding comes last, so no other token attends to padding. So padding needs no
-                # mask, and may have any token id.
-                options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
-                loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
+                # Transformers shifts the labels by one token itself, so they equal the input.
+                # A cache of keys and values serves generation. In training it only takes memory.
+                loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+                # The loss is a mean over a micro-batch. After this division, the losses (and their
+                # gradients) of all micro-batches add up to the mean over the global batch.
+                loss = loss / accumulation
             with timer("backward"):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # without its graph, which would keep all activations
@@ -195,8 +174,7 @@ def main():
             optimizer.zero_grad()  # because backward() adds to the gradients
         state.step += 1
         state.samples += global_batch
-        # STREAM: For text, count whole passes only, since a fraction would need the length.
-        state.epoch = places[0]["pass"] + state.samples / (len(train_samples) or math.inf)
+        state.epoch = state.samples / len(train_samples)
         progress.update()
 
         at_end = state.step == total_steps
@@ -218,8 +196,7 @@ def main():
                 "loss": mean_loss,
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
-                "padding": 1 - np.mean(tokens) / global_batch / args.seq_length,  # STREAM: a share
-                **timer.read(tokens_per_step=np.mean(tokens)),
+                **timer.read(tokens_per_step=global_batch * args.seq_length),
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
             if run_log:
@@ -231,7 +208,6 @@ def main():
             if not (math.isfinite(mean_loss) and finite_gradient):
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
-            tokens.clear()  # STREAM: together with loss_sum
             logged_step = state.step
         if eval_now:
             with autocast:
@@ -244,16 +220,17 @@ def main():
             # A saved step is always a logged step, so its numbers have passed the check above.
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
 
-    UNFINISHED.close()  # NODES: wait until the last checkpoint has its name
+    wait_for_checkpoint()  # NODES: until the last checkpoint has its name
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
             # FSDP: Each rank writes a file of shards. These files are joined, and rewritten under
             # the names of the Hub. `load_file` maps the file, so the model may exceed the memory.
             joined = folder / "joined"
             hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
-            # NODES: Files on several disks cannot be joined, so rank 0 writes the file of `local`.
-            part = to_rank_0 if args.checkpoint_format == "local" else dict
-            dcp.save(part(weights_of(model)), storage_writer=hub)
+            weights = weights_of(model)
+            if args.checkpoint_format == "local":
+                weights = to_rank_0(weights)  # NODES: files on several disks cannot be joined
+            dcp.save(weights, storage_writer=hub)
             if RANK == 0:
                 save_model(folder, model, tokenizer)
                 model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
@@ -406,10 +383,19 @@ def load_config_and_tokenizer(args):
 
 def load_documents(name, subset):
     """The splits of a file, folder, glob (one document per text file) or dataset of the Hub."""
-    pattern = f"{name}/**/*" if os.path.isdir(name) else name
-    found = sorted(glob.glob(pattern, recursive=True)) or [name]  # or an address, or a Hub id
+    # A path that exists is no pattern, even with brackets in it: data[1].csv
+    pattern = glob.escape(name) if os.path.exists(name) else name
+    if os.path.isdir(name):
+        pattern += "/**/*"
+    found = sorted(glob.glob(pattern, recursive=True))
+    if "*" in name and "://" not in name and not found:
+        fail(f"no file matches {name}")
     files = [file for file in found if Path(file).suffix in FORMATS]
-    kinds = {FORMATS[Path(file).suffix] for file in files}
+    if files and not any(map(os.path.getsize, files)):
+        fail(f"{name} is empty")
+    # `datasets` takes names of files as patterns. Without files, it is an address or a Hub id.
+    files = [glob.escape(file) for file in files] or [name]
+    kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
     spec = {"path": name, "name": subset}
     if kinds == {"text"}:
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
@@ -418,8 +404,7 @@ def load_documents(name, subset):
         spec = {"path": kinds.pop(), "data_files": files}
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
-        # STREAM 7: Open each file when the rank needs it, so that the corpus may exceed the disk.
-        return datasets.load_dataset(**spec, streaming=True)
+        return datasets.load_dataset(**spec)
 
 
 def tokenize(rows, tokenizer, column):
@@ -431,12 +416,10 @@ def tokenize(rows, tokenizer, column):
 
 def tokenized(documents, tokenizer):
     """The token ids of the documents of a split: column `text`, or the first column with text."""
-    with explain("cannot read the first document"):  # STREAM: it shows the columns
-        documents = documents._resolve_features()
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
     if not columns:
-        fail(f"the dataset has no text column, only {', '.join(features)}")
+        fail(f"no column of the dataset has a text in every row: {dict(features)}")
     column = "text" if "text" in columns else columns[0]
     say(f"Tokenizing column {column!r}")
     return documents.map(
@@ -448,180 +431,59 @@ def tokenized(documents, tokenizer):
     )
 
 
-def load_samples(args, tokenizer, state):
-    """The stream of this rank; and the first held-out documents, each in rows of its own."""
-    name = args.dataset_name
-    if os.path.exists(f"{name}/index.json") or ("://" in name and not name.startswith("http")):
-        splits = {}
-        mds = open_mds(name, args, tokenizer)
-        train_samples = Stream(mds_windows(mds, state.samples, args), START, mds.size)
-    else:
-        splits = load_documents(args.dataset_name, args.dataset_subset)
-        documents = splits["train"]
-        if args.max_documents:
-            first = documents.take(args.max_documents)
-            documents = datasets.IterableDataset.from_generator(first.__iter__)  # in file order
-        # STREAM 8: Each rank reads other files, because equal documents give equal gradients.
-        if documents.num_shards % WORLD_SIZE:
-            say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
-        if len(state.places) != WORLD_SIZE:
-            fail(f"this run needs {len(state.places)} ranks: only MDS shards allow another number")
-        documents = documents.shuffle(seed=args.seed, buffer_size=1)  # the order of the files
-        documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
-        place = state.places[RANK]
-        windows = text_windows(tokenized(documents, tokenizer), place, args)
-        train_samples = Stream(windows, place)
-    if not args.eval_freq:
-        return train_samples, []
-    if args.eval_dataset:
-        splits = load_documents(args.eval_dataset, args.eval_dataset_subset)
-        splits = {"test": splits.get("train")} | splits
+class PackedSamples:
+    """All documents, joined and cut into samples of `seq_length` tokens. The rest is left out.
+
+    Without padding, no computation is wasted. `tokens` is a view of the memory-mapped Arrow file
+    that `datasets` has cached. So packing copies nothing, and all processes share the file.
+    """
+
+    def __init__(self, tokenized, seq_length):
+        chunks = tokenized.data.column("input_ids").chunks  # each one a list of documents
+        self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
+        self.seq_length = seq_length
+
+    def __len__(self):
+        return len(self.tokens) // self.seq_length
+
+    def __getitem__(self, index):
+        return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
+
+
+def load_samples(args, tokenizer, global_batch):
+    """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
+    splits = load_documents(args.dataset_name, args.dataset_subset)
+    if "train" not in splits:
+        fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
+    train_samples = PackedSamples(tokenized(splits["train"], tokenizer), args.seq_length)
+    count = len(train_samples)
     held_out = splits.get("validation", splits.get("test"))
-    documents = held_out and islice(tokenized(held_out, tokenizer), args.eval_documents)
-    ids = [document["input_ids"] for document in documents or []]
-    if not ids:
-        fail("there are no documents to evaluate on: give --eval-dataset, or --eval-freq 0")
-    eval_samples, _ = to_rows(ids, [], "overflow", args.seq_length)
-    say(f"{len(ids)} documents held out, in {len(eval_samples)} rows")
+    if held_out:
+        eval_samples = PackedSamples(tokenized(held_out, tokenizer), args.seq_length)
+    else:
+        count -= max(1, count // 100)  # the last samples, before the shuffle
+        eval_samples = Subset(train_samples, range(count, len(train_samples)))
+        train_samples = Subset(train_samples, range(count))
+    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
+    if count < global_batch or not eval_samples:
+        fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
     return train_samples, eval_samples
 
 
-def to_rows(documents, rest, packing, length):
-    """Rows of `length` token ids, with -100 for padding; and the tokens that are left for later.
+@lru_cache(maxsize=2)
+def permutation(seed, epoch, count):
+    # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+    return np.random.RandomState((seed, epoch)).permutation(count)
 
-    pack: documents end to end, after `rest`. overflow: each document in rows of its own. trunc: one
-    row for each document, with its beginning.
+
+def sample_order(first, count, dataset_size, seed):
+    """The indices in the dataset of the samples from `first` to `first + count - 1` of a run.
+
+    A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
+    depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
     """
-    if packing == "pack":
-        documents = [[*rest, *chain(*documents)]]
-    if packing == "trunc":
-        documents = [ids[:length] for ids in documents]
-    rows = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
-    # STREAM 9: Packed rows are full, and the tokens that are left begin the next row.
-    rest = rows.pop() if packing == "pack" and len(rows[-1]) < length else []
-    return [np.array(row + [-100] * (length - len(row)), np.int32) for row in rows], rest
-
-
-class Stream:
-    """The rows of this rank, from a place on. A thread reads one window ahead.
-
-    `rows` yields the rows of pass after pass, and an empty row after each pass. `place` has the
-    place before the current window, and the number of used rows of this window. `place` is None
-    after the stream has broken off.
-    """
-
-    def __init__(self, windows, place, count=0):
-        self.place = place
-        self.count = count
-        self.rows = self.read_ahead(windows, place)
-
-    def __len__(self):
-        return self.count  # 0: the number of rows is unknown
-
-    def read_ahead(self, windows, place):
-        thread = ThreadPoolExecutor(1)
-        # STREAM 10: The thread is a window ahead, so that the devices need not wait for text.
-        reading = thread.submit(next, windows, None)
-        while window := reading.result():
-            rows, after = window
-            reading = thread.submit(next, windows, None)
-            for used in range(place["used"], len(rows)):
-                self.place = place | {"used": used + 1}
-                yield rows[used]
-            place = after
-        self.place = None
-
-
-# The place before the first row of a stream.
-START = {"pass": 0, "window": 0, "position": None, "rest": [], "used": 0}
-
-
-def text_windows(documents, place, args):
-    """Yields the rows of each window of text, shuffled, and the place after them."""
-    pause = 1
-    while True:
-        documents.set_epoch(place["pass"])
-        if place["position"]:
-            documents.load_state_dict(place["position"])
-        try:
-            opened = iter(documents)
-            batch = True
-            while batch:
-                # STREAM 11: A resumed run makes the same window again, from the place before it.
-                # A buffer of shuffled documents would lose some of them, and read others twice.
-                rows = []
-                rest = place["rest"]
-                while len(rows) < args.shuffle_window and (batch := list(islice(opened, 32))):
-                    ids = [document["input_ids"] for document in batch]
-                    more, rest = to_rows(ids, rest, args.packing, args.seq_length)
-                    rows += more
-                np.random.RandomState((args.seed, place["window"])).shuffle(rows)
-                place = place | {"window": place["window"] + 1, "rest": rest, "used": 0}
-                place["position"] = documents.state_dict() if batch else None
-                if not batch:
-                    place["pass"] += 1
-                    rows.append([])
-                yield rows, place
-                pause = 1
-        except Exception as error:  # such as a server that does not answer
-            if pause > 32 or "interpreter shutdown" in str(error):  # the script has come to its end
-                return
-            if pause == 1:
-                tqdm.write(f"warning: a stream is opened again ({error!r:.300})", sys.stderr)
-            time.sleep(pause)
-            pause *= 2
-
-
-def open_mds(name, args, tokenizer):
-    """The rows that `tools/write-mds.py` has written to a folder or an address."""
-    with explain(f"cannot open the MDS shards of {name}: see the README of this chapter"):
-        import streaming  # an optional package
-
-        folder = os.path.abspath(name)
-        options = {}
-        if "://" in name:
-            folder = os.path.abspath(f"{args.local_cache}/{name.replace('://', '/')}")
-            options = {"remote": name, "cache_limit": args.cache_limit, "validate_hash": "xxh3_64"}
-        file = Path(folder, "rows.json")
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            # A killed run leaves a claim on its folder in shared memory. MDS refuses such a folder.
-            for claim in Path("/dev/shm").glob("*_locals"):
-                with suppress(OSError):  # the claims of other users
-                    if f"{folder}\0".encode() in claim.read_bytes():
-                        claim.unlink()
-            streaming.base.storage.CloudDownloader.direct_download(f"{name}/rows.json", str(file))
-        dist.barrier()
-        mds = streaming.StreamingDataset(local=folder, **options)
-        rows = json.loads(file.read_text())
-    if options and not mds.shards[0].compression:
-        fail(f"{name} needs --compression zstd: the library checks other shards only once")
-    probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
-    flags = vars(args) | {"tokenizer_probe": probe}
-    if flags | rows != rows | flags:
-        fail(f"{name} needs the flags and the tokenizer of its rows: {rows}")
-    return mds
-
-
-def mds_windows(mds, first, args):
-    """Yields the rows of each window of MDS shards, from row number `first` of the run on."""
-    from streaming.base.shuffle import get_shuffle
-
-    @lru_cache(maxsize=2)
-    def order(epoch):
-        # STREAM 12: Shuffle shards, and rows within a window, so that rows of a shard stay close.
-        # The order has 64 parts, which take turns. So a rank reads only some of the shards.
-        options = [64, args.seed, epoch, max(args.shuffle_window, 2)]
-        order = get_shuffle("py1br", mds.samples_per_shard, *options)
-        turns = math.ceil(mds.size / 64)
-        return np.concatenate([order[i::turns] for i in range(turns)])
-
-    while True:
-        # STREAM 13: Row number n of a run is the same on any number of ranks.
-        numbers = range(first + RANK, first + args.shuffle_window * WORLD_SIZE, WORLD_SIZE)
-        first = numbers.stop
-        with explain("cannot read a shard: check disk and network, or delete the --local-cache"):
-            rows = [mds[order(n // mds.size)[n % mds.size]]["tokens"] for n in numbers]
-        yield rows, START
+    numbers = (divmod(n, dataset_size) for n in range(first, first + count))
+    return [int(permutation(seed, epoch, dataset_size)[i]) for epoch, i in numbers]
 
 
 def read_batch(samples, indices, device):
@@ -647,13 +509,11 @@ def evaluate(model, samples, args, device):
     for begin in range(RANK * size, RANK * size + len(samples), WORLD_SIZE * size):
         indices = range(len(samples))[begin : begin + size]
         input_ids = read_batch(samples, indices or [0], device)
-        # STREAM: The loss is a sum over labels, divided by rows here and multiplied by them below.
-        options = {"use_cache": False, "num_items_in_batch": len(indices) or 1}
-        loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
+        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
-    return loss_sum.item() / sum(np.sum(row >= 0) - 1 for row in samples)  # STREAM: all labels
+    return loss_sum.item() / len(samples)
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
@@ -661,7 +521,6 @@ def evaluate(model, samples, args, device):
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
-LASTING += ["packing", "shuffle_window", "max_documents"]  # STREAM: they change the rows
 
 
 @dataclass
@@ -674,7 +533,6 @@ class RunState:
     samples: int = 0  # samples read, over all epochs
     epoch: float = 0.0
     train_samples: int = 0  # in the dataset
-    places: tuple = (START,) * WORLD_SIZE  # STREAM: of each rank in its stream
 
 
 # NODES: The folder of this rank's checkpoints, with --checkpoint-format local.
@@ -687,11 +545,11 @@ def new_folder(folder):
     temporary = folder.with_name("incomplete")
     # NODES: With `local`, each rank makes and renames the folders inside its own folder.
     if RANK > 0 and folder.parent.name != OWN:  # FSDP: one makes the folder, and renames it
-        dist.barrier()
+        dist.barrier(writers())
         return (yield temporary)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)  # NODES: also the folder of this rank
-    dist.barrier()  # FSDP: the other ranks have waited for the folder
+    dist.barrier(writers())  # FSDP: the other ranks have waited for the folder
     yield temporary
     os.sync()  # the files are on the disk before the folder gets its name
     shutil.rmtree(folder, ignore_errors=True)
@@ -712,12 +570,11 @@ def sharded_state(model, stateful):
 def to_rank_0(state):
     """The state with whole tensors, in the CPU memory of rank 0; nothing on the other ranks."""
 
-    def to_cpu(shard):
+    def whole(shard):
         # NODES 3: Gather one tensor at a time, because no GPU has room for the whole state.
-        whole = shard.full_tensor()
-        return whole.cpu() if RANK == 0 else None
+        return shard.full_tensor().to("cpu" if RANK == 0 else "meta")  # meta takes no memory
 
-    state = tree_map_only(DTensor, to_cpu, state)
+    state = tree_map_only(DTensor, whole, state)
     return state if RANK == 0 else {}
 
 
@@ -727,72 +584,88 @@ def own_shards(state):
     return tree_map_only(DTensor, DTensor.to_local, state)
 
 
-# NODES: The tensors that a rank gives to torch.distributed.checkpoint, for each format.
-CHECKPOINTS = {"shard": dict, "full": to_rank_0, "local": own_shards}
+def copy_to_cpu(state):
+    """A copy of the state, which training does not change."""
+    parts = {}
+    for name, part in state.items():
+        parts[name] = part.state_dict() if hasattr(part, "state_dict") else part
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), parts)
+
+
+# NODES: A thread writes checkpoints with --async-checkpoint. The list has the one in progress.
+THREAD = ThreadPoolExecutor(1)
+UNFINISHED = []
 
 
 @lru_cache
 def writers():
-    """A process group for the threads that write, because training sends messages meanwhile."""
+    """A process group for the thread, because training sends messages at the same time."""
     return dist.new_group(backend="gloo")
 
 
-# NODES: The thread that finishes a checkpoint, and the calls that wait for this thread.
-NAMING = ThreadPoolExecutor(1)
-UNFINISHED = ExitStack()
+def wait_for_checkpoint():
+    """Waits for the checkpoint in progress, and raises its error, if it has failed."""
+    while UNFINISHED:
+        UNFINISHED.pop().result()
 
 
 def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
     """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
     # NODES 5: One checkpoint at a time, so a killed run loses one checkpoint at most.
-    UNFINISHED.close()
-    folder = run_folder / OWN if args.checkpoint_format == "local" else run_folder
-    saving = write_checkpoint(folder, model, tokenizer, stateful, state, args)
-    written = next(saving)
+    wait_for_checkpoint()
+    writers()  # all ranks make this group now, at their first checkpoint
+    parts = sharded_state(model, stateful)
+    if args.checkpoint_format == "full":
+        parts = to_rank_0(parts)
+    if args.checkpoint_format == "local":
+        parts = own_shards(parts)
+        folder = run_folder / OWN / f"step-{state.step:08d}"
+    else:
+        folder = run_folder / f"step-{state.step:08d}"
+    texts = {"state.json": json.dumps(asdict(state), indent=2)}
+    if RANK == 0:
+        texts["metrics.jsonl"] = (run_folder / "metrics.jsonl").read_text()
+    if args.async_checkpoint:
+        # NODES 6: Copy all that training changes, and train on. A thread writes the copies.
+        parts = copy_to_cpu(parts)
+        writing = THREAD.submit(write_checkpoint, folder, parts, texts, model, tokenizer, args)
+        UNFINISHED.append(writing)
+    else:
+        write_checkpoint(folder, parts, texts, model, tokenizer, args)
 
-    def finish():
-        if args.async_checkpoint and written:
-            written.result()
-        next(saving, None)
 
-    # NODES 6: A folder gets its name after its files are on the disk, because a run may be killed.
-    UNFINISHED.callback(NAMING.submit(finish).result)
-    if not args.async_checkpoint:
-        UNFINISHED.close()
-
-
-def write_checkpoint(run_folder, model, tokenizer, stateful, state, args):
-    """Yields when the state may change again: a future that waits for the files, or None."""
+def write_checkpoint(folder, parts, texts, model, tokenizer, args):
+    """Writes the parts of this rank and the texts into a new folder. Removes old checkpoints."""
     local = args.checkpoint_format == "local"
-    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
+    # NODES 7: A folder gets its name after its files are on the disk, because a run may be killed.
+    with new_folder(folder) as incomplete:
         # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
-        parts = CHECKPOINTS[args.checkpoint_format](sharded_state(model, stateful))
-        # NODES 7: Copy the shards to CPU memory, and train on. A thread writes the copies.
-        save = dcp.async_save if args.async_checkpoint else dcp.save
-        options = {"process_group": writers(), "no_dist": args.checkpoint_format != "shard"}
-        written = parts and save(parts, checkpoint_id=folder, **options)
+        if parts:
+            alone = args.checkpoint_format != "shard"  # without other ranks
+            dcp.save(parts, checkpoint_id=incomplete, process_group=writers(), no_dist=alone)
         if RANK > 0 and not local:
-            return (yield written)
-        save_model(folder, model, tokenizer)
-        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
-        if RANK == 0:
-            shutil.copy(args.save_dir / args.experiment_name / "metrics.jsonl", folder)
-        yield written
+            return
+        save_model(incomplete, model, tokenizer)
+        for name, text in texts.items():
+            (incomplete / name).write_text(text)
     if local:
         dist.barrier(writers())  # NODES: all ranks have the new checkpoint, so old ones may go
-    for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
+    for old in sorted(folder.parent.glob("step-*"))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
-        shutil.rmtree(old.rename(run_folder / "incomplete"))
+        shutil.rmtree(old.rename(folder.with_name("incomplete")))
 
 
 def newest_checkpoint(run_folder, args):
     """The newest checkpoint that all ranks have, or None."""
     # NODES 8: Check now that all nodes share the folder, because at a resume it is too late.
-    probe = run_folder / uuid.uuid4().hex
-    probe.touch()
-    shared = all(gather((run_folder / gather(probe.name)[0]).exists()))
-    probe.unlink()
-    if not shared and args.checkpoint_format != "local":
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # the name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()
+    is_shared = all(gather(probe.exists()))
+    if RANK == 0:
+        probe.unlink()
+    if not is_shared and args.checkpoint_format != "local":
         fail(f"not all nodes see {run_folder}: share --save-dir, or use --checkpoint-format local")
     # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
     found = {x.name: x for x in [*run_folder.glob("step-*"), *run_folder.glob(f"{OWN}/step-*")]}
@@ -818,17 +691,18 @@ def open_run(args):
     run_folder = args.save_dir / args.experiment_name
     with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
+    newest = newest_checkpoint(run_folder, args)
     # NODES: A new run begins with --resume-dir. Later it resumes from its own checkpoints.
-    own = newest_checkpoint(run_folder, args)
-    begin = not args.skip_optimizer and args.resume_dir and of_this_rank(args.resume_dir)
-    newest = own or begin
+    is_new = newest is None
+    if is_new and args.resume_dir and not args.skip_optimizer:
+        newest = of_this_rank(args.resume_dir)
     if not newest:
         return run_folder, None, new_state
     if not (newest / ".metadata").exists():  # FSDP: the index of the shards
-        # NODES: Checkpoints of chapters 3 and 4 can be read: they have the format `shard`.
+        # NODES: Checkpoints of chapter 3 can be read: they have the format `shard`.
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
     state = RunState(**json.loads((newest / "state.json").read_text()))
-    if not own:
+    if is_new:
         state.comet_key = new_state.comet_key
     for name, value in state.flags.items():
         if flags[name] != value:
@@ -1019,7 +893,7 @@ def explain(message):
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
-        fail(f"{message} ({error!r:.300})")
+        fail(f"{message} ({error.__cause__ or error!r:.300})")
 
 
 def catch_stop_signals():
@@ -1046,7 +920,6 @@ DEMO = {
     "seq_length": 256,
     "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
     "max_steps": 400,
-    "eval_dataset": f"{sysconfig.get_path('stdlib')}/_*.py",  # STREAM: files that -d leaves out
     "lr": 2e-3,
     "warmup_steps": 40,
     "eval_freq": 100,
@@ -1083,9 +956,9 @@ def parse_args():
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
-    # NODES: Two ways to set the global batch.
+    # NODES: Two ways to set the global batch. Without either flag, a step has one pass.
     either = parser.add_mutually_exclusive_group().add_argument
-    either("--gradient-accumulation-steps", type=positive, default="1", help="passes per step")
+    either("--gradient-accumulation-steps", type=positive, help="passes per step; without it, 1")
     either("--global-batch-size", type=positive, help="samples per optimizer step, of all ranks")
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
@@ -1105,19 +978,11 @@ def parse_args():
     add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
     add("--seed", type=count, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
-    # STREAM: The documents to read, and how they become rows.
-    add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
-    add("--shuffle-window", type=positive, default=1024, help="rows that are shuffled together")
-    add("--max-documents", type=positive, help="read only this many, over all ranks")
-    add("--local-cache", default="/tmp/mds", help="folder of each node for downloaded shards")
-    add("--cache-limit", default="100gb", help="disk space for downloaded MDS shards")
-    add("--eval-dataset", help="held-out documents; without it, the validation split of -d")
-    add("--eval-dataset-subset", help="configuration name on the Hub")
-    add("--eval-documents", type=positive, default=1000, help="number of held-out documents")
     # NODES: The number of ranks per copy, the format of checkpoints, and the start of a run.
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     add("--shard-size", type=positive, default=node, help="ranks that share a copy of the model")
-    add("--checkpoint-format", choices=CHECKPOINTS, default="shard", help="who writes which files")
+    formats = ["shard", "full", "local"]
+    add("--checkpoint-format", choices=formats, default="shard", help="who writes which files")
     add("--async-checkpoint", action="store_true", help="train on while files are written")
     add("--resume-dir", type=Path, help="checkpoint of any run, where this run begins")
     add("--skip-optimizer", action="store_true", help="take only the weights from --resume-dir")
@@ -1133,20 +998,26 @@ def parse_args():
     if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
-    if not args.max_steps:  # STREAM: also where --num-epochs is given
-        parser.error("a stream has no known length: give --max-steps for the schedule")
     # NODES 10: Fewer ranks make more passes, so the global batch does not depend on the nodes.
     size = args.batch_size * WORLD_SIZE
-    total = args.global_batch_size or size * args.gradient_accumulation_steps
+    passes = args.gradient_accumulation_steps or 1
+    total = args.global_batch_size or size * passes
     if total % size:
         low = max(total // size, 1) * size
         parser.error(f"--global-batch-size must be a multiple of ranks × -b: {low} or {low + size}")
     args.gradient_accumulation_steps = total // size
     if WORLD_SIZE % args.shard_size:
         parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
+    if args.skip_optimizer and not args.resume_dir:
+        parser.error("--skip-optimizer needs --resume-dir: the checkpoint with the weights")
+    steps = {path.name for path in args.resume_dir.glob("**/step-*")} if args.resume_dir else set()
+    if steps:
+        parser.error(f"--resume-dir is a whole run: name a checkpoint, such as RUN/{max(steps)}")
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
+    if args.seed >= 2**32:
+        parser.error("--seed must be below 4294967296 (NumPy's limit)")
     return args
 
 

@@ -15,7 +15,6 @@ import psutil
 import pytest
 import torch
 from conftest import (
-    TINY_LLAMA,
     assert_one_sentence,
     assert_same_losses,
     assert_same_model,
@@ -23,10 +22,9 @@ from conftest import (
     require,
     take_over,
 )
-from runner import CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run
+from runner import CHAPTER_1, CHAPTER_3, CHAPTER_5, REPOSITORY, Run
 from safetensors.torch import load_file
 from test_fsdp import OFF, assert_same_checkpoint, told
-from test_mds import IMPORTABLE, WRITE_MDS
 from test_torchrun import OWN_STORE, nodes
 
 # Each rank tells at its end what it holds, and how often it has averaged gradients over the copies.
@@ -67,24 +65,13 @@ dist.destroy_process_group = tell
 """
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory, texts):
-    """MDS rows, which are the same on any number of ranks."""
-    folder = tmp_path_factory.mktemp("mds")
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": x}) + "\n" for x in texts))
-    arguments = ["-o", folder / "rows", "-m", TINY_LLAMA, "-d", folder / "text.jsonl", "-s", 32]
-    run = Run(WRITE_MDS, [*arguments, "--processes", 1], folder / "output", before=IMPORTABLE)
-    assert run.wait() == 0, run.output
-    return folder / "rows"
-
-
 @pytest.fixture
-def train(trainer, shards):
-    """Runs the chapter on MDS rows."""
+def train(trainer):
+    """Runs the chapter on chapter 1's samples."""
 
-    def run(*flags, processes=2, before="", script=CHAPTER_5, start=False, **options):
-        flags = ["-d", shards, "--eval-freq", 0, "--lr", 1e-3, *flags]
-        options |= {"processes": processes, "script": script, "before": IMPORTABLE + before}
+    def run(*flags, processes=2, script=CHAPTER_5, start=False, **options):
+        flags = ["--eval-freq", 0, "--lr", 1e-3, *flags]
+        options |= {"processes": processes, "script": script}
         return (trainer.start if start else trainer)(*flags, **options)
 
     return run
@@ -93,28 +80,32 @@ def train(trainer, shards):
 # -- Hybrid shards ---------------------------------------------------------------------------------
 
 
-def test_losses_for_every_shard_size(train, model, texts, tmp_path):
-    """Those of one process, also norms and held-out losses; equal copies, to the last bit."""
-    held_out = tmp_path / "held-out.jsonl"
-    held_out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:17]))
-    flags = ["--max-steps", 6, "--eval-dataset", held_out, "--eval-freq", 3]
-    single = train(*flags, "-b", 16, processes=1, script=CHAPTER_4, name="single")
-    four = [*flags, "-b", 2, "--gradient-accumulation-steps", 2]
-    options = {"processes": 4, "before": WATCH}
-    before = train(*four, script=CHAPTER_4, name="chapter-4", **options)
-    cases = [(1, ["--cpu-offload"]), (2, []), (2, ["--no-reshard-after-forward"]), (4, [])]
-    for number, (size, more) in enumerate(cases):
-        run = train(*four, "--shard-size", size, *more, name=f"run-{number}", **options)
-        assert_same_losses(single, run, 6, **OFF)
+def test_losses_for_every_shard_size(train, trainer):
+    """Those of chapter 1, also norms and held-out losses; equal copies, to the last bit."""
+    flags = ["--max-steps", 30, "--eval-freq", 15, "--ckpt-freq", 10, "--keep-checkpoints", 9]
+    single = train(*flags, "-b", 16, processes=0, script=CHAPTER_1, name="single")
+    train(*flags, "-b", 8, "--global-batch-size", 16, processes=1, name="one")
+    cases = [(2, 1, []), (2, 2, ["--no-reshard-after-forward"])]
+    cases += [(4, 1, ["--cpu-offload"]), (4, 2, []), (4, 4, [])]
+    for ranks, size, more in cases:
+        options = {"processes": ranks, "before": WATCH, "name": f"on-{ranks}-by-{size}"}
+        batch = ["-b", 2, "--global-batch-size", 16, "--shard-size", size]
+        run = train(*flags, *batch, *more, **options)
+        assert_same_losses(single, run, 30, **OFF)
         held = told(run, "shards ")
-        for rank in range(4):
+        for rank in range(ranks):
             assert held[rank] == held[rank % size]
         assert len({shards[0] for shards in held}) == size
         # Once per step for each of the two layers and the root
-        assert told(run, "all-reduces ") == [[str(6 * 3)]] * 4
-    assert exact(run.records) == exact(before.records)
-    assert_same_model(run, before)
-    assert told(run, "shards ") == told(before, "shards ")
+        assert told(run, "all-reduces ") == [[str(30 * 3)]] * ranks
+    # Begun on 4 ranks, continued on 2 with another -b
+    take_over(run, trainer, "fewer", 10)
+    fewer = train(*flags, "-b", 4, "--global-batch-size", 16, "--shard-size", 1, name="fewer")
+    assert "Continuing from" in fewer.output
+    assert_same_losses(single, fewer, 30, **OFF)
+    three = [*flags, "-b", 4, "--gradient-accumulation-steps", 1]
+    before = train(*three, processes=4, script=CHAPTER_3, name="chapter-3", before=WATCH)
+    assert_same_losses(single, before, 30, **OFF)
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
@@ -229,22 +220,24 @@ def test_resume_dir(train, trainer):
             assert_same_model(fresh, plain)
         assert_same_losses(plain, fresh, 2, **OFF)
 
-    for folder in (trainer.folder, "/no"):
-        result = train(*flags, "--resume-dir", folder, name="no", status=1)
-        sentence = f"{folder} is no checkpoint of this chapter"
+    for run in (origin, local):
+        result = train(*flags, "--resume-dir", run.folder, name="no", status=2)
+        sentence = "--resume-dir is a whole run: name a checkpoint, such as RUN/step-00000006"
         assert_one_sentence(result.run.ranks[0].output, sentence)
+    result = train(*flags, "--resume-dir", "/no", name="no", status=1)
+    assert_one_sentence(result.run.ranks[0].output, "/no is no checkpoint of this chapter")
 
 
-def test_checkpoints_of_chapter_4_and_back(train, trainer):
-    """The format shard is chapter 4's."""
+def test_checkpoints_of_chapter_3_and_back(train, trainer):
+    """The format shard is chapter 3's."""
     flags = ["--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9]
-    origin = train(*flags, name="origin", script=CHAPTER_4)
+    origin = train(*flags, name="origin", script=CHAPTER_3)
     take_over(origin, trainer, "on", 3)
     resumed = train(*flags, "--shard-size", 1, "--async-checkpoint", name="on")
     assert_same_losses(origin, resumed, 6, **OFF)
     take_over(resumed, trainer, "back", 6)
     flags = [*flags, "--max-steps", 8]
-    back = train(*flags, name="back", script=CHAPTER_4)
+    back = train(*flags, name="back", script=CHAPTER_3)
     assert "step-00000006" in back.output
     assert len(back.records) == 8
 
@@ -288,8 +281,6 @@ def test_formats_become_each_other(train, trainer, convert):
     shards = convert("single/3", "shard/3", "--to", "shard", "--ranks", 3)
     assert len([*shards.glob("*.distcp")]) == 3
     assert_same_checkpoint(shards, origin.folder / "step-00000003")
-    # `single` has lost the place in the data, which chapters 1 and 2 count in another way
-    assert "places" not in json.loads((shards / "state.json").read_text())
 
     convert("origin/3", "shards/3", "--to", "shard", "--ranks", 2)
     for name in ("full", "own", "shards"):
@@ -449,6 +440,7 @@ MISTAKES = [
     ),
     (["--shard-size", 3], 2, "--shard-size 3 does not divide the 2 ranks"),
     (["--checkpoint-format", "torch"], 2, "invalid choice: 'torch'"),
+    (["--skip-optimizer"], 2, "--skip-optimizer needs --resume-dir"),
 ]
 
 
@@ -471,32 +463,16 @@ def test_global_batch_size(train):
 # -- Nodes that come and go ------------------------------------------------------------------------
 
 
-# Two nodes on one machine: each has temporary files, and shared memory with names, of its own
-NODE = """
-import os, tempfile
-from multiprocessing import shared_memory
-
-class OfNode(shared_memory.SharedMemory):
-    def __init__(self, name=None, *args, **options):
-        super().__init__(name and os.environ["NODE"] + name, *args, **options)
-
-shared_memory.SharedMemory = OfNode
-tempfile.tempdir = os.getcwd()
-"""
-
-
-def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, shards):
+def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, dataset):
     """One node, then two, then the second one is killed with its worker: as if alone all along."""
-    flags = ["-d", "rows", "--eval-freq", 0, "--lr", 1e-3, "-b", 2, "--global-batch-size", 8]
-    flags += ["--max-steps", 5000, "--ckpt-freq", 20]
+    flags = ["-d", dataset, "--eval-freq", 0, "--lr", 1e-3, "-b", 2, "--global-batch-size", 8]
+    flags += ["--max-steps", 5000, "--num-epochs", 9999, "--ckpt-freq", 20]
     start_node = nodes(trainer, "1:2", *flags, name="run", script=CHAPTER_5)
 
     def start(number: int):
-        """In a folder of its own, with a copy of the rows."""
         folder = trainer.folder / f"node-{number}"
-        shutil.copytree(shards, folder / "rows")
-        env = OWN_STORE | {"NODE": f"node{number}"}
-        return start_node(env=env, cwd=folder, before=IMPORTABLE + NODE)
+        folder.mkdir()
+        return start_node(env=OWN_STORE, cwd=folder)
 
     first = start(0)
     first.wait_for("step 5/")
@@ -537,7 +513,7 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, shards):
     assert sum(ranks) > 30
     assert not ranks[-1]
 
-    single = train(*flags, "-d", shards, processes=1, name="single", start=True)
+    single = train(*flags, processes=1, name="single", start=True)
     single.wait_for(f"step {len(records)}/", timeout=200)
     single.signal(signal.SIGTERM)
     single.wait()
