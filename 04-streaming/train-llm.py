@@ -149,7 +149,9 @@ def main():
             say(f"Pass {passes} is over: {sum(gather(rows_left))} rows are left out")
             passes_without_step += 1
             if passes_without_step == 10:
-                few = f"one rank has {min(row_counts)} rows, and a step takes {rows_per_step} of each"
+                few = (
+                    f"one rank has {min(row_counts)} rows, and a step takes {rows_per_step} of each"
+                )
                 fail(f"{args.dataset_name} is too small: {few}; lower --batch-size or the ranks")
             continue
         passes_without_step = 0

@@ -661,7 +661,7 @@ def newest_checkpoint(run_folder, args):
     probe = run_folder / gather(uuid.uuid4().hex)[0]  # the name that rank 0 has chosen
     if RANK == 0:
         probe.touch()
-    dist.barrier()
+    dist.barrier()  # until rank 0 has made the file
     is_shared = all(gather(probe.exists()))
     if RANK == 0:
         probe.unlink()

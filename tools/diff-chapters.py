@@ -15,10 +15,11 @@ CONTINUES = {
     "02-ddp": "01-single-gpu",
     "03-fsdp": "02-ddp",
     "04-streaming": "03-fsdp",
-    "05-multi-node": "04-streaming",
+    "05-multi-node": "03-fsdp",
     "06-tensor-parallel": "03-fsdp",
     "07-pipeline-parallel": "03-fsdp",
     "08-gradient-compression": "02-ddp",
+    "10-mds-shards": "05-multi-node",
 }
 
 

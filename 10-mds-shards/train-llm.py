@@ -1,0 +1,1169 @@
+"""Chapter 10: a corpus in a bucket, as rows of tokens that any number of nodes can read.
+
+`tools/write-mds.py` tokenizes and packs a corpus once, and writes its rows into shards. Here each
+rank reads rows by their number. The shards of an address are downloaded when a row needs them. Row
+number n of a run is the same on any number of ranks, so nodes may come and go. Comments with MDS 1
+to 9 mark the ideas.
+
+    python ../tools/write-mds.py -o ../outputs/mds --demo     # first: writes the rows of the demo
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
+    NNODES=4 MASTER_ADDR=node-0 NODE_RANK=0 ../launch/run.sh 10 -e c4 --save-dir /shared/runs \
+        -d s3://bucket/c4 --eval-freq 0 --max-steps 10000     # on each of 4 nodes, with its number
+"""
+
+import argparse
+import glob
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import uuid
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+
+# Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Comet patches no library, waits 20 s for a silent server, and takes at most a minute at the end.
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
+os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
+os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
+import comet_ml
+import datasets
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import xxhash
+import yaml
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# DDP: Only rank 0 prints, because all ranks have the same progress bar and the same log.
+CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
+    device = join_process_group()
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    args.compile = device.type == "cuda" if args.compile is None else args.compile
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    global_batch = args.batch_size * accumulation * WORLD_SIZE
+    torch.manual_seed(args.seed)  # for random initial weights
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
+
+    # Data, model, optimizer.
+    config, tokenizer = load_config_and_tokenizer(args)
+    # MDS: All ranks open the shards together. No rank tokenizes, because the rows are tokens.
+    train_samples, eval_samples = load_samples(args, tokenizer)
+    if checkpoint and state.train_samples != len(train_samples):
+        fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
+    state.train_samples = len(train_samples)
+    # DDP: Other flags or data on one rank would spoil the training without any error.
+    if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
+        fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
+    model = build_model(args, config, device, checkpoint)
+    optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
+    steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
+    total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
+    scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
+    autocast = torch.autocast(device.type, enabled=False)
+    # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
+    # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    if checkpoint:
+        load_training_state(checkpoint, stateful, model)
+    elif args.resume_dir:
+        # NODES: With --skip-optimizer take only the weights. The rest of the run begins anew.
+        read_state(of_this_rank(args.resume_dir), {"model": model.state_dict()})
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
+        run_log = RunLog(run_folder, checkpoint, state, args)
+        facts = {"global_batch": global_batch, "device_name": device_name}
+        run_log.comet.log_parameters(facts | describe_run(args, model, train_samples))
+        run_log.comet.set_model_graph(str(model))
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    tokens = []  # MDS: in each step since the last logged one, without padding
+    # MDS 1: A thread reads the rows of the next step, so that no rank waits for a download.
+    reader = ThreadPoolExecutor(1)
+    reading = reader.submit(read_step, train_samples, state.samples, args)
+    timer = PhaseTimer(device)
+    # disable=None: a progress bar in terminals only.
+    progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
+    stop_signals = catch_stop_signals()
+    stop_signal = 0
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        with timer("data"):
+            batches = reading.result()
+        reading = reader.submit(read_step, train_samples, state.samples + global_batch, args)
+        # MDS 2: Count the labels of the whole step first, because its loss is a mean over them.
+        # The last token of a row has no label, because nothing follows it.
+        token_count = torch.tensor(np.sum(np.array(batches) >= 0))
+        dist.all_reduce(token_count)
+        tokens.append(token_count.item())
+        labels = tokens[-1] - global_batch
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # Sample n is the same in each run with this seed, so a run can resume at any sample.
+            # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
+            first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
+            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            # FSDP 2: Scatter in every micro-batch, because whole gradients take 4 bytes per weight.
+            # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
+            # NODES 1: Only the last micro-batch averages over the copies, because links are slow.
+            model.set_requires_all_reduce(micro_step == accumulation - 1)
+            with timer("data"):
+                # MDS: read_step has read these rows.
+                input_ids = read_batch(batches[micro_step], range(args.batch_size), device)
+            with timer("forward"), autocast:
+                # MDS 3: Divide by the labels per rank, because FSDP averages over the ranks.
+                # A tensor, because the loss would be compiled again for each new Python number.
+                labels_per_rank = loss_sum.new_full((), labels / WORLD_SIZE)
+                # MDS 4: The label of padding is -100, and this label has no loss.
+                # Padding comes last, so no other token attends to padding. So padding needs no
+                # mask, and may have any token id.
+                options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
+                loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
+            with timer("backward"):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # without its graph, which would keep all activations
+        with timer("update"):
+            # Clip the complete gradient before the update, so that no bad batch spoils the weights.
+            scaler.unscale_(optimizer)
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
+            grad_norm = grad_norm.full_tensor()
+            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()
+            scheduler.step()  # once per optimizer step, not per micro-batch
+            optimizer.zero_grad()  # because backward() adds to the gradients
+        state.step += 1
+        state.samples += global_batch
+        state.epoch = state.samples / len(train_samples)
+        progress.update()
+
+        at_end = state.step == total_steps
+        stop_signal = max(stop_signals, default=0)
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop = torch.tensor(stop_signal)
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        stop_signal = stop.item()
+        eval_now = args.eval_freq and (state.step % args.eval_freq == 0 or at_end)
+        save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
+        log_now = state.step % args.log_freq == 0 or save_now
+        if log_now:
+            # `.item()` waits until the GPU has computed the number. Between two logged steps the
+            # script reads no number back, so Python runs ahead and queues work for the GPU.
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            mean_loss = loss_sum.item() / (state.step - logged_step)
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm.item(),
+                "padding": 1 - np.mean(tokens) / global_batch / args.seq_length,  # MDS: a share
+                **timer.read(tokens_per_step=np.mean(tokens)),
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
+            }
+            if run_log:
+                run_log.metrics(state, metrics)
+            numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
+            say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
+            # In fp16 an infinite gradient is normal: the scaler skips that step.
+            finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
+            if not (math.isfinite(mean_loss) and finite_gradient):
+                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
+            loss_sum.zero_()
+            tokens.clear()  # MDS: together with loss_sum
+            logged_step = state.step
+        if eval_now:
+            with autocast:
+                eval_loss = evaluate(model, eval_samples, args, device)
+            say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
+            if run_log:
+                run_log.metrics(state, metrics)
+        if run_folder and save_now:
+            # A saved step is always a logged step, so its numbers have passed the check above.
+            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+
+    wait_for_checkpoint()  # NODES: until the last checkpoint has its name
+    if run_folder and state.step >= total_steps:
+        with new_folder(run_folder / "final") as folder:
+            # FSDP: Each rank writes a file of shards. These files are joined, and rewritten under
+            # the names of the Hub. `load_file` maps the file, so the model may exceed the memory.
+            joined = folder / "joined"
+            hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
+            weights = weights_of(model)
+            if args.checkpoint_format == "local":
+                weights = to_rank_0(weights)  # NODES: files on several disks cannot be joined
+            dcp.save(weights, storage_writer=hub)
+            if RANK == 0:
+                save_model(folder, model, tokenizer)
+                model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
+                shutil.rmtree(joined)
+        say(f"Done: the model is in {run_folder / 'final'}")
+    dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
+        sys.exit(128 + stop_signal)
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, config, device, checkpoint):
+    """The model on `device`, with the weights of the checkpoint, pretrained or random weights."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
+    # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
+    # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
+    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
+    # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # NODES 2: Ranks form a table: a row holds one copy of the model, a column holds equal shards.
+    # All-gathers and reduce-scatters stay in a row. Columns all-reduce the gradients of a shard.
+    shape = (WORLD_SIZE // args.shard_size, args.shard_size)
+    policy["mesh"] = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
+    # The root has the rest, such as the embeddings, and stays whole from forward to backward pass.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    fully_shard(model, **policy)
+    # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+    # FSDP 8: Initialise every parameter and buffer, because new memory holds arbitrary numbers.
+    # Files do not store buffers such as the rotary frequencies. fully_shard has renamed the class
+    # of the model. Transformers needs the old name to initialise the model and name its tensors.
+    type(model).__name__ = type(model).__name__.removeprefix("FSDP")
+    model.is_custom_code = lambda: False
+    with AsOnOneDevice():
+        model.init_weights()  # as Transformers does, but directly on the GPU
+    if not args.from_scratch:
+        remedy = "--from-scratch starts from random weights, --demo needs no download"
+        with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
+            # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
+            # NODES: The weights of --resume-dir replace the pretrained weights.
+            load_weights(model, args.model_name, checkpoint or args.resume_dir)
+    for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
+        buffer.data = buffer.to(device)
+    if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
+        with suppress(ValueError):  # families without it keep their default, mostly SDPA
+            model.set_attn_implementation("flash_attention_2")
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    attention = model.config._attn_implementation
+    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
+    if args.activation_checkpointing:
+        # A layer keeps only its input. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()
+    if args.compile:
+        # Compile each layer: all layers are alike, so they share the compiled code of the first. A
+        # model that is compiled as a whole builds a mask, and loses the fast causal attention.
+        for layer in layers:
+            layer.compile()
+        # This avoids the fp32 copy of the logits, which is the largest tensor of a step.
+        model.loss_function = torch.compile(model.loss_function)
+    return model
+
+
+class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
+    """Gives a sharded tensor the initial values that the whole tensor would get on one device.
+
+    Without this class, all ranks on CPUs would draw the same numbers, and GPUs would draw other
+    numbers than a single device. The class takes memory for one whole parameter at a time.
+    """
+
+    def __torch_dispatch__(self, op, types, args, kwargs):
+        # FSDP: A DTensor is the whole tensor for the model, and one shard of it in memory.
+        fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
+        if not fills or dist.tensor.DTensor not in types:
+            return op(*args, **kwargs)
+        whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
+        return args[0].copy_(dist.tensor.DTensor.from_local(whole, args[0].device_mesh))
+
+
+def weights_of(model):
+    """The state dict without the second names of tied weights."""
+    return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
+
+
+def load_weights(model, name, checkpoint):
+    """Fills the shards of this rank with the weights of a folder or of the Hub, as from_pretrained.
+
+    A checkpoint replaces them. Then only the names in the files matter, for the names in final/.
+    """
+    with suppress(OSError):  # many models lack this file
+        model.generation_config = transformers.GenerationConfig.from_pretrained(name)
+    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
+    saved = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
+    shards = weights_of(model)
+    if set(shards) <= set(saved):
+        return checkpoint or dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
+    # FSDP: Some families have other names in the files, or merge tensors (the experts of a layer).
+    # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
+    whole = from_files(name) if RANK == 0 else model
+    model._weight_conversions = getattr(whole, "_weight_conversions", None)  # for save_pretrained
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    state_dict.set_model_state_dict(model, whole.state_dict(), options=how)
+
+
+def from_files(name):
+    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
+    transformers.modeling_utils.log_state_dict_report = dict  # printing the report may fail
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if unfit := report["missing_keys"] | report["mismatched_keys"]:
+        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
+    return model
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+# -- Data ------------------------------------------------------------------------------------------
+
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compressed JSON lines
+
+
+def load_config_and_tokenizer(args):
+    name = args.model_name
+    gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
+    remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
+    with explain(f"cannot load the model {name}: {remedy}"):
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    # The model has learned no positions beyond this number.
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
+    return config, tokenizer
+
+
+def load_documents(name, subset):
+    """The splits of a file, folder, glob (one document per text file) or dataset of the Hub."""
+    # A path that exists is no pattern, even with brackets in it: data[1].csv
+    pattern = glob.escape(name) if os.path.exists(name) else name
+    if os.path.isdir(name):
+        pattern += "/**/*"
+    found = sorted(glob.glob(pattern, recursive=True))
+    if "*" in name and "://" not in name and not found:
+        fail(f"no file matches {name}")
+    files = [file for file in found if Path(file).suffix in FORMATS]
+    if files and not any(map(os.path.getsize, files)):
+        fail(f"{name} is empty")
+    # `datasets` takes names of files as patterns. Without files, it is an address or a Hub id.
+    files = [glob.escape(file) for file in files] or [name]
+    kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
+    spec = {"path": name, "name": subset}
+    if kinds == {"text"}:
+        spec = {"path": "text", "data_files": files, "sample_by": "document"}
+        spec["encoding_errors"] = "replace"
+    elif len(kinds) == 1 and not os.path.isdir(name):
+        spec = {"path": kinds.pop(), "data_files": files}
+    remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
+    with explain(f"cannot load the dataset {name}: {remedy}"):
+        # MDS: Held-out documents alone are text. Open their files, and read the first ones only.
+        splits = datasets.load_dataset(**spec, streaming=True)
+        return {name: documents._resolve_features() for name, documents in splits.items()}
+
+
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, and an end-of-text token after each."""
+    texts = [text for text in rows[column] if text]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
+
+
+def tokenized(documents, tokenizer):
+    """The token ids of the documents of a split: column `text`, or the first column with text."""
+    features = documents.features
+    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    if not columns:
+        fail(f"no column of the dataset has a text in every row: {dict(features)}")
+    column = "text" if "text" in columns else columns[0]
+    say(f"Tokenizing column {column!r}")
+    return documents.map(
+        tokenize,
+        batched=True,  # 1,000 documents per call
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        remove_columns=documents.column_names,  # keep only the token ids
+        features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
+    )
+
+
+def load_samples(args, tokenizer):
+    """The training rows, and the first held-out documents, each in rows of its own."""
+    train_samples = MdsRows(args, tokenizer)
+    say(f"{args.dataset_name}: {len(train_samples)} rows to train on")
+    if not args.eval_freq:
+        return train_samples, []
+    if not args.eval_dataset:
+        fail("MDS shards are for training: give --eval-dataset, or --eval-freq 0")
+    splits = load_documents(args.eval_dataset, args.eval_dataset_subset)
+    held_out = [splits[name] for name in ("validation", "test", "train") if name in splits]
+    if not held_out:
+        fail(f"{args.eval_dataset} has no split named validation, test or train")
+    documents = held_out[0].take(args.eval_documents)
+    ids = [document["input_ids"] for document in tokenized(documents, tokenizer)]
+    length = args.seq_length
+    rows = [row[i : i + length] for row in ids for i in range(0, len(row), length)]
+    say(f"{len(ids)} documents held out, in {len(rows)} rows")
+    if not rows:
+        fail("the held-out documents are empty: give another --eval-dataset, or --eval-freq 0")
+    return train_samples, [np.array(row + [-100] * (length - len(row)), np.int32) for row in rows]
+
+
+class MdsRows:
+    """The rows of MDS shards by their number: int32 of shape (seq_length,), -100 for padding.
+
+    The shards of a folder are read where they are. The shards of an address are downloaded to
+    --local-cache when a row needs them, and removed when they exceed --cache-limit.
+    """
+
+    def __init__(self, args, tokenizer):
+        name = args.dataset_name
+        self.is_remote = "://" in name
+        if self.is_remote and not args.experiment_name:
+            fail("shards at an address need -e: it names the folder of the run in --local-cache")
+        if not self.is_remote and not Path(name, "index.json").exists():
+            fail(f"there are no MDS shards in {name}: write them with tools/write-mds.py")
+        with explain(f"cannot open the MDS shards of {name}: see the README of this chapter"):
+            folder = open_cache(args) if self.is_remote else name
+            facts = json.loads(Path(folder, "rows.json").read_text())
+            import streaming  # an optional package
+
+            if self.is_remote:
+                limits = {"cache_limit": args.cache_limit, "validate_hash": "xxh3_64"}
+                self.mds = streaming.StreamingDataset(local=folder, remote=name, **limits)
+            else:
+                self.mds = streaming.LocalDataset(name)
+        is_compressed = self.mds.shards[0].compression is not None
+        if self.is_remote and not is_compressed:
+            fail(f"{name} needs --compression zstd: the library checks other shards only once")
+        if is_compressed and not self.is_remote:
+            fail(f"{name} is compressed for an address: write a folder without --compression")
+        if facts["seq_length"] != args.seq_length:
+            fail(f"the rows of {name} have {facts['seq_length']} tokens: give this number to -s")
+        # Another tokenizer would give other tokens for this text.
+        probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
+        if facts["tokenizer_probe"] != probe:
+            fail(f"the rows of {name} have the tokens of another tokenizer: {facts['tokenizer']}")
+        self.order = RowOrder([shard.samples for shard in self.mds.shards], args)
+        self.checked_shards = set()
+
+    def __len__(self):
+        return self.mds.size
+
+    def __getitem__(self, number):
+        shard, _ = self.mds.spanner[number]
+        if shard not in self.checked_shards:
+            self.check(shard)
+            self.checked_shards.add(shard)
+        return self.mds[number]["tokens"]
+
+    def check(self, number):
+        """Compares the file of a shard with its hash in `index.json`."""
+        if self.is_remote:
+            self.mds.prepare_shard(number)  # downloads it, if it is not in the cache
+        shard = self.mds.shards[number]
+        file = Path(shard.dirname, shard.split, shard.raw_data.basename)
+        # MDS 5: Check each shard before its first use, because a flipped bit is another token.
+        if xxhash.xxh3_64(file.read_bytes()).hexdigest() != shard.raw_data.hashes["xxh3_64"]:
+            raise ValueError(f"{file} is damaged: its hash is not the one in index.json")
+
+
+def open_cache(args):
+    """The folder of this run for downloaded shards, on each node."""
+    from streaming.base.storage import CloudDownloader
+
+    # MDS 6: Each run has a cache of its own, because the library removes shards from a full cache.
+    # Two runs with one cache would remove shards that the other run reads.
+    run = (args.save_dir / args.experiment_name).resolve()
+    folder = f"{args.local_cache}{run}/{args.dataset_name.replace('://', '/')}"
+    if os.environ.get("LOCAL_RANK") == "0":
+        # A killed run leaves a claim to its folder in shared memory, and the library refuses such
+        # a folder. This folder belongs to this run alone, so its claim may go.
+        for claim in Path("/dev/shm").glob("*_locals"):
+            with suppress(OSError):  # the claims of other users
+                if f"{folder}\0".encode() in claim.read_bytes():
+                    claim.unlink()
+        CloudDownloader.direct_download(f"{args.dataset_name}/rows.json", f"{folder}/rows.json")
+    dist.barrier()
+    return folder
+
+
+# MDS: The rows come from so many places in the shards in turn.
+PARTS = 64
+
+
+@lru_cache(maxsize=2 * PARTS)
+def permutation(seed, count):
+    # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+    return np.random.RandomState(seed).permutation(count)
+
+
+class RowOrder:
+    """Row n of a run, counted over all epochs, as a number of a row in the shards.
+
+    The order depends on the seed, the sizes of the shards and the window alone. It is computed row
+    by row, because a list of all rows of a large corpus would take gigabytes on each rank.
+    """
+
+    def __init__(self, shard_sizes, args):
+        self.sizes = np.array(shard_sizes)
+        self.first_rows = np.cumsum(self.sizes) - self.sizes  # of each shard
+        self.seed = args.seed
+        self.window = args.shuffle_window
+        self.start_epoch(0)
+
+    def start_epoch(self, epoch):
+        # MDS 7: Shuffle whole shards, so that the rows of a shard stay close to each other.
+        # A shuffle of all rows would need almost all shards at once.
+        self.epoch = epoch
+        self.shards = permutation((self.seed, epoch), len(self.sizes))
+        self.ends = np.cumsum(self.sizes[self.shards])
+
+    def __getitem__(self, n):
+        count = self.ends[-1]
+        epoch, n = divmod(n, count)
+        if epoch != self.epoch:
+            self.start_epoch(epoch)
+        # MDS 8: Cut the shuffled shards into 64 parts, and take one row of each part in turn.
+        # Each rank then reads only some of the parts, so a node need not download all shards.
+        turn, part = divmod(n, PARTS)
+        rows_per_part, longer_parts = divmod(count, PARTS)
+        part_begin = part * rows_per_part + min(part, longer_parts)
+        part_rows = rows_per_part + 1 if part < longer_parts else rows_per_part
+        # Shuffle the rows of a part within a window.
+        window, offset = divmod(turn, self.window)
+        window_begin = window * self.window
+        window_rows = min(self.window, part_rows - window_begin)
+        offset = permutation((self.seed, epoch, part, window), window_rows)[offset]
+        # The row at this place of the shuffled shards.
+        place = part_begin + window_begin + offset
+        i = np.searchsorted(self.ends, place, side="right")
+        shard = self.shards[i]
+        shard_begin = self.ends[i] - self.sizes[shard]
+        return int(self.first_rows[shard] + place - shard_begin)
+
+
+def read_step(rows, first, args):
+    """The rows of this rank in the step that begins with row `first` of the run, by micro-batch."""
+    batches = []
+    for micro_step in range(args.gradient_accumulation_steps):
+        # MDS 9: Row n of a run is the same on any number of ranks, so ranks may come and go.
+        begin = first + (micro_step * WORLD_SIZE + RANK) * args.batch_size
+        with explain("cannot read a shard: check disk and network, or delete the --local-cache"):
+            batches.append([rows[rows.order[n]] for n in range(begin, begin + args.batch_size)])
+    return batches
+
+
+def read_batch(samples, indices, device):
+    """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
+    batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # Python need not wait for a copy from pinned memory
+    return batch.to(device, non_blocking=batch.is_pinned()).long()
+
+
+# -- Evaluation ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(model, samples, args, device):
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    size = args.batch_size
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
+    # A rank without a batch evaluates one sample, with weight 0.
+    for begin in range(RANK * size, RANK * size + len(samples), WORLD_SIZE * size):
+        indices = range(len(samples))[begin : begin + size]
+        input_ids = read_batch(samples, indices or [0], device)
+        # MDS: The sum over labels (divided by 1), because rows have different numbers of labels.
+        options = {"use_cache": False, "num_items_in_batch": 1}
+        loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
+        if indices:
+            loss_sum += loss
+    model.train()  # dropout on again
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    labels = sum(np.sum(row >= 0) - 1 for row in samples)  # MDS: of all ranks
+    return loss_sum.item() / labels
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A resumed run keeps these flags, because another value would make it another training.
+LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
+LASTING += ["shuffle_window"]  # MDS: it changes the order of the rows
+
+
+@dataclass
+class RunState:
+    """The position of a run. Every checkpoint stores it as `state.json`."""
+
+    flags: dict  # the flags that must not change
+    comet_key: str
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # samples read, over all epochs
+    epoch: float = 0.0
+    train_samples: int = 0  # in the dataset
+
+
+# NODES: The folder of this rank's checkpoints, with --checkpoint-format local.
+OWN = f"rank-{RANK}"
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    # NODES: With `local`, each rank makes and renames the folders inside its own folder.
+    if RANK > 0 and folder.parent.name != OWN:  # FSDP: one makes the folder, and renames it
+        dist.barrier(writers())
+        return (yield temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)  # NODES: also the folder of this rank
+    dist.barrier(writers())  # FSDP: the other ranks have waited for the folder
+    yield temporary
+    os.sync()  # the files are on the disk before the folder gets its name
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def save_model(folder, model, tokenizer):
+    model.config.save_pretrained(folder)  # FSDP: the weights are saved as shards
+    tokenizer.save_pretrained(folder)
+
+
+def sharded_state(model, stateful):
+    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    return stateful | {"model": weights, "optimizer": moments}
+
+
+def to_rank_0(state):
+    """The state with whole tensors, in the CPU memory of rank 0; nothing on the other ranks."""
+
+    def whole(shard):
+        # NODES 3: Gather one tensor at a time, because no GPU has room for the whole state.
+        return shard.full_tensor().to("cpu" if RANK == 0 else "meta")  # meta takes no memory
+
+    state = tree_map_only(DTensor, whole, state)
+    return state if RANK == 0 else {}
+
+
+def own_shards(state):
+    """The state with this rank's shards as plain tensors, in the same memory."""
+    # NODES 4: DCP sees tensors of this rank alone, so it needs no files of other ranks.
+    return tree_map_only(DTensor, DTensor.to_local, state)
+
+
+def copy_to_cpu(state):
+    """A copy of the state, which training does not change."""
+    parts = {}
+    for name, part in state.items():
+        parts[name] = part.state_dict() if hasattr(part, "state_dict") else part
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), parts)
+
+
+# NODES: A thread writes checkpoints with --async-checkpoint. The list has the one in progress.
+THREAD = ThreadPoolExecutor(1)
+UNFINISHED = []
+
+
+@lru_cache
+def writers():
+    """A process group for the thread, because training sends messages at the same time."""
+    return dist.new_group(backend="gloo")
+
+
+def wait_for_checkpoint():
+    """Waits for the checkpoint in progress, and raises its error, if it has failed."""
+    while UNFINISHED:
+        UNFINISHED.pop().result()
+
+
+def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
+    """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
+    # NODES 5: One checkpoint at a time, so a killed run loses one checkpoint at most.
+    wait_for_checkpoint()
+    writers()  # all ranks make this group now, at their first checkpoint
+    parts = sharded_state(model, stateful)
+    if args.checkpoint_format == "full":
+        parts = to_rank_0(parts)
+    if args.checkpoint_format == "local":
+        parts = own_shards(parts)
+        folder = run_folder / OWN / f"step-{state.step:08d}"
+    else:
+        folder = run_folder / f"step-{state.step:08d}"
+    texts = {"state.json": json.dumps(asdict(state), indent=2)}
+    if RANK == 0:
+        texts["metrics.jsonl"] = (run_folder / "metrics.jsonl").read_text()
+    if args.async_checkpoint:
+        # NODES 6: Copy all that training changes, and train on. A thread writes the copies.
+        parts = copy_to_cpu(parts)
+        writing = THREAD.submit(write_checkpoint, folder, parts, texts, model, tokenizer, args)
+        UNFINISHED.append(writing)
+    else:
+        write_checkpoint(folder, parts, texts, model, tokenizer, args)
+
+
+def write_checkpoint(folder, parts, texts, model, tokenizer, args):
+    """Writes the parts of this rank and the texts into a new folder. Removes old checkpoints."""
+    local = args.checkpoint_format == "local"
+    # NODES 7: A folder gets its name after its files are on the disk, because a run may be killed.
+    with new_folder(folder) as incomplete:
+        # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
+        if parts:
+            alone = args.checkpoint_format != "shard"  # without other ranks
+            dcp.save(parts, checkpoint_id=incomplete, process_group=writers(), no_dist=alone)
+        if RANK > 0 and not local:
+            return
+        save_model(incomplete, model, tokenizer)
+        for name, text in texts.items():
+            (incomplete / name).write_text(text)
+    if local:
+        dist.barrier(writers())  # NODES: all ranks have the new checkpoint, so old ones may go
+    for old in sorted(folder.parent.glob("step-*"))[: -args.keep_checkpoints]:
+        # Rename it first, so that no half-removed folder looks like a checkpoint.
+        shutil.rmtree(old.rename(folder.with_name("incomplete")))
+
+
+def newest_checkpoint(run_folder, args):
+    """The newest checkpoint that all ranks have, or None."""
+    # NODES 8: Check now that all nodes share the folder, because at a resume it is too late.
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # the name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()  # until rank 0 has made the file
+    is_shared = all(gather(probe.exists()))
+    if RANK == 0:
+        probe.unlink()
+    if not is_shared and args.checkpoint_format != "local":
+        fail(f"not all nodes see {run_folder}: share --save-dir, or use --checkpoint-format local")
+    # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
+    found = {x.name: x for x in [*run_folder.glob("step-*"), *run_folder.glob(f"{OWN}/step-*")]}
+    steps = gather(set(found))
+    common = set.intersection(*steps)
+    if any(steps) and not common:
+        fail(f"the ranks share no checkpoint in {run_folder}: take the same nodes or another -e")
+    return found[max(common)] if common else None
+
+
+def of_this_rank(checkpoint):
+    """The folder in which this rank finds its part of a checkpoint of any format."""
+    own = checkpoint.parent / OWN / checkpoint.name
+    return own if own.exists() else checkpoint
+
+
+def open_run(args):
+    """Makes the folder of a run with a name. Returns folder, newest checkpoint and state."""
+    flags = {name: getattr(args, name) for name in LASTING}
+    new_state = RunState(flags, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        return None, None, new_state
+    run_folder = args.save_dir / args.experiment_name
+    with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
+        run_folder.mkdir(parents=True, exist_ok=True)
+    newest = newest_checkpoint(run_folder, args)
+    # NODES: A new run begins with --resume-dir. Later it resumes from its own checkpoints.
+    is_new = newest is None
+    if is_new and args.resume_dir and not args.skip_optimizer:
+        newest = of_this_rank(args.resume_dir)
+    if not newest:
+        return run_folder, None, new_state
+    if not (newest / ".metadata").exists():  # FSDP: the index of the shards
+        # NODES: Checkpoints of chapter 3 can be read: they have the format `shard`.
+        fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
+    state = RunState(**json.loads((newest / "state.json").read_text()))
+    if is_new:
+        state.comet_key = new_state.comet_key
+    for name, value in state.flags.items():
+        if flags[name] != value:
+            fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
+    say(f"Continuing from {newest}")
+    return run_folder, newest, state
+
+
+def load_training_state(checkpoint, stateful, model):
+    """Restores optimizer, scheduler and scaler in place."""
+    # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
+    state = sharded_state(model, stateful)
+    read_state(checkpoint, state)  # NODES: of any format
+    state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
+    # Another --max-steps changes the schedule, so compute the next learning rate again.
+    stateful["scheduler"].last_epoch -= 1
+    stateful["scheduler"].step()
+
+
+def read_state(checkpoint, state):
+    """Fills the tensors and objects of `state` from a checkpoint of any format."""
+    # NODES: DCP reads the whole tensors of `full` in the same way as the shards of `shard`.
+    local = checkpoint.parent.name == OWN
+    with explain(f"cannot read {checkpoint}: is it of another model, or of other ranks?"):
+        parts = own_shards(state) if local else state
+        dcp.load(parts, checkpoint_id=checkpoint, no_dist=local)
+
+
+# -- Processes -------------------------------------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks, and returns the device of this rank."""
+    gpus = torch.cuda.device_count()
+    if "LOCAL_RANK" not in os.environ:
+        fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
+    if gpus:
+        torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
+    # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
+    # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
+    store, *_ = next(dist.rendezvous("env://"))
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    return device
+
+
+def gather(value):
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
+    for rank, others in enumerate(gather(metrics)):
+        metrics |= {name: max(metrics[name], value) for name, value in others.items()}
+        metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in others.items()}
+    return metrics
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+class PhaseTimer:
+    """Times the phases of a step: `with timer("forward"): ...`.
+
+    Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
+    with the work. Their times are read at logged steps, when the GPU has passed them.
+    """
+
+    def __init__(self, device):
+        self.on_gpu = device.type == "cuda"
+        self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
+        self.last_read = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase):
+        begin = self.now()
+        yield
+        self.spans[phase].append((begin, self.now()))
+
+    def now(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, tokens_per_step):
+        """Milliseconds per optimizer step and tokens per second, since the last read."""
+        steps = len(self.spans["update"])
+        metrics = {}
+        for phase, spans in self.spans.items():
+            times = (a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in spans)
+            metrics[f"time/{phase}_ms"] = sum(times) / steps
+        self.spans.clear()
+        now = time.perf_counter()
+        seconds = (now - self.last_read) / steps
+        self.last_read = now
+        metrics["time/total_ms"] = 1e3 * seconds
+        metrics["tokens_per_second"] = tokens_per_step / seconds
+        return metrics
+
+
+def memory_metrics(device):
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without a GPU, memory of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(args, model, train_samples):
+    """Values that are logged once: every flag, and numbers that follow from the flags."""
+    return vars(args) | {
+        "world_size": WORLD_SIZE,  # DDP: the number of devices
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "dataset_samples": len(train_samples),
+        "dataset_tokens": len(train_samples) * args.seq_length,
+        "device_memory_gb": torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 1e9,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes the same records to `metrics.jsonl` and to Comet."""
+
+    def __init__(self, run_folder, checkpoint, state, args):
+        if checkpoint:  # drops later records, which a killed run may have left
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        self.comet = start_comet(run_folder / "comet", state, args)
+
+    def metrics(self, state, metrics):
+        # JSON has no infinity. The gradient norm may be infinite in a step that fp16 skips.
+        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | finite
+        print(json.dumps(record), file=self.file, flush=True)
+        self.comet.log_metrics(finite, step=state.step, epoch=state.epoch)
+
+
+def start_comet(folder, state, args):
+    """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
+    config = comet_ml.ExperimentConfig(
+        name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
+    )
+    options = {
+        "workspace": args.comet_workspace,
+        "project_name": args.comet_project_name,
+        "experiment_key": state.comet_key,  # a resumed run continues its experiment
+        "experiment_config": config,
+    }
+    if comet_ml.get_config("comet.api_key"):
+        try:
+            return comet_ml.start(online=True, **options)
+        except Exception as error:
+            say(f"warning: Comet cannot be reached ({error!r:.300})")
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the archive
+    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
+    return comet_ml.start(online=False, **options)
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    tqdm.write(message, file=CONSOLE)
+
+
+def fail(message):
+    """Exits with a one-line message about a mistake that the user can fix."""
+    sys.exit(f"error: {message}")
+
+
+@contextmanager
+def explain(message):
+    """Replaces the traceback of an error by this message and a short form of the error."""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
+        fail(f"{message} ({error.__cause__ or error!r:.300})")
+
+
+def catch_stop_signals():
+    """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
+    received = []
+
+    def remember(signum, frame):
+        received.append(signum)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C stops at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return received
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+# This run takes a few minutes on two CPU cores. Its text comes with every Python.
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
+    "model_name": f"{REPOSITORY}/tiny-llama",
+    "from_scratch": True,
+    "dataset_name": f"{REPOSITORY}/outputs/mds",  # MDS: tools/write-mds.py writes it
+    "eval_dataset": f"{sysconfig.get_path('stdlib')}/_*.py",  # MDS: files that the rows lack
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
+    "max_steps": 400,
+    "lr": 2e-3,
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def at_least(minimum, kind=int):
+    """An argparse type: a finite number of this kind that is not below `minimum`."""
+
+    def number(text):
+        value = kind(text)
+        if not minimum <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"must be a number, {minimum} or larger, not {text}")
+        return value
+
+    return number
+
+
+def parse_args():
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
+    add = parser.add_argument
+    switch = argparse.BooleanOptionalAction
+    count = at_least(0)
+    positive = at_least(1)
+    real = at_least(0, float)
+    add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    # MDS: The rows of a corpus in place of its text.
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="folder or address of MDS shards")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
+    # NODES: Two ways to set the global batch. Without either flag, a step has one pass.
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--gradient-accumulation-steps", type=positive, help="passes per step; without it, 1")
+    either("--global-batch-size", type=positive, help="samples per optimizer step, of all ranks")
+    add("--num-epochs", type=positive, default=3, help="passes over the dataset")
+    add("--max-steps", type=positive, help="stop after this many optimizer steps")
+    add("--lr", type=real, default=3e-5, help="peak learning rate")
+    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
+    add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
+    add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("--activation-checkpointing", action="store_true", help="less memory, more compute")
+    add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
+    add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=positive, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
+    add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=count, default=0, help="seed of random weights and sample order")
+    # DDP: No --device, because torchrun assigns the devices.
+    # MDS: The order of the rows, the cache of an address, and the held-out text.
+    add("--shuffle-window", type=positive, default=1024, help="rows that are shuffled together")
+    add("--local-cache", default="/tmp/mds", help="folder of each node for downloaded shards")
+    add("--cache-limit", default="100gb", help="disk space for downloaded shards")
+    add("--eval-dataset", help="held-out documents")
+    add("--eval-dataset-subset", help="configuration name on the Hub")
+    add("--eval-documents", type=positive, default=1000, help="number of held-out documents")
+    # NODES: The number of ranks per copy, the format of checkpoints, and the start of a run.
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    add("--shard-size", type=positive, default=node, help="ranks that share a copy of the model")
+    formats = ["shard", "full", "local"]
+    add("--checkpoint-format", choices=formats, default="shard", help="who writes which files")
+    add("--async-checkpoint", action="store_true", help="train on while files are written")
+    add("--resume-dir", type=Path, help="checkpoint of any run, where this run begins")
+    add("--skip-optimizer", action="store_true", help="take only the weights from --resume-dir")
+    # FSDP: These two flags choose between speed and memory.
+    add("--cpu-offload", action="store_true", help="keep shards and AdamW state in CPU memory")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
+    add("--demo", action="store_true", help="a small preset; other flags override it")
+    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
+    config = parser.parse_known_args()[0].config
+    with explain(f"cannot read {config}"):
+        file = yaml.safe_load(config.read_text()) if config else {}
+        given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in file.items()]
+    if "--demo" in given + sys.argv[1:]:
+        parser.set_defaults(**DEMO)
+    args = parser.parse_args(given + sys.argv[1:])
+    # NODES 10: Fewer ranks make more passes, so the global batch does not depend on the nodes.
+    size = args.batch_size * WORLD_SIZE
+    passes = args.gradient_accumulation_steps or 1
+    total = args.global_batch_size or size * passes
+    if total % size:
+        low = max(total // size, 1) * size
+        parser.error(f"--global-batch-size must be a multiple of ranks × -b: {low} or {low + size}")
+    args.gradient_accumulation_steps = total // size
+    if WORLD_SIZE % args.shard_size:
+        parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
+    if args.skip_optimizer and not args.resume_dir:
+        parser.error("--skip-optimizer needs --resume-dir: the checkpoint with the weights")
+    steps = {path.name for path in args.resume_dir.glob("**/step-*")} if args.resume_dir else set()
+    if steps:
+        parser.error(f"--resume-dir is a whole run: name a checkpoint, such as RUN/{max(steps)}")
+    name = args.experiment_name or ""
+    if "/" in name or name in (".", ".."):
+        parser.error("--experiment-name must be a plain folder name, without slashes")
+    if args.seed >= 2**32:
+        parser.error("--seed must be below 4294967296 (NumPy's limit)")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError:
+        remedy = "lower --batch-size, raise --gradient-accumulation-steps by the same factor, try"
+        # FSDP: more devices help, too, because each device then has a smaller shard.
+        fail(f"out of GPU memory: {remedy} --activation-checkpointing, more GPUs, --cpu-offload")
