@@ -271,8 +271,13 @@ PLAN = {
 }
 # Norms of q and k, which are split by heads: (samples, tokens, heads, ...).
 HEAD_NORMS = tp.SequenceParallel(sequence_dim=2, use_local_output=True)
-PLANS = dict.fromkeys(["llama", "mistral", "qwen2", "smollm3"], PLAN)
-PLANS |= {"qwen3": PLAN | {"model.layers.*.self_attn.[qk]_norm": HEAD_NORMS}}
+PLANS = {
+    "llama": PLAN,
+    "mistral": PLAN,
+    "qwen2": PLAN,
+    "smollm3": PLAN,
+    "qwen3": PLAN | {"model.layers.*.self_attn.[qk]_norm": HEAD_NORMS},
+}
 
 
 def build_model(args, config, device, checkpoint):
@@ -878,7 +883,7 @@ DEMO = {
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    "tensor_parallel": math.gcd(2, WORLD_SIZE),  # TP: its 2 kv heads allow no more
+    "tensor_parallel": 2 if WORLD_SIZE % 2 == 0 else 1,  # TP: its 2 kv heads allow no more
     "batch_size": None,  # TP: follows from --tensor-parallel
     "max_steps": 400,
     "lr": 2e-3,

@@ -280,7 +280,7 @@ def part_of(model, unit_names, own_names):
     for name in unit_names:
         unit = model.get_submodule(name) if name in own_names else Elsewhere()
         part.set_submodule(name, unit)
-    # The rest, which has no weights, must be the same in all parts, too.
+    # `model` computes the rotary frequencies, and sets the kind of attention in the config.
     part.config = model.config
     part.base_model.config = model.config
     part.base_model.rotary_emb = model.base_model.rotary_emb
@@ -325,7 +325,7 @@ class TiedHead:
         if not self.modules:
             return
         # FSDP casts the head to the compute precision anyway, so more bytes would be useless.
-        weight = self.modules[0].weight.to_local().to(self.dtype)
+        weight = self.modules[0].weight.to_local().to(self.dtype)  # of the head: room to receive
         dist.broadcast(weight, group=self.group, group_src=0)
         if self.head is not None:
             self.head.weight.to_local().copy_(weight)
@@ -343,7 +343,7 @@ class TiedHead:
 
 
 def make_stages(model, unit_names, args, device, mesh):
-    """The stages of this rank, the modules that they run, and the tied head, if there is one."""
+    """The stages of this rank, the modules that they run, and what keeps a tied head up to date."""
     rank = mesh.get_local_rank("pp")
     sizes = args.layers_per_stage
     count = len(sizes)
@@ -355,12 +355,13 @@ def make_stages(model, unit_names, args, device, mesh):
     shape = (args.batch_size, args.seq_length, model.config.hidden_size)
     activations = torch.empty(shape, dtype=DTYPES[args.dtype], device="meta", requires_grad=True)
     loss = torch.empty(1)
-    is_tied = bool(model.all_tied_weights_keys) and count > 1  # one stage has one tensor for both
+    # A single stage has embeddings and head, so they can stay one tensor.
+    is_tied = bool(model.all_tied_weights_keys) and count > 1
     embeddings = None
     head = None
     group = None
     stages = []
-    modules = torch.nn.ModuleList()
+    stage_modules = torch.nn.ModuleList()
     for n in stage_numbers:
         is_first = n == 0
         is_last = n == count - 1
@@ -377,7 +378,7 @@ def make_stages(model, unit_names, args, device, mesh):
             part.lm_head = copy.deepcopy(model.lm_head)
             head = part.lm_head
         module = StageModule(part, is_first, is_last)
-        modules.append(module)
+        stage_modules.append(module)
         output = loss if is_last else activations
         stage = pp.PipelineStage(
             module,
@@ -395,7 +396,7 @@ def make_stages(model, unit_names, args, device, mesh):
         last_ranks = first_ranks if args.schedule == "zbv" else mesh.mesh[-1].tolist()
         pairs = [sorted({a, b}) for a, b in zip(first_ranks, last_ranks, strict=True)]
         group, _ = dist.new_subgroups_by_enumeration(pairs)
-    return stages, modules, TiedHead(embeddings, head, group, DTYPES[args.dtype])
+    return stages, stage_modules, TiedHead(embeddings, head, group, DTYPES[args.dtype])
 
 
 def build_model(args, config, device, checkpoint):
@@ -412,7 +413,7 @@ def build_model(args, config, device, checkpoint):
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp"))
     layer_names = [f"model.layers.{n}" for n in range(config.num_hidden_layers)]
     unit_names = ["model.embed_tokens", *layer_names, "model.norm", "lm_head"]
-    stages, modules, tied_head = make_stages(model, unit_names, args, device, mesh)
+    stages, stage_modules, tied_head = make_stages(model, unit_names, args, device, mesh)
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
@@ -420,13 +421,13 @@ def build_model(args, config, device, checkpoint):
     policy["mesh"] = mesh["dp"]
     # PP 9: Weights stay gathered in a step. Otherwise each micro-batch would gather them again.
     policy["reshard_after_forward"] = args.reshard_after_forward
-    for layer in [m for m in modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
+    for layer in [m for m in stage_modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, **policy)
-    for module in modules:
+    for module in stage_modules:
         fully_shard(module, **policy)
     # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
     AsOnOneDevice.device = "cpu" if args.cpu_offload else device
-    modules.to_empty(device=AsOnOneDevice.device)
+    stage_modules.to_empty(device=AsOnOneDevice.device)
     model.tie_weights()
     # FSDP 8: Initialise every parameter and buffer, because new memory holds arbitrary numbers.
     # Files do not store buffers such as the rotary frequencies.
@@ -459,7 +460,7 @@ def build_model(args, config, device, checkpoint):
             layer.compile()
         # This avoids the fp32 copy of the logits, which is the largest tensor of a step.
         # PP: The last stage computes the loss, and is the last module of its rank.
-        modules[-1].part.loss_function = torch.compile(model.loss_function)
+        stage_modules[-1].part.loss_function = torch.compile(model.loss_function)
     return model, stages, tied_head
 
 

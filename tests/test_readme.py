@@ -385,7 +385,7 @@ def test_each_idea_is_explained_with_its_code(step):
         assert not begin.strip(), "the snippet stands above its explanation"
         assert re.search(r"^\*(?:With|On )", text, re.MULTILINE), "what would happen without it"
         stretches = [without_comments(part) for part in snippet.split("...\n")]
-        (below,) = re.findall(rf"# {step.marker} {number}: .*\n([^~]*)", script)
+        (below,) = re.findall(rf"# {step.marker} {number}: .*\n((?s:.*))", script)
         assert stretches[0][0] == without_comments(below)[0], number
         for stretch in stretches:
             starts = range(len(code) - len(stretch) + 1)

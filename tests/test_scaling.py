@@ -74,7 +74,7 @@ from torch.utils._pytree import tree_leaves
 
 KINDS = {"_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather"}
 KINDS |= {"_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter"}
-KINDS |= {"allreduce_": "all-reduce", "reduce_": "reduce", "broadcast_": "receive", "send": "send"}
+KINDS |= {"allreduce_": "all-reduce", "reduce_": "reduce", "broadcast_": "send", "send": "send"}
 seen = collections.Counter()
 steps = []
 
