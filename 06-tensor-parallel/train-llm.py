@@ -80,7 +80,6 @@ def main():
     args.compile = device.type == "cuda" if args.compile is None else args.compile
     check_groups(args)  # TP: before anything that takes time
     accumulation = args.gradient_accumulation_steps
-    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     # TP 2: The N ranks of a group train on the same samples, so a group counts as one device.
     groups = WORLD_SIZE // args.tensor_parallel
     group = RANK // args.tensor_parallel
@@ -140,7 +139,6 @@ def main():
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # Sample n is the same in each run with this seed, so a run can resume at any sample.
-            # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
             # TP 3: A group reads one batch with one seed, because its ranks compute parts of it.
             first = state.samples + (micro_step * groups + group) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
@@ -191,7 +189,7 @@ def main():
         if log_now:
             # `.item()` waits until the GPU has computed the number. Between two logged steps the
             # script reads no number back, so Python runs ahead and queues work for the GPU.
-            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            # TP: Average the loss over the groups. All ranks of a group have the same loss.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
             mean_loss = loss_sum.item() / (state.step - logged_step)
             metrics = {
@@ -273,8 +271,13 @@ PLAN = {
 }
 # Norms of q and k, which are split by heads: (samples, tokens, heads, ...).
 HEAD_NORMS = tp.SequenceParallel(sequence_dim=2, use_local_output=True)
-PLANS = dict.fromkeys(["llama", "mistral", "qwen2", "smollm3"], PLAN)
-PLANS |= {"qwen3": PLAN | {"model.layers.*.self_attn.[qk]_norm": HEAD_NORMS}}
+PLANS = {
+    "llama": PLAN,
+    "mistral": PLAN,
+    "qwen2": PLAN,
+    "smollm3": PLAN,
+    "qwen3": PLAN | {"model.layers.*.self_attn.[qk]_norm": HEAD_NORMS},
+}
 
 
 def build_model(args, config, device, checkpoint):
@@ -332,9 +335,8 @@ def build_model(args, config, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Compile each layer: all layers are alike, so they share the compiled code of the first. A
-        # model that is compiled as a whole builds a mask, and loses the fast causal attention.
         # TP 10: Compile attention and MLP, since a whole compiled layer fails in the backward pass.
+        # All layers are alike, so they share the compiled code of the first.
         for layer in layers:
             layer.self_attn.compile()
             layer.mlp.compile()
@@ -438,9 +440,14 @@ def check_plan(config, args):
     # TP: Each family of the list is compared with one device, weight by weight, in the tests.
     if config.model_type not in PLANS:
         refuse(f"{config.model_type} has no plan here, only {', '.join(PLANS)} have: use chapter 3")
-    sizes = {"heads": config.num_attention_heads, "kv heads": config.num_key_value_heads}
-    sizes |= {"columns of an MLP": config.intermediate_size, "tokens of a sample": args.seq_length}
-    for name, size in (sizes | {"tokens of the vocabulary": config.vocab_size}).items():
+    sizes = {
+        "heads": config.num_attention_heads,
+        "kv heads": config.num_key_value_heads,
+        "columns of an MLP": config.intermediate_size,
+        "tokens of a sample": args.seq_length,
+        "tokens of the vocabulary": config.vocab_size,
+    }
+    for name, size in sizes.items():
         if size % args.tensor_parallel:
             what = f"--tensor-parallel {args.tensor_parallel} does not divide {size} {name}"
             refuse(f"{what}: choose a divisor, or chapter 3")
@@ -572,10 +579,10 @@ def evaluate(model, samples, args, device):
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
     size = args.batch_size
-    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
     # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
     # A rank without a batch evaluates one sample, with weight 0.
     # TP 11: A group evaluates its share together, because its ranks compute each loss together.
+    # A sum over ranks gives the mean over all samples.
     groups = WORLD_SIZE // args.tensor_parallel
     group = RANK // args.tensor_parallel
     for begin in range(group * size, group * size + len(samples), groups * size):
@@ -717,7 +724,9 @@ def check_groups(args):
 
 def refuse(message):
     """Exits on all ranks, which have all found the same mistake. One rank of each node says so."""
-    sys.exit(f"error: {message}" if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        fail(message)
+    sys.exit(1)
 
 
 def gather(value):
@@ -885,7 +894,7 @@ DEMO = {
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    "tensor_parallel": math.gcd(2, WORLD_SIZE),  # TP: its 2 kv heads allow no more
+    "tensor_parallel": 2 if WORLD_SIZE % 2 == 0 else 1,  # TP: its 2 kv heads allow no more
     "batch_size": None,  # TP: follows from --tensor-parallel
     "max_steps": 400,
     "lr": 2e-3,

@@ -1,9 +1,10 @@
 """Chapter 7: the layers of a model on different devices, with pipeline parallelism.
 
 Each device has a stage, which is some of the layers, and sends its activations to the next stage.
-Several micro-batches follow each other, so that all stages have work. Only neighbouring stages
-exchange data, so slow links suffice. With several pipelines, FSDP shards each stage between them.
-Comments with PP 1 to 11 mark the ideas.
+Several micro-batches follow each other, so that all stages have work. Activations are small, so
+slow links suffice. If embeddings and head are one tensor, first and last stage also exchange it.
+With several pipelines, FSDP shards each stage between them. Comments with PP 1 to 11 mark the
+ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
@@ -28,7 +29,8 @@ from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 # Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
@@ -56,6 +58,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import FORWARD, RECV_F, RESHARD, SEND_F, UNSHARD
 from torch.utils.data import Subset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
@@ -80,7 +83,6 @@ def main():
     args.compile = device.type == "cuda" if args.compile is None else args.compile
     check_groups(args)  # PP: before anything that takes time
     accumulation = args.gradient_accumulation_steps
-    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     # PP 1: The ranks of a pipeline train on the same samples, so a pipeline counts as one device.
     groups = WORLD_SIZE // args.pipeline_parallel
     group = RANK % groups
@@ -107,7 +109,7 @@ def main():
     if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     # PP: `model` holds the weights of this rank. `stages` share the weights, and do the computing.
-    model, stages, tied = build_model(args, config, device, checkpoint)
+    model, stages, tied_head = build_model(args, config, device, checkpoint)
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
@@ -121,9 +123,9 @@ def main():
     if checkpoint:
         load_training_state(checkpoint, stateful, model)
     # PP 2: A schedule tells each rank the order of the forward and backward passes of a step.
-    schedule = model.schedule = SCHEDULES[args.schedule](
-        stages if args.stages_per_rank > 1 else stages[0],
-        accumulation,
+    schedule = SCHEDULES[args.schedule](
+        stages if args.schedule in LOOPED else stages[0],
+        n_microbatches=accumulation,
         # The loss is a mean over a micro-batch. After this division, the losses (and their
         # gradients) of all micro-batches add up to the mean over the global batch.
         loss_fn=lambda loss, labels: loss / accumulation,
@@ -146,11 +148,10 @@ def main():
     stop_signal = 0
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
-        # Several small passes need less memory than one large pass, and their gradients add up.
-        batches = []  # PP: the schedule takes all micro-batches of a step at once
+        # PP: The schedule gets all micro-batches of a step at once, so collect them first.
+        batches = []
         for micro_step in range(accumulation):
             # Sample n is the same in each run with this seed, so a run can resume at any sample.
-            # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
             # PP 3: All ranks of a pipeline read the same batch, as inputs or as labels.
             first = state.samples + (micro_step * groups + group) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
@@ -160,17 +161,18 @@ def main():
             batches.append(input_ids)
         # PP: Forward and backward passes take turns, so they are timed together.
         with timer("schedule"):
-            copy_weight(*tied)
+            tied_head.copy_weight()
             input_ids = torch.cat(batches)  # the schedule splits this batch again
             losses = schedule.step(input_ids, labels=input_ids, target=input_ids)
         if losses is not None:  # PP: the last stage is on this rank
-            # In a pipeline, only this rank adds to the average over all ranks.
+            # The other ranks of the pipeline add 0 to the average over all ranks.
             loss_sum += losses.detach().mean() * args.pipeline_parallel
         with timer("update"):
-            add_gradients(*tied)
+            tied_head.add_gradients()
             # Clip the complete gradient before the update, so that no bad batch spoils the weights.
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
+            # PP: inf, because this is the norm of the stages of this rank. Clipping comes below.
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
             # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
             grad_norm = grad_norm.full_tensor()
@@ -201,7 +203,7 @@ def main():
         if log_now:
             # `.item()` waits until the GPU has computed the number. Between two logged steps the
             # script reads no number back, so Python runs ahead and queues work for the GPU.
-            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            # PP: Average over all ranks. Only last stages have losses, hence the factor above.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
             mean_loss = loss_sum.item() / (state.step - logged_step)
             metrics = {
@@ -223,8 +225,8 @@ def main():
             logged_step = state.step
         if eval_now:
             with autocast:
-                copy_weight(*tied)  # PP: the update has changed the weight
-                eval_loss = evaluate(model, eval_samples, args, device)
+                tied_head.copy_weight()  # PP: the update has changed the weight
+                eval_loss = evaluate(model, schedule, eval_samples, args, device)
             say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
             metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
             if run_log:
@@ -254,46 +256,147 @@ def main():
 # -- Model and optimizer ---------------------------------------------------------------------------
 
 
-SCHEDULES = {"gpipe": pp.ScheduleGPipe, "1f1b": pp.Schedule1F1B}
-SCHEDULES |= {"interleaved": pp.ScheduleInterleaved1F1B, "zbv": pp.ScheduleZBVZeroBubble}
+SCHEDULES = {
+    "gpipe": pp.ScheduleGPipe,
+    "1f1b": pp.Schedule1F1B,
+    "interleaved": pp.ScheduleInterleaved1F1B,
+    "zbv": pp.ScheduleZBVZeroBubble,
+}
+LOOPED = ["interleaved", "zbv"]  # these schedules have several stages per rank
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text"]
 
 
-def part_of(model, units, own):
-    """A copy of the model with the units in `own`. Identities replace the other `units`."""
+class Elsewhere(torch.nn.Module):
+    """Takes the place of a layer, the embeddings or the head of another stage. Does nothing."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states
+
+
+def part_of(model, unit_names, own_names):
+    """A model that shares the units in `own_names` with `model`, and has no other unit."""
+    part = copy.deepcopy(model)  # on the meta device, so no numbers are copied
     # PP 5: Layers keep their numbers, because their names and the config use these numbers.
-    elsewhere = torch.nn.Identity()
-    elsewhere.forward = lambda hidden_states, *args, **kwargs: hidden_states
-    memo = {id(unit): unit if unit in own else elsewhere for unit in units}
-    memo |= {id(x): x for x in (model.config, model.base_model.rotary_emb)}
-    return copy.deepcopy(model, memo)  # takes the units from `memo`, and copies the rest
+    for name in unit_names:
+        unit = model.get_submodule(name) if name in own_names else Elsewhere()
+        part.set_submodule(name, unit)
+    # `model` computes the rotary frequencies, and sets the kind of attention in the config.
+    part.config = model.config
+    part.base_model.config = model.config
+    part.base_model.rotary_emb = model.base_model.rotary_emb
+    return part
 
 
-def run_stage(forward, is_last, x, labels):
+class StageModule(torch.nn.Module):
     """Turns token ids or activations into activations, or in the last stage into the loss."""
-    batch = {"inputs_embeds" if x.is_floating_point() else "input_ids": x, "use_cache": False}
-    # PP 6: The last stage calls the model's own forward, because some families change logits there.
-    if is_last:
-        return forward(**batch, labels=labels).loss.repeat(1)
-    return forward(**batch).last_hidden_state
+
+    def __init__(self, part, is_first, is_last):
+        super().__init__()
+        self.part = part
+        self.input_name = "input_ids" if is_first else "inputs_embeds"
+        self.is_last = is_last
+
+    def forward(self, x, labels):
+        batch = {self.input_name: x, "use_cache": False}
+        # PP 6: The last stage calls the model's own forward, because some families change logits.
+        if self.is_last:
+            loss = self.part(**batch, labels=labels).loss
+            return loss[None]  # one dimension, to join the losses of all micro-batches
+        return self.part.base_model(**batch).last_hidden_state
 
 
 # PP 7: The first stage updates tied embeddings with both gradients. The last stage gets a copy.
-@torch.no_grad()
-def copy_weight(ends, group):
-    """Copies the weight of the embeddings to a tied head."""
-    for module in ends:
-        module.weight.grad = None
-        module.weight.copy_(ends[0].weight)  # with zbv, both ends are on one rank
-        dist.broadcast(module.weight.to_local(), group=group, group_src=0)
+class TiedHead:
+    """Tied embeddings of the first stage, and the head of the last stage, which is their copy.
+
+    `embeddings` and `head` are None on ranks that lack them, and in models that are not tied.
+    """
+
+    def __init__(self, embeddings, head, group, dtype):
+        self.embeddings = embeddings
+        self.head = head
+        self.modules = [module for module in (embeddings, head) if module is not None]
+        self.group = group  # the ranks of the first and of the last stage
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def copy_weight(self):
+        """Copies the weight of the embeddings to the head."""
+        if not self.modules:
+            return
+        # FSDP casts the head to the compute precision anyway, so more bytes would be useless.
+        weight = self.modules[0].weight.to_local().to(self.dtype)  # of the head: room to receive
+        dist.broadcast(weight, group=self.group, group_src=0)
+        if self.head is not None:
+            self.head.weight.to_local().copy_(weight)
+
+    def add_gradients(self):
+        """Adds the gradient of the head to the gradient of the embeddings."""
+        if not self.modules:
+            return
+        total = sum(module.weight.grad.to_local() for module in self.modules)
+        dist.reduce(total, group=self.group, group_dst=0)
+        if self.embeddings is not None:
+            self.embeddings.weight.grad.to_local().copy_(total)
+        if self.head is not None:
+            self.head.weight.grad = None  # the optimizer clears the other gradients
 
 
-def add_gradients(ends, group):
-    """Gives the embeddings the sum of their gradient and the gradient of the tied head."""
-    if ends:
-        total = sum(module.weight.grad for module in ends)
-        dist.all_reduce(total.to_local(), group=group)
-        ends[0].weight.grad = total
+def make_stages(model, unit_names, args, device, mesh):
+    """The stages of this rank, the modules that they run, and what keeps a tied head up to date."""
+    rank = mesh.get_local_rank("pp")
+    sizes = args.layers_per_stage
+    count = len(sizes)
+    if args.schedule == "zbv":  # the stages go down the ranks and up again
+        stage_numbers = [rank, count - 1 - rank]
+    else:
+        stage_numbers = range(rank, count, args.pipeline_parallel)
+    # The shape of the activations. Without it, PyTorch infers the shape in an extra pass.
+    shape = (args.batch_size, args.seq_length, model.config.hidden_size)
+    activations = torch.empty(shape, dtype=DTYPES[args.dtype], device="meta", requires_grad=True)
+    loss = torch.empty(1)
+    # A single stage has embeddings and head, so they can stay one tensor.
+    is_tied = bool(model.all_tied_weights_keys) and count > 1
+    embeddings = None
+    head = None
+    group = None
+    stages = []
+    stage_modules = torch.nn.ModuleList()
+    for n in stage_numbers:
+        is_first = n == 0
+        is_last = n == count - 1
+        begin = 1 + sum(sizes[:n])  # unit 0 is the embeddings
+        own_names = unit_names[begin : begin + sizes[n]]
+        if is_first:
+            own_names += ["model.embed_tokens"]
+        if is_last:
+            own_names += ["model.norm", "lm_head"]
+        part = part_of(model, unit_names, own_names)
+        if is_tied and is_first:
+            embeddings = part.base_model.embed_tokens
+        if is_tied and is_last:
+            part.lm_head = copy.deepcopy(model.lm_head)
+            head = part.lm_head
+        module = StageModule(part, is_first, is_last)
+        stage_modules.append(module)
+        output = loss if is_last else activations
+        stage = pp.PipelineStage(
+            module,
+            stage_index=n,
+            num_stages=count,
+            device=device,
+            input_args=activations,
+            output_args=output,
+            group=mesh.get_group("pp"),
+        )
+        stages.append(stage)
+    if is_tied:
+        # All ranks make the groups of all pipelines. With zbv, one rank has both stages.
+        first_ranks = mesh.mesh[0].tolist()
+        last_ranks = first_ranks if args.schedule == "zbv" else mesh.mesh[-1].tolist()
+        pairs = [sorted({a, b}) for a, b in zip(first_ranks, last_ranks, strict=True)]
+        group, _ = dist.new_subgroups_by_enumeration(pairs)
+    return stages, stage_modules, TiedHead(embeddings, head, group, DTYPES[args.dtype])
 
 
 def build_model(args, config, device, checkpoint):
@@ -303,57 +406,37 @@ def build_model(args, config, device, checkpoint):
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
-        # PP: The shape of the activations. Otherwise PyTorch infers the shape in an extra pass.
-        shape = args.batch_size, args.seq_length, config.hidden_size
-        x = torch.empty(shape, dtype=DTYPES[args.dtype], requires_grad=True)
     parameters = model.num_parameters()
     model.num_parameters = lambda **options: parameters  # PP: the log has the whole model
     # PP 8: Ranks form a table: a column is a pipeline, and the ranks of a row have the same stages.
-    ranks = args.pipeline_parallel
-    mesh = init_device_mesh(device.type, (ranks, WORLD_SIZE // ranks), mesh_dim_names=("pp", "dp"))
-    rank = mesh.get_local_rank("pp")
-    sizes = args.layers_per_stage
-    last = len(sizes) - 1
-    base = model.base_model
-    units = [base.embed_tokens, *base.layers, base.norm, model.lm_head]
-    stages = []
-    ends = []
-    mine = torch.nn.ModuleList()
-    for n in [rank, last - rank] if args.schedule == "zbv" else range(rank, last + 1, ranks):
-        is_last = n == last
-        begin = n and 1 + sum(sizes[:n])
-        end = begin + sizes[n] + (not n) + 2 * is_last  # with embeddings, or norm and head
-        part = part_of(model, units, units[begin:end])
-        if model.all_tied_weights_keys and last and not n % last:  # PP: first or last stage
-            part.lm_head = copy.deepcopy(model.lm_head) if n else None
-            ends.append(part.lm_head or part.base_model.embed_tokens)
-        mine.append(part)
-        part.forward = partial(run_stage, part.forward if is_last else part.base_model, is_last)
-        y = torch.empty(1) if is_last else x  # the loss or activations
-        stages.append(pp.PipelineStage(part, n, last + 1, device, x, y, group=mesh.get_group("pp")))
-    # PP: The ranks with the first and the last stage. With zbv, one rank has both stages.
-    rows = mesh.mesh[:: ranks - (args.schedule != "zbv") or 1]
-    tied = ends, dist.new_subgroups_by_enumeration(rows.T.tolist())[0]
+    shape = (args.pipeline_parallel, WORLD_SIZE // args.pipeline_parallel)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp"))
+    layer_names = [f"model.layers.{n}" for n in range(config.num_hidden_layers)]
+    unit_names = ["model.embed_tokens", *layer_names, "model.norm", "lm_head"]
+    stages, stage_modules, tied_head = make_stages(model, unit_names, args, device, mesh)
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     policy["mesh"] = mesh["dp"]
-    # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
-    # The root has the rest, such as the embeddings, and stays whole from forward to backward pass.
     # PP 9: Weights stay gathered in a step. Otherwise each micro-batch would gather them again.
-    for layer in [m for m in mine.modules() if isinstance(m, GradientCheckpointingLayer)] + [*mine]:
-        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    policy["reshard_after_forward"] = args.reshard_after_forward
+    for layer in [m for m in stage_modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, **policy)
+    for module in stage_modules:
+        fully_shard(module, **policy)
     # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
     AsOnOneDevice.device = "cpu" if args.cpu_offload else device
-    mine.to_empty(device=AsOnOneDevice.device)
+    stage_modules.to_empty(device=AsOnOneDevice.device)
     model.tie_weights()
     # FSDP 8: Initialise every parameter and buffer, because new memory holds arbitrary numbers.
     # Files do not store buffers such as the rotary frequencies.
     with AsOnOneDevice():
         model.init_weights()  # as Transformers does, but directly on the GPU
     # PP: The weights of other ranks have never left the meta device. Here the model forgets them.
-    model = part_of(model, units, [x for x in units if not next(x.parameters()).is_meta])
+    for name in unit_names:
+        if next(model.get_submodule(name).parameters()).is_meta:
+            model.set_submodule(name, Elsewhere())
     if not args.from_scratch:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
         with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
@@ -376,9 +459,9 @@ def build_model(args, config, device, checkpoint):
         for layer in layers:
             layer.compile()
         # This avoids the fp32 copy of the logits, which is the largest tensor of a step.
-        # PP: The last stage, which computes the loss, is `mine[-1]` on its rank.
-        mine[-1].loss_function = torch.compile(model.loss_function)
-    return model, stages, tied
+        # PP: The last stage computes the loss, and is the last module of its rank.
+        stage_modules[-1].part.loss_function = torch.compile(model.loss_function)
+    return model, stages, tied_head
 
 
 class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
@@ -393,7 +476,8 @@ class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
         fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
         # PP: Draw the weights of other ranks, too, so that each weight gets its own numbers.
         if fills and args[0].is_meta:
-            args = torch.empty_like(args[0], device=self.device), *args[1:]
+            on_device = torch.empty_like(args[0], device=self.device)
+            args = (on_device, *args[1:])
         if not fills or dist.tensor.DTensor not in types:
             return op(*args, **kwargs)
         whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
@@ -466,13 +550,18 @@ def load_config_and_tokenizer(args):
     if config.model_type not in FAMILIES:
         fail(f"{config.model_type} is not among {', '.join(FAMILIES)}: use chapter 3")
     # PP 10: Embeddings and head count as a layer each, so first and last stage have fewer layers.
-    count = args.pipeline_parallel * args.stages_per_rank
     layers = config.num_hidden_layers
-    cuts = [0, *(round(n * (layers + 2) / count) - 1 for n in range(1, count)), layers]
-    sizes = args.layers_per_stage or [cuts[n + 1] - cuts[n] for n in range(count)]
-    if len(sizes) != count or sum(sizes) != layers or layers < count:
-        fail(f"{layers} layers cannot make {count} stages of {sizes}: take fewer or other stages")
-    args.layers_per_stage = sizes
+    count = args.pipeline_parallel * args.stages_per_rank
+    if layers < count:
+        fail(f"{layers} layers are too few for {count} stages: lower --pipeline-parallel")
+    if args.layers_per_stage is None:
+        cuts = [round(n * (layers + 2) / count) for n in range(count + 1)]
+        args.layers_per_stage = [end - begin for begin, end in pairwise(cuts)]
+        args.layers_per_stage[0] -= 1  # the embeddings
+        args.layers_per_stage[-1] -= 1  # the head
+    sizes = args.layers_per_stage
+    if len(sizes) != count or sum(sizes) != layers:
+        fail(f"--layers-per-stage must have {count} numbers with the sum {layers}, not {sizes}")
     return config, tokenizer
 
 
@@ -593,7 +682,7 @@ def read_batch(samples, indices, device):
 
 
 @torch.no_grad()
-def evaluate(model, samples, args, device):
+def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs the stages
     """The mean loss over all held-out samples, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
@@ -601,24 +690,27 @@ def evaluate(model, samples, args, device):
     size = args.batch_size * args.gradient_accumulation_steps
     groups = WORLD_SIZE // args.pipeline_parallel
     group = RANK % groups
-    forward = copy.copy(model.schedule)
-    if args.stages_per_rank > 1:  # remove backward passes, because those of zbv fail here
-        actions = forward.pipeline_order_with_comms[forward.rank]
-        actions = [action for action in actions if "F" in str(action) or "SHARD" in str(action)]
-        forward.pipeline_order_with_comms = {forward.rank: actions}
-    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    forward = copy.copy(schedule)
+    if args.schedule in LOOPED:  # remove backward passes, because those of zbv fail here
+        kept = {FORWARD, SEND_F, RECV_F, UNSHARD, RESHARD}
+        actions = schedule.pipeline_order_with_comms[schedule.rank]
+        actions = [action for action in actions if action.computation_type in kept]
+        forward.pipeline_order_with_comms = {schedule.rank: actions}
+    # PP: Each pipeline evaluates its share. A sum over ranks gives the mean over all samples.
     # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
-    # A rank without a batch evaluates one sample, with weight 0.
     for begin in range(group * size, group * size + len(samples), groups * size):
-        # PP: Fill up the last batch with samples that do not count.
         indices = range(len(samples))[begin : begin + size]
-        input_ids = read_batch(samples, [*indices] + [0] * (size - len(indices)), device)
+        # PP: Fill up the last batch with samples that do not count.
+        padding = [0] * (size - len(indices))
+        input_ids = read_batch(samples, [*indices, *padding], device)
         labels = input_ids.clone()
         labels[len(indices) :] = -100  # no loss for the padding
         losses = forward.eval(input_ids, labels=labels, target=labels)
-        if losses is not None:
-            counts = (labels[:, 0] >= 0).view(-1, args.batch_size).sum(1)
-            loss_sum += (losses * counts)[counts > 0].sum()  # a mean over no label is NaN
+        if losses is not None:  # the last stage is on this rank
+            for n, loss in enumerate(losses):
+                count = len(indices[n * args.batch_size : (n + 1) * args.batch_size])
+                if count > 0:  # a mean over no label is NaN
+                    loss_sum += loss * count
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
     return loss_sum.item() / len(samples)
@@ -669,7 +761,8 @@ def sharded_state(model, stateful):
     weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
     # PP: Rank 0 saves its lists of names, so they must have the names of all stages.
     for group in moments["param_groups"]:
-        group["params"] = sorted(set().union(*gather(group["params"])))
+        names = gather(group["params"])
+        group["params"] = sorted({name for of_rank in names for name in of_rank})
     return stateful | {"model": weights, "optimizer": moments}
 
 
@@ -745,16 +838,25 @@ def join_process_group():
 
 def check_groups(args):
     """Refuses flags that the schedule cannot work with."""
-    # PP: PyTorch builds the schedule, computes nothing, and refuses an impossible schedule.
     ranks = args.pipeline_parallel
     count = args.gradient_accumulation_steps
+    per_rank = args.stages_per_rank
     if WORLD_SIZE % ranks:
         fail(f"--pipeline-parallel {ranks} does not divide the {WORLD_SIZE} ranks: use a divisor")
+    if per_rank > 1 and args.schedule not in LOOPED:
+        fail(f"--schedule {args.schedule} has one stage per rank: choose --schedule interleaved")
+    if per_rank == 1 and args.schedule in LOOPED:
+        fail(f"--schedule {args.schedule} has several stages per rank: use --stages-per-rank 2")
+    if per_rank > 2 and args.schedule == "zbv":
+        fail("--schedule zbv has two stages per rank: use --stages-per-rank 2")
+    # PP: PyTorch builds the schedule, computes nothing, and refuses an impossible schedule.
     with explain(f"--schedule {args.schedule} cannot have {count} micro-batches on {ranks} ranks"):
-        get_schedule_ops(SCHEDULES[args.schedule], ranks, count, args.stages_per_rank)
-
-    if args.schedule == "zbv" and (count < 2 * ranks or args.compile or args.reshard_after_forward):
-        fail(f"zbv needs {2 * ranks} micro-batches, --no-compile and --no-reshard-after-forward")
+        get_schedule_ops(SCHEDULES[args.schedule], ranks, count, per_rank)
+    if args.schedule == "zbv":
+        fits = count >= 2 * ranks and not args.compile and not args.reshard_after_forward
+        if not fits:
+            needs = f"{2 * ranks} micro-batches, --no-compile and --no-reshard-after-forward"
+            fail(f"--schedule zbv needs {needs}")
     if args.dtype == "fp16":
         fail("--dtype fp16 would have to skip a step on all stages at once: choose bf16 or fp32")
 
@@ -947,8 +1049,9 @@ def at_least(minimum, kind=int):
 
 def numbers(text):
     """An argparse type: whole numbers with commas between them."""
-    # PP: for --layers-per-stage
-    return [*map(at_least(1), text.split(","))]
+    # PP: One flag has the layers of all stages, because a config file has one value per flag.
+    number = at_least(1)
+    return [number(part) for part in text.split(",")]
 
 
 def parse_args():
@@ -1006,9 +1109,10 @@ def parse_args():
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
     # PP: The defaults that follow from other flags.
-    args.stages_per_rank = args.stages_per_rank or 1 + (args.schedule in "interleaved, zbv")
-    stages = args.pipeline_parallel * args.stages_per_rank
-    args.gradient_accumulation_steps = args.gradient_accumulation_steps or stages
+    if args.stages_per_rank is None:
+        args.stages_per_rank = 2 if args.schedule in LOOPED else 1
+    if args.gradient_accumulation_steps is None:
+        args.gradient_accumulation_steps = args.pipeline_parallel * args.stages_per_rank
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")

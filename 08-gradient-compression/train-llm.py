@@ -48,8 +48,6 @@ import torch
 import torch.distributed as dist
 import transformers
 import yaml
-
-# COMPRESSION: PyTorch's own hooks
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.utils.data import Subset
@@ -125,8 +123,10 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful)
-    # COMPRESSION: The memory differs from rank to rank, so each rank writes its own file.
-    memory_file = run_folder and run_folder / f"memory-{RANK}-of-{WORLD_SIZE}.pt"
+    memory_file = None
+    if run_folder:
+        # COMPRESSION: The memory differs from rank to rank, so each rank writes its own file.
+        memory_file = run_folder / f"memory-{RANK}-of-{WORLD_SIZE}.pt"
     # DDP 5: Rank 0 alone writes files and logs, since the other ranks would write the same.
     run_folder = run_folder if RANK == 0 else None
     run_log = None
@@ -232,7 +232,7 @@ def main():
             # COMPRESSION 2: Each rank decodes for itself, so check that all weights are equal.
             # After `gather`, all files are written, so rank 0 can move them into the checkpoint.
             hashes = gather([torch.hash_tensor(p).item() for p in model.parameters()])
-            assert hashes == hashes[:1] * WORLD_SIZE, "the ranks have different weights"
+            assert all(other == hashes[0] for other in hashes), "the ranks have different weights"
         if run_folder and save_now:
             # A saved step is always a logged step, so its numbers have passed the check above.
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
@@ -305,8 +305,11 @@ def parameter_groups(model, args):
 
 # -- Compression -----------------------------------------------------------------------------------
 
-METHODS = ["none", "fp16", "bf16", "powersgd", "dct", "dct-topk"]
-CHUNK = 64  # numbers that are transformed together; a place among them needs six bits
+CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+WITH_RESIDUALS = ["powersgd", "dct", "dct-topk"]  # methods that keep what they do not send
+METHODS = ["none", *CASTS, *WITH_RESIDUALS]
+CHUNK = 64  # numbers that are transformed together
+LAST_SIX_BITS = 0b111111  # room for a place in a chunk: 0 to 63
 
 
 class Compression:
@@ -315,40 +318,60 @@ class Compression:
     https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
     """
 
-    volume = 0  # of these bytes, each of N ranks sends (N - 1) / N
-
     def __init__(self, model, args, checkpoint):
         self.args = args
-        self.whole = 8 * model.num_parameters()
+        self.volume = 0  # of these bytes, each of N ranks sends (N - 1) / N
+        self.volume_of_chapter_2 = 8 * model.num_parameters()  # an all-reduce counts twice
         # COMPRESSION 3: Residuals belong to parameters, because DDP makes other buckets in step 2.
         self.names = {p: name for name, p in model.named_parameters()}
         # PyTorch keeps PowerSGD's residuals and its matrices P and Q by bucket. PowerSGD begins in
         # step 2, when the buckets are final. Here buckets are final from the start: skip the wait.
-        state = powerSGD_hook.PowerSGDState(None, args.powersgd_rank, 2, 2, args.error_feedback)
-        state.iter = 2
-        self.state = state
-        self.memory = [state.error_dict, state.p_memory_dict, state.q_memory_dict]
+        self.state = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=args.powersgd_rank,
+            start_powerSGD_iter=2,
+            min_compression_rate=2,
+            use_error_feedback=args.error_feedback,
+        )
+        self.state.iter = 2
+        self.residuals = self.state.error_dict
+        self.memory = [self.residuals, self.state.p_memory_dict, self.state.q_memory_dict]
         # COMPRESSION 4: Each row is a cosine, and the rows are orthonormal, so nothing is lost.
         # Row k has k half waves (DCT-II). The transpose turns frequencies back into numbers. The %
         # keeps angles below 2 pi, where fp32 is more exact.
-        self.k = k = torch.arange(CHUNK, device=model.device)[None]
-        angles = torch.pi / CHUNK * (k.T * (k + 0.5) % (2 * CHUNK))
+        self.frequencies = torch.arange(CHUNK, device=model.device)
+        rows = self.frequencies[:, None]
+        columns = self.frequencies[None] + 0.5
+        angles = torch.pi / CHUNK * (rows * columns % (2 * CHUNK))
         self.cosines = torch.nn.functional.normalize(angles.cos())
         if checkpoint:
-            # COMPRESSION 5: With other ranks, each rank begins with the mean, so the mean is kept.
-            own = f"memory-{RANK}-of-{WORLD_SIZE}.pt"
-            files = sorted(checkpoint.glob(own)) or sorted(checkpoint.glob("memory-*"))
-            for file in files:
-                for memory, saved in zip(self.memory, torch.load(file, k.device), strict=True):
-                    for key in saved:
-                        memory[key] = memory.get(key, 0) + saved[key] / len(files)
+            self.load(checkpoint, model.device)
+
+    def load(self, checkpoint, device):
+        """Restores the memory. The checkpoints of chapter 2 have none."""
+        files = sorted(checkpoint.glob("memory-*.pt"))
+        names = {f"memory-{rank}-of-{len(files)}.pt" for rank in range(len(files))}
+        remedy = f"remove {checkpoint}, to resume from the checkpoint before it"
+        if names != {file.name for file in files}:
+            fail(f"the checkpoint has the memory of only {len(files)} ranks: {remedy}")
+        # COMPRESSION 5: With other ranks, each rank begins with the mean, so the mean is kept.
+        if len(files) == WORLD_SIZE:
+            files = [checkpoint / f"memory-{RANK}-of-{WORLD_SIZE}.pt"]
+        for file in files:
+            with explain(f"{file.name} is damaged: {remedy}"):
+                saved_memory = torch.load(file, device)
+            for memory, saved in zip(self.memory, saved_memory, strict=True):
+                for key, tensor in saved.items():
+                    memory[key] = memory.get(key, 0) + tensor / len(files)
+        if not self.args.error_feedback:
+            self.residuals.clear()  # no step would replace them, and all steps would add them
 
     def hook(self, bucket):
         """Begins to average a bucket over the ranks; returns a future."""
-        if cast := getattr(default_hooks, f"{self.args.compress}_compress_hook", None):
+        if self.args.compress in CASTS:
             # COMPRESSION 6: Numbers of 16 bits take half of the bytes, but their sum is rounded.
             self.volume += bucket.buffer().nbytes
-            return cast(None, bucket)
+            return CASTS[self.args.compress](None, bucket)
         if self.args.compress == "powersgd":
             # COMPRESSION 7: A gradient is nearly a product of two narrow matrices: send only these.
             self.state.total_numel_after_compression = 0
@@ -357,9 +380,12 @@ class Compression:
             future.wait()  # the callbacks of two buckets would start all-reduces in any order
             return future
         futures = [self.average(self.names[p], p.grad) for p in bucket.parameters()]
-        done = torch.futures.collect_all(futures)
-        # On GPUs, `wait_all` makes this stream wait for the streams that decode.
-        return done.then(lambda _: torch.futures.wait_all(futures) and bucket.buffer())
+
+        def finish(_):
+            torch.futures.wait_all(futures)  # on GPUs, this stream waits for those that decode
+            return bucket.buffer()
+
+        return torch.futures.collect_all(futures).then(finish)
 
     def average(self, name, gradient):
         """Begins to average some frequencies of each chunk, the lowest or the largest ones."""
@@ -367,33 +393,38 @@ class Compression:
         if size < self.args.min_compress or size % CHUNK:
             self.volume += 2 * gradient.nbytes
             return dist.all_reduce(gradient, dist.ReduceOp.AVG, async_op=True).get_future()
-        # COMPRESSION 8: The unsent part joins the next gradient, so it is late, but not lost.
         chunks = gradient.view(-1, CHUNK)
-        spectrum = chunks @ self.cosines.T + self.state.error_dict.get(name, 0)
+        spectrum = chunks @ self.cosines.T
+        # COMPRESSION 8: The unsent part joins the next gradient, so it is late, but not lost.
+        if name in self.residuals:
+            spectrum += self.residuals[name]
         count = round(self.args.keep * CHUNK)
-        lowest = self.k.expand_as(spectrum)[:, :count]
-        largest = self.args.compress == "dct-topk"
-        places = spectrum.abs().topk(count).indices if largest else lowest
+        takes_largest = self.args.compress == "dct-topk"
+        if takes_largest:
+            places = spectrum.abs().topk(count).indices
+        else:
+            places = self.frequencies[:count].expand(len(spectrum), count)
         if self.args.error_feedback:
-            self.state.error_dict[name] = spectrum.scatter(1, places, 0.0)
+            self.residuals[name] = spectrum.scatter(1, places, 0.0)
         message = spectrum.gather(1, places) / WORLD_SIZE
-        received = [message]
-        if largest:
+        if takes_largest:
             # COMPRESSION 9: Each rank has its own choice, so all ranks receive all N choices.
             # The last six of the 32 bits of a number hold its place, so places cost no bytes.
-            message = message.view(torch.int32) & -64 | places.int()
-            received = [message.clone() for _ in range(WORLD_SIZE)]
+            message = message.view(torch.int32) & ~LAST_SIX_BITS | places.int()
+            received = [torch.empty_like(message) for _ in range(WORLD_SIZE)]
             work = dist.all_gather(received, message, async_op=True)
+            self.volume += WORLD_SIZE * message.nbytes
         else:
             # COMPRESSION 10: All ranks send the same frequencies, so an all-reduce adds them up.
             work = dist.all_reduce(message, async_op=True)
-        self.volume += message.nbytes * (WORLD_SIZE if largest else 2)
+            received = [message]
+            self.volume += 2 * message.nbytes
 
         # `decode` may run later, in another CUDA stream. So `decode` uses only tensors that stay.
         def decode(_):
             chunks.zero_()
             for message in received:  # in the order of the ranks, so all ranks get the same sum
-                index = message.long() & 63 if largest else places
+                index = message.long() & LAST_SIX_BITS if takes_largest else places
                 chunks.scatter_add_(1, index, message.view(torch.float32))
             return chunks.copy_(chunks @ self.cosines)  # a future waits for the returned tensor
 
@@ -401,9 +432,13 @@ class Compression:
 
     def metrics(self, steps):
         """Bytes that a rank sends per optimizer step, and the ratio to the bytes of chapter 2."""
-        volume, self.volume = self.volume / steps or self.whole, 0
+        volume = self.volume / steps
+        self.volume = 0
+        if self.args.compress == "none":  # without a hook, nothing is counted
+            volume = self.volume_of_chapter_2
         sent = volume - volume / WORLD_SIZE
-        return {"communication/bytes_per_step": sent, "communication/ratio": volume / self.whole}
+        ratio = volume / self.volume_of_chapter_2
+        return {"communication/bytes_per_step": sent, "communication/ratio": ratio}
 
 
 # -- Data ------------------------------------------------------------------------------------------
@@ -601,7 +636,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         save_model(folder, model, tokenizer)
         training_state = {name: part.state_dict() for name, part in stateful.items()}
         torch.save(training_state, folder / "training_state.pt")
-        for rank in range(WORLD_SIZE):  # COMPRESSION: the memory of all ranks
+        for rank in range(WORLD_SIZE):  # COMPRESSION: in `main`, all ranks have written theirs
             shutil.move(run_folder / f"memory-{rank}-of-{WORLD_SIZE}.pt", folder)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
@@ -907,10 +942,11 @@ def parse_args():
     if args.seed >= 2**32:
         parser.error("--seed must be below 4294967296 (NumPy's limit)")
     # COMPRESSION: Refuse useless flags. An all-gather sends N numbers, an all-reduce sends only 2.
-    sends_more = args.compress == "dct-topk" and args.keep * WORLD_SIZE >= 2
-    if sends_more or not 1 / CHUNK <= args.keep <= 1:
-        parser.error(f"--keep must be 1/64 to 1, and with dct-topk below 2 / {WORLD_SIZE} (ranks)")
-    if args.dtype == "fp16" and args.compress in METHODS[3:]:
+    if not 1 / CHUNK <= args.keep <= 1:
+        parser.error("--keep must be 1/64 to 1")
+    if args.compress == "dct-topk" and args.keep * WORLD_SIZE >= 2:
+        parser.error(f"with dct-topk, --keep must be below 2 / {WORLD_SIZE} (ranks)")
+    if args.dtype == "fp16" and args.compress in WITH_RESIDUALS:
         parser.error("residuals would keep an overflow of --dtype fp16: choose --dtype bf16")
     return args
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import (
     LLAMA,
+    Trainer,
     assert_one_sentence,
     assert_same_model,
     damaged,
@@ -199,6 +200,8 @@ for what, others in (("mean", size + 1), ("own", size)):
     assert [*memory[0]] == names
     results[what] = [*memory[0].values(), memory[1][0], memory[2][0]]
     dist.barrier()
+    for file in folder.iterdir() if rank == 0 else []:
+        file.unlink()
 torch.save(results, f"results-{rank}.pt")
 dist.barrier()
 dist.destroy_process_group()
@@ -500,6 +503,61 @@ def test_chapter_2_goes_on_here_and_the_other_way_round(trainer, first):
     assert run.column("step") == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("method", ["powersgd", "dct-topk"])
+def test_without_feedback_old_residuals_are_dropped(trainer, tmp_path, method):
+    """A run goes on without feedback as if its checkpoint had no residuals, and saves none."""
+    flags = ["--max-steps", 6, "--eval-freq", 0, "--ckpt-freq", 3, "--keep", 0.1, *SMALL]
+    flags += ["--compress", method]
+    options = {"processes": 2, "before": WATCH}
+    origin = trainer(*flags, name="origin", **options, **COMPRESSION)
+    folder = take_over(origin, trainer, "resumed", 3)
+    shutil.copytree(folder, trainer.folder / "nothing")
+    for file in (trainer.folder / "nothing").glob("step-*/memory-*"):
+        memory = torch.load(file)
+        assert memory[0]
+        memory[0].clear()
+        torch.save(memory, file)
+    resumed, nothing = (
+        trainer(*flags, "--no-error-feedback", name=name, **options, **COMPRESSION)
+        for name in ("resumed", "nothing")
+    )
+    assert exact(resumed.records) == exact(nothing.records)
+    assert resumed.column("loss")[:3] == origin.column("loss")[:3]
+    assert resumed.column("loss") != origin.column("loss")
+    for file in (resumed.folder / "step-00000006").glob("memory-*"):
+        assert not torch.load(file)[0]
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged"])
+@pytest.mark.parametrize("processes", [2, 3])
+def test_bad_memory_files_are_refused(trainer, saved_on_2, damage, processes):
+    """On as many ranks and on others. Nothing of the run is lost."""
+    folder = trainer.folder / "run"
+    shutil.copytree(saved_on_2, folder)
+    (file,) = folder.glob("step-00000001/memory-1-of-2.pt")
+    sentence = "error: the checkpoint has the memory of only 1 ranks: remove "
+    if damage == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[:1000])
+        sentence = "error: memory-1-of-2.pt is damaged: remove "
+    before = sorted(folder.rglob("*"))
+    flags = ["--max-steps", 2, "--eval-freq", 0, "--compress", "dct-topk", "--keep", 0.1, *SMALL]
+    result = trainer(*flags, status=None, processes=processes, **COMPRESSION)
+    rank = result.run.ranks[1]  # the others cannot know of a damaged file that they do not read
+    assert_one_sentence(rank.output, f"{sentence}{folder / 'step-00000001'}, to resume from")
+    assert rank.process.exitcode == 1
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def saved_on_2(tmp_path_factory, model, dataset):
+    """The folder of a run of two ranks, after step 1."""
+    trainer = Trainer(tmp_path_factory.mktemp("saved"), model, dataset)
+    flags = ["--max-steps", 1, "--eval-freq", 0, "--compress", "dct-topk", "--keep", 0.1, *SMALL]
+    return trainer(*flags, processes=2, **COMPRESSION).folder
+
+
 def test_a_killed_run_leaves_no_half_checkpoint(trainer):
     """Files of the ranks that were written before the kill are overwritten by the next save."""
     flags = [*FLAGS, "--compress", "dct-topk"]
@@ -521,12 +579,12 @@ REFUSED = {
     "all-gather of half on 4 ranks": (
         4,
         ["--compress", "dct-topk"],
-        "with dct-topk below 2 / 4 (ranks)",
+        "with dct-topk, --keep must be below 2 / 4 (ranks)",
     ),
     "all-gather of all on 2 ranks": (
         2,
         ["--compress", "dct-topk", "--keep", 1],
-        "with dct-topk below 2 / 2 (ranks)",
+        "with dct-topk, --keep must be below 2 / 2 (ranks)",
     ),
     "residuals of scaled gradients": (
         2,

@@ -12,6 +12,7 @@ from conftest import (
     LLAMA,
     assert_one_sentence,
     assert_same_losses,
+    assert_same_model,
     damaged,
     exact,
     take_over,
@@ -361,11 +362,45 @@ def test_compute_precision_and_signals(trainer, tied):
     assert json.loads((newest / "state.json").read_text())["step"] == int(step)
 
 
+# Prints what the first stage sends to a tied head.
+SENT = """
+import torch.distributed as dist
+
+def broadcast(tensor, **options):
+    if "group_src" in options and dist.get_rank() == 0:
+        print("\\nsent", tensor.dtype, tensor.nbytes)
+    return original(tensor, **options)
+
+original = dist.broadcast
+dist.broadcast = broadcast
+"""
+
+
+@pytest.mark.parametrize(("schedule", "processes"), [("1f1b", 2), ("1f1b", 4), ("zbv", 2)])
+def test_a_tied_head_gets_its_weight_in_the_compute_precision(
+    trainer, tied, tmp_path, schedule, processes
+):
+    """Half of the bytes, and to the last bit the losses of an fp32 weight, which FSDP casts."""
+    flags = ["-m", tied, "--no-from-scratch", "--max-steps", 3, "--eval-freq", 3, "-b", 1]
+    flags += ["--dtype", "bf16", "--pipeline-parallel", 2, "--schedule", schedule]
+    fp32 = damaged(CHAPTER_7, tmp_path, {"weight.to_local().to(self.dtype)": "weight.to_local()"})
+    options = {"processes": processes, "before": SENT}
+    bf16_run = trainer(*flags, name="bf16", **options, **PP)
+    fp32_run = trainer(*flags, name="fp32", **options, script=fp32)
+    assert exact(bf16_run.records) == exact(fp32_run.records)
+    assert_same_model(bf16_run, fp32_run)
+    numbers = tensors_of(tied)["model.embed_tokens.weight"].numel() * 2 // processes
+    calls = 3 + 1  # before each step and each evaluation
+    for run, dtype, size in ((bf16_run, "bfloat16", 2), (fp32_run, "float32", 4)):
+        found = re.findall(r"^sent (.*)", run.output, re.MULTILINE)
+        assert found == [f"torch.{dtype} {size * numbers}"] * calls
+
+
 # -- What would happen -----------------------------------------------------------------------------
 
 # What is damaged; the gradient that is worst, and how wrong at least
 TRAPS = {
-    "the gradient of the head is left out": ("add_gradients(*tied)", "", "embed_tokens", 0.01),
+    "the gradient of the head is left out": ("tied_head.add_gradients()", "", "embed_tokens", 0.01),
     "each micro-batch is divided twice": ("scale_grads=False", "scale_grads=True", "", 0.4),
 }
 
@@ -401,8 +436,12 @@ KILLED = "os.kill(os.getpid(), signal.SIGKILL)"
 @pytest.mark.parametrize("end", [RAISES, KILLED])
 def test_a_stage_that_fails_ends_the_job(trainer, tied, tmp_path, end):
     """Within 30 seconds, with torchrun; the output says why."""
-    line = '    batch = {"inputs_embeds" if x.is_floating_point()'
-    trap = f"    global calls\n    calls += 1\n    if calls > 30 and is_last:\n        {end}\n"
+    line = "        batch = {self.input_name: x"
+    trap = f"""        global calls
+        calls += 1
+        if calls > 30 and self.is_last:
+            {end}
+"""
     damages = {line: trap + line, "SCHEDULES = {": "calls = 0\nSCHEDULES = {"}
     command = [*ONE_NODE, damaged(CHAPTER_7, tmp_path, damages)]
     launch = Forking(trainer, "output", command, "-m", tied, "-b", 1, "--eval-freq", 0)
@@ -419,6 +458,8 @@ def test_a_stage_that_fails_ends_the_job(trainer, tied, tmp_path, end):
 
 SMALL = {"model_type": "llama"} | SHAPE | {"num_hidden_layers": 4}
 ACCUMULATE = "--gradient-accumulation-steps"
+ZBV = ["--schedule", "zbv"]
+TOO_FEW = "3 layers are too few for 4 stages: "
 # Ranks, flags, the model, and a part of the sentence
 REFUSED = {
     "ranks": (3, ["--pipeline-parallel", 2], SMALL, "2 does not divide the 3 ranks"),
@@ -426,10 +467,17 @@ REFUSED = {
     "interleaved": (2, ["--schedule", "interleaved", ACCUMULATE, 5], SMALL, "multiple"),
     "zbv": (2, ["--schedule", "zbv", ACCUMULATE, 3], SMALL, "needs 4 micro-batches"),
     "zbv, compiled": (2, ["--schedule", "zbv", "--compile"], SMALL, "--no-compile"),
-    "stages": (2, ["--stages-per-rank", 2], SMALL, "1f1b cannot have"),
-    "one stage": (2, ["--schedule", "zbv", "--stages-per-rank", 1], SMALL, "zbv cannot have"),
-    "layers": (2, ["--layers-per-stage", "1,4"], SMALL, "4 layers cannot make 2 stages of [1, 4]"),
-    "no layers": (2, [], SMALL | {"num_hidden_layers": 1}, "1 layers cannot make 2 stages"),
+    "stages": (
+        2,
+        ["--stages-per-rank", 2],
+        SMALL,
+        "1f1b has one stage per rank: choose --schedule",
+    ),
+    "one stage": (2, [*ZBV, "--stages-per-rank", 1], SMALL, "zbv has several stages per rank"),
+    "three stages": (2, [*ZBV, "--stages-per-rank", 3], SMALL, "zbv has two stages per rank"),
+    "layers": (2, ["--layers-per-stage", "1,4"], SMALL, "must have 2 numbers with the sum 4, not"),
+    "two numbers": (1, ["--layers-per-stage", "2,2"], SMALL, "must have 1 numbers with the sum 4"),
+    "few layers": (2, [ACCUMULATE, 4, *ZBV], SMALL | {"num_hidden_layers": 3}, TOO_FEW),
     "a family": (1, [], {"model_type": "gpt2", "n_positions": 64, "eos_token_id": 0}, "gpt2"),
     "granite": (1, [], SMALL | {"model_type": "granite"}, "granite is not among"),
 }

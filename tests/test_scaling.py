@@ -74,7 +74,7 @@ from torch.utils._pytree import tree_leaves
 
 KINDS = {"_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather"}
 KINDS |= {"_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter"}
-KINDS |= {"allreduce_": "all-reduce", "broadcast_": "send", "send": "send"}
+KINDS |= {"allreduce_": "all-reduce", "reduce_": "reduce", "broadcast_": "send", "send": "send"}
 seen = collections.Counter()
 steps = []
 
@@ -353,7 +353,8 @@ def test_command_line(tmp_path):
     assert rows == [(n, m) for n in "12" for m in ("DDP", "FSDP", "HSDP", "TP", "PP")]
     assert "| HSDP | all-reduce, layers |" in done.stdout
     assert "| TP | all-gather, activations | 18 |" in done.stdout
-    assert "| PP | send, tied weights | 1 |" in done.stdout
+    assert "| PP | receive, tied weights | 1 |" in done.stdout
+    assert "| PP | reduce, tied gradients | 1 |" in done.stdout
     assert tool.FORMULAE in done.stdout
     assert {p.name for p in tmp_path.iterdir()} == {"scaling.png", "scaling.svg"}
     done = subprocess.run([*map(str, command), "--link", "0"], **options)

@@ -116,6 +116,8 @@ def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
         ("c10d::allreduce_", 47, 48, 1),
         ("gloo:all_reduce", 49, 55, 2),
         ("gloo:all_reduce", 50, 52, 3),
+        ("c10d::reduce_", 80, 81, 1),
+        ("gloo:reduce", 82, 85, 2),
         (tool.PHASE + "update", 100, 110, 1),
         ("aten::add", 101, 102, 1),
         ("c10d::allreduce_", 120, 121, 1),  # after the step
@@ -129,9 +131,11 @@ def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
             *(("forward", 12, 20), ("forward", 30, 40), ("backward", 51, 59)),
             *(("backward", 70, 75), ("update", 101, 102)),
         ],
-        "communicating": [("reduce-scatter", 45, 55), ("all-reduce", 47, 52)],
+        "communicating": [
+            *(("reduce-scatter", 45, 55), ("all-reduce", 47, 52), ("reduce", 80, 85)),
+        ],
     }
-    assert tool.rows(step["communicating"]) == [0, 1]
+    assert tool.rows(step["communicating"]) == [0, 1, 0]
 
 
 @pytest.mark.parametrize(

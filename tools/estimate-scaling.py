@@ -73,7 +73,8 @@ PP     p equally long stages, on different nodes, and m = p * gradient-accumulat
        the orders of tools/draw-schedule.py. All sends of a rank share its link.
        As in chapter 7, a stage gathers its weights once, when its first micro-batch arrives.
        Gradients are reduce-scattered after the last one, and nothing hides them. With tied
-       embeddings, the two ends add up gradients, and one sends the new weights to the other.
+       embeddings, the last stage sends its gradient in fp32 to the first stage, which sends the new
+       weights in the compute precision.
        The tables have the stage whose node sends most.
 Left out: collectives of a few numbers, such as the loss, and in TP the gradients of norms.
 
@@ -98,14 +99,20 @@ class Group:
 
 @dataclass
 class Collective:
-    kind: str  # all-gather, reduce-scatter, all-reduce, or send to one rank
+    # all-gather, reduce-scatter or all-reduce. Between two ranks send, receive, reduce, or add,
+    # which is the other side of reduce.
+    kind: str
     size: float  # bytes of the whole tensor
     group: Group
 
     def sent(self, library: str = "nccl") -> float:
-        """Bytes that each rank sends, and receives."""
-        if self.kind == "send":
+        """Bytes that each rank sends."""
+        if self.kind in ("send", "reduce"):
             return self.size
+        if self.kind == "add" and library == "gloo":
+            return self.size / 2  # each rank adds up one half
+        if self.kind in ("receive", "add"):
+            return 0.0
         twice = self.kind == "all-reduce" or (library, self.kind) == ("gloo", "reduce-scatter")
         return (2 if twice else 1) * (self.group.ranks - 1) / self.group.ranks * self.size
 
@@ -128,7 +135,8 @@ class Collective:
         if self.kind == "all-reduce":
             tree = (per_node - 1) * NVLINK_TREE + math.log2(nodes) * NETWORK
             ring = 2 * min(ring, tree)
-        return LAUNCH + ring + self.sent() / speed
+        moved = self.size if self.kind in ("receive", "add") else self.sent()
+        return LAUNCH + ring + moved / speed
 
 
 @dataclass
@@ -261,7 +269,7 @@ def estimate_pipeline(model, nodes, cluster, args, compute, layer_forward) -> Es
     scatter_end = Collective("reduce-scatter", 4 * end, stage)
     inputs = weights * args.batch_size * args.seq_length * model.hidden_size
     send = Collective("send", inputs, pair)
-    # What a rank between others does in a step, and what the first one does
+    # What a rank between others does in a step, and what one at an end does
     middle = {
         "all-gather, layers": (layers, gather),
         "reduce-scatter, layers": (layers, scatter),
@@ -270,12 +278,16 @@ def estimate_pipeline(model, nodes, cluster, args, compute, layer_forward) -> Es
     first = middle | {"all-gather, root": (1, gather_end), "reduce-scatter, root": (1, scatter_end)}
     sends = 0 if p == 1 else 2 if one else 2 * v - 1  # nothing from first to last stage, or back
     first["send, activations and gradients"] = (sends * micro_batches, send)
+    last = first
     tied = 0.0
     if model.tied and not one:
-        add = Collective("all-reduce", 4 * model.tied / stage.ranks, pair)
-        copy = Collective("send", 4 * model.tied / stage.ranks, pair)
-        first |= {"all-reduce, tied gradients": (1, add), "send, tied weights": (1, copy)}
-        tied = add.time(cluster) + copy.time(cluster)
+        shard = model.tied / stage.ranks
+        copy, reduce = Collective("send", weights * shard, pair), "reduce, tied gradients"
+        first = first | {reduce: (1, Collective("add", 4 * shard, pair))}
+        first["send, tied weights"] = (1, copy)
+        last = last | {reduce: (1, Collective("reduce", 4 * shard, pair))}
+        last["receive, tied weights"] = (1, Collective("receive", weights * shard, pair))
+        tied = last[reduce][1].time(cluster) + copy.time(cluster)
 
     bubble = compute * (p - 1) / (units * micro_batches)
     # So many sends end the step later, with the orders of tools/draw-schedule.py.
@@ -288,7 +300,7 @@ def estimate_pipeline(model, nodes, cluster, args, compute, layer_forward) -> Es
     # Each stage gathers its weights when the first micro-batch arrives: one stage after the other.
     late = g + (model.layers / (p * v) - 1) * max(0, g - layer_forward)
     step += p * v * late + (1 if one else 2) * g_end + layers * r + r_end + tied
-    ranks = [first, middle] if p > 2 else [first]
+    ranks = [first, last, middle] if p > 2 else [first, last]
     estimates = [Estimate(nodes, "PP", counts, compute, step, bubble) for counts in ranks]
     return max(estimates, key=lambda e: (e.over_link(cluster.devices), e.sent()))
 

@@ -38,6 +38,7 @@ WATCHED = (PHASE, "aten::", "c10d::", "gloo:", ENGINE, WAIT)
 CALLS = {
     "gloo:all_reduce": {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter"},
     "gloo:all_gather": {"allgather": "all-gather"},
+    "gloo:reduce": {"c10d::reduce_": "reduce"},  # the whole name, which others contain
     "gloo:broadcast": {"broadcast": "broadcast"},
     "gloo:send": {"send": "send"},
     "gloo:recv": {"recv": "receive"},
@@ -46,7 +47,7 @@ CALLS = {
 COLORS = {"data": "#999999", "forward": "#56b4e9", "backward": "#0072b2", "update": "#cc79a7"}
 COLORS |= {"else": "#d0d0d0"}
 COLORS |= {"all-reduce": "#d55e00", "all-gather": "#e69f00", "reduce-scatter": "#009e73"}
-COLORS |= {"send": "#b07800", "receive": "#f0e442", "broadcast": "#000000"}
+COLORS |= {"send": "#b07800", "receive": "#f0e442", "broadcast": "#000000", "reduce": "#882255"}
 LOOK = {"font.size": 12, "figure.facecolor": "white", "svg.hashsalt": "step"}
 LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False}
 
@@ -125,7 +126,7 @@ def read_communicating(events: list[tuple]) -> list[tuple]:
             (begin, kind)
             for name, begin, *_ in events
             for part, kind in calls.items()
-            if name.startswith("c10d::") and part in name
+            if name == part or (name.startswith("c10d::") and part in name.removeprefix("c10d::"))
         )
         ends = [end for name, begin, end, _ in sorted(events, key=itemgetter(1)) if name == work]
         if len(begun) != len(ends):
