@@ -213,7 +213,9 @@ def main():
 
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
-            save_final(folder, model, tokenizer)  # FSDP: joins the shards of all ranks
+            save_weights(folder, model)  # FSDP: on all ranks, because each has its shards
+            if RANK == 0:
+                save_model(folder, model, tokenizer)
         say(f"Done: the model is in {run_folder / 'final'}")
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
@@ -249,9 +251,9 @@ def build_model(args, config, device, checkpoint):
     fully_shard(model, **policy)
     # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
     model.to_empty(device="cpu" if args.cpu_offload else device)
-    # FSDP 8: Initialise buffers in every run, because new memory holds arbitrary numbers. Files do
-    # not store buffers such as the rotary frequencies. They store parameters, so draw these only
-    # from scratch: random numbers for a large model take a CPU many minutes.
+    # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
+    # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
+    # random parameters only from scratch. For a large model, a CPU needs minutes to draw them.
     init_weights(model, draw=args.from_scratch and not checkpoint)
     if not args.from_scratch:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
@@ -606,14 +608,13 @@ def load_weights(model, name, checkpoint):
     state_dict.set_model_state_dict(model, whole.state_dict(), options=how)
 
 
-def save_final(folder, model, tokenizer):
-    """Writes the whole model with the names of the Hub, although it may exceed the memory."""
+def save_weights(folder, model):
+    """Writes the whole model with the names of the Hub. The model may exceed the memory."""
     # Each rank writes a file of shards, and these files are joined on the disk.
     joined = folder / "joined"
     hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
     dcp.save(weights_of(model), storage_writer=hub)
     if RANK == 0:
-        save_model(folder, model, tokenizer)
         # Rewrite the tensors with the names of the Hub. `load_file` maps the file into memory.
         model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
         shutil.rmtree(joined)

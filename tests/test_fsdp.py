@@ -20,7 +20,7 @@ from conftest import (
     take_over,
     write_model,
 )
-from runner import CHAPTER_2, CHAPTER_3
+from runner import CHAPTER_2, CHAPTER_3, REPOSITORY
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -573,47 +573,69 @@ def test_weights_that_cannot_be_loaded(trainer, model, pretrained, tmp_path, dam
     assert "error: cannot load the weights" in fsdp.run.ranks[1].output
 
 
-# Prints which parameters the ranks fill with random numbers, and checks that none keeps the NaN
-# that memory has at first: `WATCH` comes before.
+# New memory holds NaN, each rank tells how often it draws random numbers for parameters, and no
+# parameter or buffer may keep a NaN.
 DRAWN = """
 import torch
+import torch.distributed as dist
 
 class Drawn(torch.utils._python_dispatch.TorchDispatchMode):
-    names = []
+    count = 0
+
     def __torch_dispatch__(self, op, types, args, kwargs=None):
-        if op.name() in ("aten::normal_", "aten::uniform_"):
-            Drawn.names.append(str(tuple(args[0].shape)))
+        Drawn.count += op.name() in ("aten::normal_", "aten::uniform_")
         return op(*args, **kwargs or {})
 
-inner = torch.nn.Module.to_empty
+models = []
+
 def to_empty(self, **options):
-    result = inner(self, **options)
+    models.append(original_to_empty(self, **options))
+    with torch.no_grad():
+        for tensor in [*self.parameters(), *self.buffers()]:
+            getattr(tensor, "_local_tensor", tensor).fill_(torch.nan)
     Drawn().__enter__()
-    return result
+    return self
+
+original_to_empty = torch.nn.Module.to_empty
 torch.nn.Module.to_empty = to_empty
 
 class AdamW(torch.optim.AdamW):
     def __init__(self, *args, **options):
-        print("\\ndrawn", len(Drawn.names), flush=True)
+        print("\\ndrawn", Drawn.count, flush=True)
         super().__init__(*args, **options)
+
 torch.optim.AdamW = AdamW
+
+def check():
+    (model,) = models
+    tensors = [*model.parameters(), *model.buffers()]
+    missing = [x for x in tensors if getattr(x, "_local_tensor", x).isnan().any()]
+    print("\\nmissing", len(missing), "of", len(tensors) > 0)
+    destroy()
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = check
 """
+SHARDED = ["03-fsdp", "04-streaming", "06-tensor-parallel", "07-pipeline-parallel"]
 
 
-def test_random_weights_are_drawn_from_scratch_only(trainer, pretrained):
-    """A rank on a CPU draws about 54 million numbers a second. All buffers have values."""
+@pytest.mark.parametrize("chapter", SHARDED)
+def test_random_weights_are_drawn_from_scratch_only(trainer, pretrained, chapter):
+    """Drawing takes minutes for a large model. Buffers are in no file, and need values anyway."""
     flags = ["-m", pretrained, "--eval-freq", 0]
-    steps = [["--max-steps", 1], ["--max-steps", 2]]  # the second run resumes
-    drawn = []
+    options = {"processes": 2, "before": DRAWN, "script": REPOSITORY / chapter / "train-llm.py"}
     for source in ("--from-scratch", "--no-from-scratch"):
-        for more in steps:
-            options = {"name": f"drawn{source}", "processes": 2, "before": WATCH + DRAWN, **FSDP}
-            run = trainer(*flags, source, *more, **options)
-            drawn += [int(count) > 0 for (count,) in told(run, "drawn")]
-    assert drawn == [True, True] + 6 * [False]
+        for steps in (1, 2):  # the second run resumes
+            name = f"drawn{source}"
+            run = trainer(*flags, source, "--max-steps", steps, name=name, **options)
+            drawn = [int(count) > 0 for (count,) in told(run, "drawn")]
+            assert drawn == [source == "--from-scratch" and steps == 1] * 2
+            assert told(run, "missing") == [["0", "of", "True"]] * 2
+    assert "Continuing from" in run.output
 
 
-def test_files_with_a_head_that_the_config_ties(trainer, pretrained, tmp_path):
+@pytest.mark.parametrize("chapter", SHARDED)
+def test_files_with_a_head_that_the_config_ties(trainer, pretrained, tmp_path, chapter):
     """Another head is refused, and a copy of the embeddings is read."""
     tensors = load_file(pretrained / "model.safetensors")
     embeddings = tensors["model.embed_tokens.weight"]
@@ -621,13 +643,14 @@ def test_files_with_a_head_that_the_config_ties(trainer, pretrained, tmp_path):
         shutil.copytree(pretrained, tmp_path / name)
         file = tmp_path / name / "model.safetensors"
         save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-    flags = ["--no-from-scratch", "--max-steps", 1, "-b", 2]
-    options = {"processes": 2, **FSDP}
+    flags = ["--no-from-scratch", "--max-steps", 1, "--eval-freq", 0]
+    options = {"processes": 2, "script": REPOSITORY / chapter / "train-llm.py"}
     expected = trainer("-m", pretrained, *flags, name="expected", **options)
     equal = trainer("-m", tmp_path / "equal", *flags, name="equal", **options)
     assert exact(equal.records) == exact(expected.records)
     other = trainer("-m", tmp_path / "other", *flags, name="other", status=1, **options)
-    sentence = "set tie_word_embeddings to false in config.json"
+    sentence = "hold an output matrix of their own (lm_head.weight), but its config ties it to the "
+    sentence += "embeddings: set tie_word_embeddings to false in config.json"
     assert_one_sentence(other.run.ranks[0].output, sentence)
     assert not (other.folder / "final").exists()
 
