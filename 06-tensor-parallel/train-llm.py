@@ -222,15 +222,9 @@ def main():
 
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
-            # FSDP: Each rank writes a file of shards. These files are joined, and rewritten under
-            # the names of the Hub. `load_file` maps the file, so the model may exceed the memory.
-            joined = folder / "joined"
-            hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
-            dcp.save(weights_of(model), storage_writer=hub)
+            save_weights(folder, model)  # FSDP: on all ranks, because each has its shards
             if RANK == 0:
                 save_model(folder, model, tokenizer)
-                model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
-                shutil.rmtree(joined)
         say(f"Done: the model is in {run_folder / 'final'}")
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
@@ -305,19 +299,23 @@ def build_model(args, config, device, checkpoint):
     # TP 9: FSDP works along the columns: it shards the parts again, and averages gradients there.
     policy["mesh"] = mesh["dp"]
     # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
-    # The root has the rest, such as the embeddings, and stays whole from forward to backward pass.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
+    if not model.all_tied_weights_keys:
+        embeddings = model.get_input_embeddings()
+        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
+        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
+        # The backward pass begins with the head, so the head stays whole after the forward pass.
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
     fully_shard(model, **policy)
     # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
     model.to_empty(device="cpu" if args.cpu_offload else device)
-    # FSDP 8: Initialise every parameter and buffer, because new memory holds arbitrary numbers.
-    # Files do not store buffers such as the rotary frequencies. fully_shard has renamed the class
-    # of the model. Transformers needs the old name to initialise the model and name its tensors.
-    type(model).__name__ = type(model).__name__.removeprefix("FSDP")
-    model.is_custom_code = lambda: False
-    with AsOnOneDevice():
-        model.init_weights()  # as Transformers does, but directly on the GPU
+    # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
+    # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
+    # random parameters only from scratch. For a large model, a CPU needs minutes to draw them.
+    init_weights(model, draw=args.from_scratch and not checkpoint)
     if not args.from_scratch:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
         with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
@@ -347,53 +345,12 @@ def build_model(args, config, device, checkpoint):
     return model
 
 
-class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
-    """Gives a sharded tensor the initial values that the whole tensor would get on one device.
-
-    Without this class, all ranks on CPUs would draw the same numbers, and GPUs would draw other
-    numbers than a single device. The class takes memory for one whole parameter at a time.
-    """
-
-    def __torch_dispatch__(self, op, types, args, kwargs):
-        # FSDP: A DTensor is the whole tensor for the model, and one shard of it in memory.
-        fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
-        if not fills or dist.tensor.DTensor not in types:
-            return op(*args, **kwargs)
-        whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
-        return args[0].copy_(dist.tensor.DTensor.from_local(whole, args[0].device_mesh))
-
-
 def loss_of(model, input_ids):
     """The mean loss of a batch, as a plain tensor and the same on all ranks of a group."""
     # TP: By itself, the model would make positions only for this rank's part of the tokens.
     positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     batch = {"input_ids": input_ids, "labels": input_ids, "position_ids": positions}
     return model(**batch, use_cache=False).loss.full_tensor()
-
-
-def weights_of(model):
-    """The state dict without the second names of tied weights."""
-    return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
-
-
-def load_weights(model, name, checkpoint):
-    """Fills the shards of this rank with the weights of a folder or of the Hub, as from_pretrained.
-
-    A checkpoint replaces them. Then only the names in the files matter, for the names in final/.
-    """
-    with suppress(OSError):  # many models lack this file
-        model.generation_config = transformers.GenerationConfig.from_pretrained(name)
-    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
-    saved = dcp.HuggingFaceStorageReader(folder).read_metadata().state_dict_metadata
-    shards = weights_of(model)
-    if set(shards) <= set(saved):
-        return checkpoint or dcp.load(shards, storage_reader=dcp.HuggingFaceStorageReader(folder))
-    # FSDP: Some families have other names in the files, or merge tensors (the experts of a layer).
-    # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
-    whole = from_files(name) if RANK == 0 else model
-    model._weight_conversions = getattr(whole, "_weight_conversions", None)  # for save_pretrained
-    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    state_dict.set_model_state_dict(model, whole.state_dict(), options=how)
 
 
 def from_files(name):
@@ -688,6 +645,88 @@ def load_training_state(checkpoint, stateful, model):
     # Another --max-steps changes the schedule, so compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
+
+
+# -- Adapting Transformers -------------------------------------------------------------------------
+# FSDP: Transformers initialises, loads and saves whole models. These functions do so with shards.
+# Models of other libraries would need other functions, so a first reading can skip these.
+
+
+def init_weights(model, draw):
+    """Initialises all buffers, and draws random numbers for all parameters if `draw` is true."""
+    # fully_shard has renamed the class of the model. Transformers needs the old name to initialise
+    # the model, and to name its tensors.
+    type(model).__name__ = type(model).__name__.removeprefix("FSDP")
+    model.is_custom_code = lambda: False
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = not draw  # Transformers leaves such parameters as they are
+    with AsOnOneDevice():
+        model.init_weights()
+
+
+class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
+    """Gives a sharded tensor the initial values that the whole tensor would get on one device.
+
+    Without this class, all ranks on CPUs would draw the same numbers, and GPUs would draw other
+    numbers than a single device. The class takes memory for one whole parameter at a time.
+    """
+
+    def __torch_dispatch__(self, op, types, args, kwargs):
+        # A DTensor is the whole tensor for the model, and one shard of it in memory.
+        fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
+        if not fills or dist.tensor.DTensor not in types:
+            return op(*args, **kwargs)
+        whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
+        return args[0].copy_(dist.tensor.DTensor.from_local(whole, args[0].device_mesh))
+
+
+def weights_of(model):
+    """The state dict without the second names of tied weights."""
+    return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
+
+
+def load_weights(model, name, checkpoint):
+    """Fills the shards of this rank with the weights of a folder or of the Hub, as from_pretrained.
+
+    With a checkpoint, which replaces the weights, only their names in the files matter, for final/.
+    """
+    with suppress(OSError):  # many models lack this file
+        model.generation_config = transformers.GenerationConfig.from_pretrained(name)
+    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
+    files = dcp.HuggingFaceStorageReader(folder)
+    saved = files.read_metadata().state_dict_metadata
+    shards = weights_of(model)
+    if set(shards) <= set(saved):
+        if checkpoint:
+            return
+        # A tied weight has two names. If the files have both, the two tensors must be equal.
+        tied = {n: first for n, first in model.all_tied_weights_keys.items() if n in saved}
+        seconds = {n: torch.empty_like(shards[first]) for n, first in tied.items()}
+        dcp.load(shards | seconds, storage_reader=files)
+        for n, first in tied.items():
+            if not torch.equal(seconds[n].to_local(), shards[first].to_local()):
+                own = f"the files of {name} hold an output matrix of their own ({n})"
+                remedy = "set tie_word_embeddings to false in config.json"
+                fail(f"{own}, but its config ties it to the embeddings: {remedy}")
+        return
+    # Some families have other names in the files, or merge tensors (the experts of a layer).
+    # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
+    whole = from_files(name) if RANK == 0 else model
+    model._weight_conversions = getattr(whole, "_weight_conversions", None)  # for save_pretrained
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    state_dict.set_model_state_dict(model, whole.state_dict(), options=how)
+
+
+def save_weights(folder, model):
+    """Writes the whole model with the names of the Hub. The model may exceed the memory."""
+    # Each rank writes a file of shards, and these files are joined on the disk.
+    joined = folder / "joined"
+    hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
+    dcp.save(weights_of(model), storage_writer=hub)
+    if RANK == 0:
+        # Rewrite the tensors with the names of the Hub. `load_file` maps the file into memory.
+        model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
+        shutil.rmtree(joined)
 
 
 # -- Processes -------------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ CASES = [
     ("FSDP", 1, {}, "-s 16 -b 1"),  # at its fullest, shards and a buffer on its way
     ("no reshard", 2, {}, f"--dtype bf16 {ACCUMULATE}"),
     ("FSDP", 2, {}, HALF),
+    ("FSDP", 2, TIED, "-s 16 -b 1"),
+    ("no reshard", 2, {}, "-s 16 -b 1"),
     ("HSDP", 2, {}, ACCUMULATE),
     ("tensor parallel", 2, EVEN, ""),
     ("tensor parallel", 2, EVEN | TIED, HALF),

@@ -20,7 +20,7 @@ from conftest import (
     take_over,
     write_model,
 )
-from runner import CHAPTER_2, CHAPTER_3
+from runner import CHAPTER_2, CHAPTER_3, REPOSITORY
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -144,14 +144,28 @@ def pretrained(tmp_path_factory):
     return save_weights(write_model(tmp_path_factory.mktemp("models") / "pretrained", **LLAMA))
 
 
-# Processes, accumulation, other flags; all-gathers and reduce-scatters per step, of two layers and
-# the root. Each micro-batch gathers a layer twice, with --no-reshard-after-forward each step once.
-CASES = [
-    (1, 2, ["--activation-checkpointing"], 0, 0),
-    (2, 3, ["--ckpt-freq", 7], 3 * 5, 3 * 3),
-    (3, 2, ["--no-reshard-after-forward"], 3, 3),
-    (4, 1, ["--activation-checkpointing", "--cpu-offload"], 5, 3),
-]
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory):
+    """The same with 5 groups: embeddings and head are groups of their own."""
+    shape = LLAMA | {"tie_word_embeddings": False}
+    return save_weights(write_model(tmp_path_factory.mktemp("models") / "untied", **shape))
+
+
+# Processes, accumulation, other flags; all-gathers and reduce-scatters per step. Each micro-batch
+# gathers two layers twice, and the rest once. With --no-reshard-after-forward, each step gathers
+# all once.
+CASES = {
+    "pretrained": [  # two layers and the root
+        (1, 2, ["--activation-checkpointing"], 0, 0),
+        (2, 3, ["--ckpt-freq", 7], 3 * 5, 3 * 3),
+        (3, 2, ["--no-reshard-after-forward"], 3, 3),
+    ],
+    "untied": [  # two layers, embeddings, head and the root
+        (2, 3, ["--ckpt-freq", 7], 3 * 7, 3 * 5),
+        (3, 2, ["--no-reshard-after-forward"], 5, 5),
+        (4, 1, ["--activation-checkpointing", "--cpu-offload"], 7, 5),
+    ],
+}
 
 
 def test_compiled_layers(trainer):
@@ -162,12 +176,14 @@ def test_compiled_layers(trainer):
     assert_same_losses(eager, fast, 3)
 
 
-def test_losses_are_those_of_chapter_1(trainer, pretrained):
+@pytest.mark.parametrize("source", CASES)
+def test_losses_are_those_of_chapter_1(trainer, request, source):
     """And its gradient norms, from the same saved weights, at the same global batch."""
-    flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 30, "--eval-freq", 30]
+    folder = request.getfixturevalue(source)
+    flags = ["-m", folder, "--no-from-scratch", "--max-steps", 30, "--eval-freq", 30]
     flags += ["--lr", 1e-4]
     single = trainer(*flags, "-b", 12, name="single", before=NORMS)
-    for processes, accumulation, others, gathers, scatters in CASES:
+    for processes, accumulation, others, gathers, scatters in CASES[source]:
         split = ["-b", 12 // processes // accumulation, "--gradient-accumulation-steps"]
         options = {"name": f"fsdp-{processes}", "processes": processes, "before": NORMS + WATCH}
         fsdp = trainer(*flags, *others, *split, accumulation, **options, **FSDP)
@@ -555,6 +571,88 @@ def test_weights_that_cannot_be_loaded(trainer, model, pretrained, tmp_path, dam
         assert_one_sentence(run.run.ranks[0].output, sentence)
     # The other rank waits for the weights of the first one, or finds the same mistake
     assert "error: cannot load the weights" in fsdp.run.ranks[1].output
+
+
+# New memory holds NaN, each rank tells how often it draws random numbers for parameters, and no
+# parameter or buffer may keep a NaN.
+DRAWN = """
+import torch
+import torch.distributed as dist
+
+class Drawn(torch.utils._python_dispatch.TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args, kwargs=None):
+        Drawn.count += op.name() in ("aten::normal_", "aten::uniform_")
+        return op(*args, **kwargs or {})
+
+models = []
+
+def to_empty(self, **options):
+    models.append(original_to_empty(self, **options))
+    with torch.no_grad():
+        for tensor in [*self.parameters(), *self.buffers()]:
+            getattr(tensor, "_local_tensor", tensor).fill_(torch.nan)
+    Drawn().__enter__()
+    return self
+
+original_to_empty = torch.nn.Module.to_empty
+torch.nn.Module.to_empty = to_empty
+
+class AdamW(torch.optim.AdamW):
+    def __init__(self, *args, **options):
+        print("\\ndrawn", Drawn.count, flush=True)
+        super().__init__(*args, **options)
+
+torch.optim.AdamW = AdamW
+
+def check():
+    (model,) = models
+    tensors = [*model.parameters(), *model.buffers()]
+    missing = [x for x in tensors if getattr(x, "_local_tensor", x).isnan().any()]
+    print("\\nmissing", len(missing), "of", len(tensors) > 0)
+    destroy()
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = check
+"""
+SHARDED = ["03-fsdp", "04-streaming", "06-tensor-parallel", "07-pipeline-parallel"]
+
+
+@pytest.mark.parametrize("chapter", SHARDED)
+def test_random_weights_are_drawn_from_scratch_only(trainer, pretrained, chapter):
+    """Drawing takes minutes for a large model. Buffers are in no file, and need values anyway."""
+    flags = ["-m", pretrained, "--eval-freq", 0]
+    options = {"processes": 2, "before": DRAWN, "script": REPOSITORY / chapter / "train-llm.py"}
+    for source in ("--from-scratch", "--no-from-scratch"):
+        for steps in (1, 2):  # the second run resumes
+            name = f"drawn{source}"
+            run = trainer(*flags, source, "--max-steps", steps, name=name, **options)
+            drawn = [int(count) > 0 for (count,) in told(run, "drawn")]
+            assert drawn == [source == "--from-scratch" and steps == 1] * 2
+            assert told(run, "missing") == [["0", "of", "True"]] * 2
+    assert "Continuing from" in run.output
+
+
+@pytest.mark.parametrize("chapter", SHARDED)
+def test_files_with_a_head_that_the_config_ties(trainer, pretrained, tmp_path, chapter):
+    """Another head is refused, and a copy of the embeddings is read."""
+    tensors = load_file(pretrained / "model.safetensors")
+    embeddings = tensors["model.embed_tokens.weight"]
+    for name, head in (("equal", embeddings.clone()), ("other", embeddings.flip(0))):
+        shutil.copytree(pretrained, tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+    flags = ["--no-from-scratch", "--max-steps", 1, "--eval-freq", 0]
+    options = {"processes": 2, "script": REPOSITORY / chapter / "train-llm.py"}
+    expected = trainer("-m", pretrained, *flags, name="expected", **options)
+    equal = trainer("-m", tmp_path / "equal", *flags, name="equal", **options)
+    assert exact(equal.records) == exact(expected.records)
+    other = trainer("-m", tmp_path / "other", *flags, name="other", status=1, **options)
+    sentence = "hold an output matrix of their own (lm_head.weight), but its config ties it to the "
+    sentence += "embeddings: set tie_word_embeddings to false in config.json"
+    assert_one_sentence(other.run.ranks[0].output, sentence)
+    assert not (other.folder / "final").exists()
 
 
 def test_the_log_tells_what_is_a_unit(trainer, model):

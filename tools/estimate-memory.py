@@ -12,7 +12,8 @@ are traced with the plan of that chapter, on one rank of a process group that do
 Pipelines follow PyTorch's order of the passes on each rank.
 
 GB are 1e9 bytes. A place in the model is a number: -1 for the embeddings, 0 for the first layer,
-and the number of layers for the head, which is all that comes behind the last layer.
+and the number of layers for the head, which is all that comes behind the last layer. -2 stands for
+the root of FSDP: the parameters that are in no other unit.
 """
 
 import argparse
@@ -59,6 +60,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 ACTIVATIONS, COPIES, LOGITS, GRADIENTS, NEW, EARLIER, LATER = range(7)
 COLUMNS = 7
 EMBEDDINGS = -1
+ROOT = -2
 
 
 # -- The model -------------------------------------------------------------------------------------
@@ -109,10 +111,22 @@ def layers_of(model) -> torch.nn.ModuleList:
     return next(one for one in lists if isinstance(one[0], GradientCheckpointingLayer))
 
 
-def root_of(model) -> list:
+def outer_of(model) -> list:
     """The parameters that are in no layer: embeddings, the last norm, the head."""
     inner = {parameter for layer in layers_of(model) for parameter in layer.parameters()}
     return [parameter for parameter in model.parameters() if parameter not in inner]
+
+
+def units_of(model) -> dict[int, list]:
+    """By place, the shapes of what FSDP gathers together in chapter 3."""
+    layers = layers_of(model)
+    units = {place: [*layer.parameters()] for place, layer in enumerate(layers)}
+    if not model.all_tied_weights_keys:
+        units[EMBEDDINGS] = [*model.get_input_embeddings().parameters()]
+        units[len(layers)] = [*model.get_output_embeddings().parameters()]
+    inner = set(chain(*units.values()))
+    units[ROOT] = [parameter for parameter in model.parameters() if parameter not in inner]
+    return {place: shapes_of(parameters) for place, parameters in units.items()}
 
 
 # -- The trace -------------------------------------------------------------------------------------
@@ -134,7 +148,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.weights = {storage_key(p) for p in model.parameters()}
         self.alive = {storage_key(x): None for x in [*model.parameters(), *model.buffers()]}
-        self.root_shapes = [*map(set, shapes_of(root_of(model)))]
+        self.outer_shapes = [*map(set, shapes_of(outer_of(model)))]
         self.segments, self.segment = defaultdict(list), None
         self.head, self.on = len(examples), False
         self.times = Counter([EMBEDDINGS, *examples, self.head])  # how many each stands for
@@ -167,7 +181,7 @@ class Recorder(TorchDispatchMode):
             place = self.segment[1]
             column = LOGITS if place == self.head else ACTIVATIONS
             # Of tied weights: the gradient from the head waits for that from the embeddings.
-            weight_like = op is aten.mm.default and set(tensor.shape) in self.root_shapes
+            weight_like = op is aten.mm.default and set(tensor.shape) in self.outer_shapes
             if weight_like or (is_cast and of_gradient):
                 column = GRADIENTS
             if source_key in self.weights and source.numel() == tensor.numel():
@@ -404,7 +418,8 @@ class Traces:
         model = build(config, FakeTensorMode(), ranks)
         layers = layers_of(model)
         self.parameters = shapes_of(model.parameters())
-        self.root = shapes_of(root_of(model))
+        self.outer = shapes_of(outer_of(model))
+        self.units = units_of(model)
         self.layers = [shapes_of(layer.parameters()) for layer in layers]
         # The layer that stands for each. The first and the last one have neighbours like no other
         # and stand for themselves; of each kind in between, one does for all.
@@ -498,19 +513,19 @@ def stage_count(flags) -> int:
 
 def ranks(traces: Traces, method: Method) -> list[Rank]:
     """All ranks of a pipeline, else one, which is like all others."""
-    groups, head = {EMBEDDINGS: traces.root} | dict(enumerate(traces.layers)), len(traces.layers)
-    flags = traces.flags
+    flags, head = traces.flags, len(traces.layers)
     if method.chapter != 7:
         places = range(EMBEDDINGS, head + 1)
-        return [Rank(groups, {0: places}, [(0, "forward"), (0, "backward")])]
+        return [Rank(traces.units, {0: places}, [(0, "forward"), (0, "backward")])]
     count, number = stage_count(flags), flags.pipeline_parallel
     many = max(flags.gradient_accumulation_steps, count)  # as many as stages are the default
     # As in chapter 7: embeddings and head count as a layer each.
     cuts = [round(n * (head + 2) / count) - 1 for n in range(count + 1)]
     # A head that is tied to the embeddings is a copy, which AdamW does not update.
-    embeddings, norm, *behind = traces.root
+    embeddings, norm, *behind = traces.outer
     copy = [] if behind or count == 1 else [embeddings]
-    groups |= {EMBEDDINGS: [embeddings], head: [norm, *behind, *copy]}
+    groups = {EMBEDDINGS: [embeddings], head: [norm, *behind, *copy]}
+    groups |= dict(enumerate(traces.layers))
     schedule = chapter("07-pipeline-parallel")["SCHEDULES"][flags.schedule]
     directions = {"F": "forward", "B": "backward"}
     result = []
@@ -531,9 +546,11 @@ def ranks(traces: Traces, method: Method) -> list[Rank]:
 def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int):
     """Bytes that the rank keeps from step to step, and the fullest moment of each segment.
 
-    FSDP as in PyTorch 2.13: a layer is gathered into a buffer, and from there copied to its
-    parameters. In the forward pass the buffer stays until the next layer is there, in the backward
-    pass the next one is gathered ahead. Gradients are copied to a buffer in fp32 and scattered from
+    FSDP as in PyTorch 2.13: a unit is gathered into a buffer, and from there copied to its
+    parameters. In the forward pass the buffer stays until the next unit is there, in the backward
+    pass the next one is gathered ahead. The root is whole all the time. So is the head before its
+    backward pass, since an evaluation leaves it whole. Embeddings that are a unit are not gathered
+    for the backward pass. Gradients are copied to a buffer in fp32 and scattered from
     there; it stays until the next one is needed. On one device there are only copies. In a pipeline
     weights stay gathered during a step, and gradients whole and in fp32, until they are scattered
     at the end of the step. Of other methods this is the last micro-batch.
@@ -554,6 +571,7 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     from_before = here * (method.name == "DDP" or (accumulates and not in_pipeline))
     gradients = whole_gradients if stays else shard
     gradients = {place: from_before * count for place, count in gradients.items()}
+    untied = {ROOT, EMBEDDINGS} <= groups.keys()
     adds_in_place = not method.sharded or (stays and flags.dtype == "fp32")
     tables = traces(batch, autocast=not method.sharded)
     moments, in_flight, nothing = {}, {stage: [] for stage in rank.stages}, np.zeros(COLUMNS)
@@ -563,22 +581,26 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
         sizes += [row[ACTIVATIONS] + rank.buffers * batch, row[LOGITS]]
         moments[name] = max([*map(float, sizes)], moments.get(name, [0.0]), key=sum)
 
-    def gathered(direction: str, place: int) -> float:
-        forward = direction == "forward"
+    def there(forward: bool, place: int) -> set[int]:
+        """The units that are whole."""
         if stays and (forward or in_pipeline):
-            return sum(whole.values())
-        there = {EMBEDDINGS, place} if method.reshard else range(EMBEDDINGS, place + 1)
-        weights = sum(whole.get(place, 0) for place in there)
-        if shards > 1 and (forward or (method.reshard and place > 0)):
-            arriving = min(place, head - 1) if forward else place - 1
-            weights += size * shards * shard[arriving] // 4
-        return weights
+            return {*groups}
+        if not method.reshard:
+            return {ROOT, *range(EMBEDDINGS, place + 1), head if forward else place} & {*groups}
+        return {ROOT, *((place, head) if forward else {place} - {EMBEDDINGS})} & {*groups}
 
-    def scatter(place: int, row, copies: float, others: float) -> None:
-        held = sum(gradients.values()) + shards * shard[place] + others
+    def arriving(forward: bool, place: int) -> int:
+        """The buffer into which a unit is gathered."""
+        if shards == 1 or stays or not (forward or (method.reshard and place > 0)):
+            return 0
+        before = place if forward else place - 1
+        return size * shards * shard[max(unit for unit in groups if unit <= before)] // 4
+
+    def scatter(unit: int, place: int, row, copies: float, others: float) -> None:
+        held = sum(gradients.values()) + shards * shard[unit] + others
         name = f"{title('backward', place, head)}, scatter"
-        note(name, row, held, copies - whole[place])
-        gradients[place] = here * shard[place]
+        note(name, row, held, copies)
+        gradients[unit] = here * shard[unit]
 
     on_its_way = 0  # the buffer of the group before
     for stage, direction in rank.passes:  # first in, first out
@@ -591,29 +613,41 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
             rows[:, ACTIVATIONS] += rows[:, EARLIER] if place == places[0] else 0
             rows[:, ACTIVATIONS] += rows[:, LATER] if place == places[-1] else 0
             rows += now
-            in_place = gradients.get(place, gradients.get(EMBEDDINGS)) and adds_in_place
+            in_place = gradients.get(place, gradients.get(ROOT)) and adds_in_place
             column = NEW if in_place else GRADIENTS
-            counted = [ACTIVATIONS, LOGITS, column] + [COPIES] * (not method.sharded)
-            fullest = rows[rows[:, counted].sum(axis=1).argmax()]
-            copies = gathered(direction, place) if method.sharded else fullest[COPIES]
+            if method.sharded:
+                buffer = np.full(len(rows), arriving(forward, place))
+                if untied and place == head and not forward:
+                    # The last layer is gathered when the backward pass of the head begins.
+                    buffer[rows[:, GRADIENTS] == 0] = 0
+                rows[:, COPIES] = buffer + sum(whole[unit] for unit in there(forward, place))
+            fullest = rows[rows[:, [ACTIVATIONS, LOGITS, column, COPIES]].sum(axis=1).argmax()]
             held = sum(gradients.values()) + on_its_way + fullest[column]
-            note(title(direction, place, head), others + fullest, held, copies)
+            note(title(direction, place, head), others + fullest, held, fullest[COPIES])
             before, now = now, rows[-1].copy()
-            if method.sharded and not forward and place in groups:
+            if forward or not method.sharded:
+                continue
+            copies = now[COPIES]
+            # At the end the root is scattered, and then the embeddings, if they are a unit.
+            ready = [ROOT, EMBEDDINGS] if place == EMBEDDINGS else [place]
+            for unit in (unit for unit in ready if unit in groups):
                 left = 0 if place == EMBEDDINGS else before[column]
+                if untied and unit in (head, ROOT):  # the norm's gradient, or the embeddings'
+                    left = max(now[column] - whole[unit], 0)
                 new, now[column] = now[column] - left, left
                 if in_pipeline:
-                    gradients[place] = whole_gradients[place]
+                    gradients[unit] = whole_gradients[unit]
                 else:  # gradients that stay are counted already
-                    new = 0 if stays else max(new, shard[place])
-                    scatter(place, now, copies, left + new)
-                    on_its_way = shards * shard[place]
+                    copies -= whole[unit] if unit in there(forward, place) else 0
+                    new = 0 if stays else max(new, shard[unit])
+                    scatter(unit, place, now, copies, left + new)
+                    on_its_way = shards * shard[unit]
         if forward:
             in_flight[stage].append(now)
     if in_pipeline:  # FSDP begins with what is in no layer
         for place in sorted(groups, key=lambda place: 0 <= place < head):
-            scatter(place, nothing, sum(whole.values()), 0)
             whole[place] = 0
+            scatter(place, place, nothing, sum(whole.values()), 0)
     note("update", nothing, here * all_shards, 0)
     return states, moments
 
