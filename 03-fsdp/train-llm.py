@@ -101,7 +101,7 @@ def main():
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
-    scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    scheduler = lr_schedule(args, optimizer, total_steps)
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
@@ -343,6 +343,15 @@ def parameter_groups(model, args):
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 
+def lr_schedule(args, optimizer, total_steps):
+    """The learning rate of each step, relative to --lr."""
+    options = {}
+    if args.lr_scheduler == "warmup_stable_decay":
+        # The rate falls to zero at the end, by default in the last fifth of the steps.
+        options["num_decay_steps"] = args.decay_steps or total_steps // 5
+    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
+
+
 # -- Data ------------------------------------------------------------------------------------------
 
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
@@ -491,7 +500,8 @@ def evaluate(model, samples, args, device):
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["weight_decay", "max_grad_norm"]
 
 
 @dataclass
@@ -810,9 +820,11 @@ def parse_args():
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    schedules = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
+    schedules += ["constant_with_warmup", "warmup_stable_decay"]
     add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--decay-steps", type=positive, help="last steps of warmup_stable_decay; default: a fifth")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")

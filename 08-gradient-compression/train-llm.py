@@ -115,7 +115,7 @@ def main():
     optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
-    scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    scheduler = lr_schedule(args, optimizer, total_steps)
     # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
     # sums that need more precision (norms, softmax, the loss) in fp32.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
@@ -301,6 +301,15 @@ def parameter_groups(model, args):
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     decay = {"params": matrices, "weight_decay": args.weight_decay}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+def lr_schedule(args, optimizer, total_steps):
+    """The learning rate of each step, relative to --lr."""
+    options = {}
+    if args.lr_scheduler == "warmup_stable_decay":
+        # The rate falls to zero at the end, by default in the last fifth of the steps.
+        options["num_decay_steps"] = args.decay_steps or total_steps // 5
+    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
 
 
 # -- Compression -----------------------------------------------------------------------------------
@@ -552,7 +561,8 @@ def evaluate(model, samples, args, device):
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["weight_decay", "max_grad_norm"]
 
 
 @dataclass
@@ -860,9 +870,11 @@ def parse_args():
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    schedules = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
+    schedules += ["constant_with_warmup", "warmup_stable_decay"]
     add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--decay-steps", type=positive, help="last steps of warmup_stable_decay; default: a fifth")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")

@@ -38,6 +38,7 @@ CASES = {
     "beyond the positions": (["-s", 129], 1, "128 positions"),
     "no language model": (["-m", "{tmp}/vit"], 1, "causal LM"),
     "unknown schedule": (["--lr-scheduler", "stairs"], 2, "cosine"),
+    "schedule without its options": (["--lr-scheduler", "cosine_with_min_lr"], 2, "cosine"),
     "negative seed": (["--seed", -1], 2, "--seed"),
     # --config
     "no config file": (["--config", "{tmp}/none.yaml"], 1, "cannot read"),

@@ -109,6 +109,7 @@ CHANGES = {
     "--weight-decay": 0.5,
     "--max-grad-norm": 0.5,
     "--warmup-steps": 3,
+    "--decay-steps": 3,
 }
 
 

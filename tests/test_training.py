@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 import torch
-from conftest import LLAMA, write_model
+from conftest import LLAMA, take_over, write_model
 from runner import CHAPTER_1, Run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,7 +26,7 @@ METRICS = {
 EVAL_METRICS = {"step", "epoch", "eval/loss", "eval/perplexity"}
 FLAGS = """experiment_name comet_project_name comet_workspace model_name from_scratch
 dataset_name dataset_subset seq_length batch_size gradient_accumulation_steps num_epochs max_steps
-lr lr_scheduler warmup_steps weight_decay max_grad_norm dtype activation_checkpointing compile
+lr lr_scheduler warmup_steps decay_steps weight_decay max_grad_norm dtype activation_checkpointing compile
 eval_freq log_freq ckpt_freq keep_checkpoints save_dir seed demo config device"""
 FACTS = """global_batch world_size parameters_total parameters_trainable dataset_samples
 dataset_tokens device_name device_memory_gb torch_version cuda_version transformers_version"""
@@ -138,6 +138,32 @@ def test_clipping_decay_and_schedule(trainer):
     assert min(result.column("grad_norm")) > 0  # logged, though nothing is clipped
     clipped = trainer(*flags, "--max-grad-norm", 1e-3, name="clipped")
     assert clipped.column("loss")[-1] != result.column("loss")[-1]
+
+
+SCHEDULES = """cosine cosine_with_restarts linear inverse_sqrt constant constant_with_warmup
+warmup_stable_decay""".split()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_works_to_its_last_step(trainer, schedule):
+    """Also where the warm-up takes all steps, and after a resume."""
+    flags = ["--lr-scheduler", schedule, "--lr", 1e-3, "--warmup-steps", 2, "--eval-freq", 0]
+    whole = trainer(*flags, "--max-steps", 10, "--ckpt-freq", 5, name="whole")
+    rates = whole.column("learning_rate")
+    assert len(rates) == 10
+    assert max(rates) == pytest.approx(1e-3)
+    if schedule == "warmup_stable_decay":  # the last fifth
+        expected = [0, 0.5, *[1] * 7, 0.5]
+        assert rates == pytest.approx([1e-3 * x for x in expected])
+        longer = trainer(*flags, "--max-steps", 10, "--decay-steps", 4, name="longer")
+        rates = longer.column("learning_rate")
+        assert rates[:7] == pytest.approx([1e-3 * x for x in (0, 0.5, 1, 1, 1, 1, 1)])
+        assert rates[8] == pytest.approx(0.5e-3)
+    take_over(whole, trainer, "resumed", 5)
+    resumed = trainer(*flags, "--max-steps", 10, "--ckpt-freq", 5, name="resumed")
+    assert resumed.column("learning_rate") == whole.column("learning_rate")
+    all_warmup = ["--lr-scheduler", schedule, "--warmup-steps", 3, "--max-steps", 3]
+    trainer(*all_warmup, "--eval-freq", 0, name="warmup")
 
 
 def test_compile_changes_nothing_but_speed(trainer):
