@@ -73,7 +73,9 @@ def main():
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
     model = build_model(args, config, device, checkpoint)
-    optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
+    )
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
     scheduler = lr_schedule(args, optimizer, total_steps)
@@ -391,7 +393,7 @@ def evaluate(model, samples, args, device):
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
-LASTING += ["weight_decay", "max_grad_norm"]
+LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
 
 @dataclass
@@ -627,13 +629,14 @@ DEMO = {
 }
 
 
-def at_least(minimum, kind=int):
-    """An argparse type: a finite number of this kind that is not below `minimum`."""
+def at_least(minimum, kind=int, below=math.inf):
+    """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
 
     def number(text):
         value = kind(text)
-        if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a number, {minimum} or larger, not {text}")
+        if not minimum <= value < below:
+            limits = f"at least {minimum} and below {below}"
+            raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
     return number
@@ -665,6 +668,8 @@ def parse_args():
     add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--decay-steps", type=positive, help="last steps of warmup_stable_decay; default: a fifth")
+    beta = at_least(0, float, below=1)
+    add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")

@@ -95,7 +95,9 @@ def main():
     if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     model = build_model(args, config, device, checkpoint)
-    optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
+    )
     # STREAM 1: The length of a stream is unknown, so --max-steps gives the schedule its last step.
     total_steps = args.max_steps
     scheduler = lr_schedule(args, optimizer, total_steps)
@@ -670,7 +672,7 @@ def evaluate(model, samples, args, device):
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
-LASTING += ["weight_decay", "max_grad_norm"]
+LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 LASTING += ["packing", "shuffle_window", "max_documents"]  # STREAM: they change the rows
 
 
@@ -1064,13 +1066,14 @@ DEMO = {
 }
 
 
-def at_least(minimum, kind=int):
-    """An argparse type: a finite number of this kind that is not below `minimum`."""
+def at_least(minimum, kind=int, below=math.inf):
+    """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
 
     def number(text):
         value = kind(text)
-        if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a number, {minimum} or larger, not {text}")
+        if not minimum <= value < below:
+            limits = f"at least {minimum} and below {below}"
+            raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
     return number
@@ -1105,6 +1108,8 @@ def parse_args():
     add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
     add("--decay-steps", type=positive, help="last steps of warmup_stable_decay; default: a fifth")
+    beta = at_least(0, float, below=1)
+    add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")

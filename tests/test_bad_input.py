@@ -17,6 +17,7 @@ CASES = {
     "negative steps": (["--max-steps", -1], 2, "--max-steps"),
     "no number": (["--lr", "fast"], 2, "--lr"),
     "infinite rate": (["--lr", "inf"], 2, "--lr"),
+    "beta of 1": (["--adam-beta2", 1], 2, "below 1"),
     "negative frequency": (["--eval-freq", -5], 2, "--eval-freq"),
     "unknown dtype": (["--dtype", "int8"], 2, "--dtype"),
     "absent device": (["--device", "tpu"], 2, "cpu"),

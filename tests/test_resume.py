@@ -110,6 +110,7 @@ CHANGES = {
     "--max-grad-norm": 0.5,
     "--warmup-steps": 3,
     "--decay-steps": 3,
+    "--adam-beta2": 0.9,
 }
 
 

@@ -26,7 +26,7 @@ METRICS = {
 EVAL_METRICS = {"step", "epoch", "eval/loss", "eval/perplexity"}
 FLAGS = """experiment_name comet_project_name comet_workspace model_name from_scratch
 dataset_name dataset_subset seq_length batch_size gradient_accumulation_steps num_epochs max_steps
-lr lr_scheduler warmup_steps decay_steps weight_decay max_grad_norm dtype activation_checkpointing compile
+lr lr_scheduler warmup_steps decay_steps adam_beta2 weight_decay max_grad_norm dtype activation_checkpointing compile
 eval_freq log_freq ckpt_freq keep_checkpoints save_dir seed demo config device"""
 FACTS = """global_batch world_size parameters_total parameters_trainable dataset_samples
 dataset_tokens device_name device_memory_gb torch_version cuda_version transformers_version"""
@@ -138,6 +138,18 @@ def test_clipping_decay_and_schedule(trainer):
     assert min(result.column("grad_norm")) > 0  # logged, though nothing is clipped
     clipped = trainer(*flags, "--max-grad-norm", 1e-3, name="clipped")
     assert clipped.column("loss")[-1] != result.column("loss")[-1]
+
+
+def test_second_beta_of_adam(trainer):
+    """The second update differs, and the optimizer has the value."""
+    flags = ["--max-steps", 3, "--eval-freq", 0]
+    default = trainer(*flags, name="default")
+    other = trainer(*flags, "--adam-beta2", 0.5, name="other")
+    assert other.column("loss")[:2] == default.column("loss")[:2]
+    assert other.column("loss")[2] != default.column("loss")[2]
+    for result, beta in ((default, 0.999), (other, 0.5)):
+        state = torch.load(result.folder / "step-00000003" / "training_state.pt")
+        assert {group["betas"] for group in state["optimizer"]["param_groups"]} == {(0.9, beta)}
 
 
 SCHEDULES = """cosine cosine_with_restarts linear inverse_sqrt constant constant_with_warmup
