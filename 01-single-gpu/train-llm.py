@@ -68,7 +68,7 @@ def main():
 
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
-    train_samples, eval_samples = load_samples(args, tokenizer, global_batch)
+    train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
@@ -261,6 +261,8 @@ def load_config_and_tokenizer(args):
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
     # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -285,14 +287,19 @@ def load_documents(name, subset):
         return datasets.load_dataset(**spec)
 
 
-def tokenize(rows, tokenizer, column):
+def tokenize(rows, tokenizer, column, vocab_size):
     """The token ids of each document that is not empty, and an end-of-text token after each."""
     texts = [text for text in rows[column] if text]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
+    documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
+    largest = max(map(max, documents), default=0)
+    if largest >= vocab_size:
+        remedy = "give the model its own tokenizer, or from scratch a larger vocab_size"
+        fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
+    return {"input_ids": documents}
 
 
-def tokenized(documents, tokenizer):
+def tokenized(documents, tokenizer, config):
     """The token ids of the documents of a split: column `text`, or the first column with text."""
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
@@ -303,7 +310,11 @@ def tokenized(documents, tokenizer):
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
-        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "column": column,
+            "vocab_size": config.get_text_config().vocab_size,
+        },
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
@@ -328,14 +339,14 @@ class PackedSamples:
         return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
 
 
-def load_samples(args, tokenizer, global_batch):
+def load_samples(args, tokenizer, config, global_batch):
     """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
     splits = load_documents(args.dataset_name, args.dataset_subset)
-    train_samples = PackedSamples(tokenized(splits["train"], tokenizer), args.seq_length)
+    train_samples = PackedSamples(tokenized(splits["train"], tokenizer, config), args.seq_length)
     count = len(train_samples)
     held_out = splits.get("validation", splits.get("test"))
     if held_out:
-        eval_samples = PackedSamples(tokenized(held_out, tokenizer), args.seq_length)
+        eval_samples = PackedSamples(tokenized(held_out, tokenizer, config), args.seq_length)
     else:
         count -= max(1, count // 100)  # the last samples, before the shuffle
         eval_samples = Subset(train_samples, range(count, len(train_samples)))

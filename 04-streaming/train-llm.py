@@ -84,7 +84,7 @@ def main():
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
     # STREAM: Each rank reads and tokenizes its own text, so no rank prepares text for others.
-    train_samples, eval_samples = load_samples(args, tokenizer, state)
+    train_samples, eval_samples = load_samples(args, tokenizer, config, state)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
@@ -391,6 +391,8 @@ def load_config_and_tokenizer(args):
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
     # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -416,14 +418,19 @@ def load_documents(name, subset):
         return datasets.load_dataset(**spec, streaming=True)
 
 
-def tokenize(rows, tokenizer, column):
+def tokenize(rows, tokenizer, column, vocab_size):
     """The token ids of each document that is not empty, and an end-of-text token after each."""
     texts = [text for text in rows[column] if text]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
+    documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
+    largest = max(map(max, documents), default=0)
+    if largest >= vocab_size:
+        remedy = "give the model its own tokenizer, or from scratch a larger vocab_size"
+        fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
+    return {"input_ids": documents}
 
 
-def tokenized(documents, tokenizer):
+def tokenized(documents, tokenizer, config):
     """The token ids of the documents of a split: column `text`, or the first column with text."""
     with explain("cannot read the first document"):  # STREAM: it shows the columns
         documents = documents._resolve_features()
@@ -436,13 +443,17 @@ def tokenized(documents, tokenizer):
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
-        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "column": column,
+            "vocab_size": config.get_text_config().vocab_size,
+        },
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
 
 
-def load_samples(args, tokenizer, state):
+def load_samples(args, tokenizer, config, state):
     """The stream of this rank; and the first held-out documents, each in rows of its own."""
     name = args.dataset_name
     if os.path.exists(f"{name}/index.json") or ("://" in name and not name.startswith("http")):
@@ -463,7 +474,7 @@ def load_samples(args, tokenizer, state):
         documents = documents.shuffle(seed=args.seed, buffer_size=1)  # the order of the files
         documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
         place = state.places[RANK]
-        windows = text_windows(tokenized(documents, tokenizer), place, args)
+        windows = text_windows(tokenized(documents, tokenizer, config), place, args)
         train_samples = Stream(windows, place)
     if not args.eval_freq:
         return train_samples, []
@@ -471,7 +482,7 @@ def load_samples(args, tokenizer, state):
         splits = load_documents(args.eval_dataset, args.eval_dataset_subset)
         splits = {"test": splits.get("train")} | splits
     held_out = splits.get("validation", splits.get("test"))
-    documents = held_out and islice(tokenized(held_out, tokenizer), args.eval_documents)
+    documents = held_out and islice(tokenized(held_out, tokenizer, config), args.eval_documents)
     ids = [document["input_ids"] for document in documents or []]
     if not ids:
         fail("there are no documents to evaluate on: give --eval-dataset, or --eval-freq 0")

@@ -26,8 +26,9 @@ METRICS = {
 EVAL_METRICS = {"step", "epoch", "eval/loss", "eval/perplexity"}
 FLAGS = """experiment_name comet_project_name comet_workspace model_name from_scratch
 dataset_name dataset_subset seq_length batch_size gradient_accumulation_steps num_epochs max_steps
-lr lr_scheduler warmup_steps decay_steps adam_beta2 weight_decay max_grad_norm dtype activation_checkpointing compile
-eval_freq log_freq ckpt_freq keep_checkpoints save_dir seed demo config device"""
+lr lr_scheduler warmup_steps decay_steps adam_beta2 weight_decay max_grad_norm dtype
+activation_checkpointing compile eval_freq log_freq ckpt_freq keep_checkpoints save_dir seed demo
+config device"""
 FACTS = """global_batch world_size parameters_total parameters_trainable dataset_samples
 dataset_tokens device_name device_memory_gb torch_version cuda_version transformers_version"""
 
@@ -152,8 +153,8 @@ def test_second_beta_of_adam(trainer):
         assert {group["betas"] for group in state["optimizer"]["param_groups"]} == {(0.9, beta)}
 
 
-SCHEDULES = """cosine cosine_with_restarts linear inverse_sqrt constant constant_with_warmup
-warmup_stable_decay""".split()
+SCHEDULES = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
+SCHEDULES += ["constant_with_warmup", "warmup_stable_decay"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
