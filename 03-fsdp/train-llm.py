@@ -334,6 +334,11 @@ def from_files(name):
     )
     if unfit := report["missing_keys"] | report["mismatched_keys"]:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
+    # Transformers does not tie weights that differ, so the model would not be that of the config.
+    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+        own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
+        remedy = "set tie_word_embeddings to false in config.json"
+        fail(f"the files of {name} {own} embeddings: {remedy}")
     return model
 
 

@@ -3,15 +3,17 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 
 import pytest
 import torch
-from conftest import LLAMA, take_over, write_model
-from runner import CHAPTER_1, Run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from conftest import LLAMA, assert_one_sentence, take_over, write_model
+from runner import CHAPTER_1, CHAPTER_2, Run
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 METRICS = {
     "step",
@@ -210,6 +212,31 @@ def test_model_families_train_from_scratch_and_reload(trainer, family):
         "-m", result.folder / "final", "--max-steps", 1, "--no-from-scratch", name="tuned"
     )
     assert tuned.column("loss")[0] < result.column("loss")[0] - 1
+
+
+@pytest.mark.parametrize("chapter", [CHAPTER_1, CHAPTER_2], ids=lambda path: path.parent.name)
+def test_a_head_of_its_own_under_a_tied_config(trainer, model, chapter):
+    """Refused where the two matrices differ, and trained as tied where they are equal."""
+    folder = trainer.folder / "own-head"
+    shutil.copytree(model, folder)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    weights = {name: x.clone() for name, x in whole.state_dict().items()}
+    assert "lm_head.weight" in weights
+    flags = ["-m", folder, "--no-from-scratch", "--max-steps", 1]
+    options = {"script": chapter, "processes": int(chapter == CHAPTER_2)}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    tied = trainer(*flags, **options)
+    final = load_file(tied.folder / "final" / "model.safetensors")
+    assert "lm_head.weight" not in final
+    weights["lm_head.weight"][5] += 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    result = trainer(*flags, **options, name="own", status=1)
+    assert_one_sentence(result.output, "set tie_word_embeddings to false in config.json")
+    assert_one_sentence(result.output, f"the files of {folder} hold an output matrix of their own")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    untied = trainer(*flags, **options, name="untied")
+    assert "lm_head.weight" in load_file(untied.folder / "final" / "model.safetensors")
 
 
 SPIN = """
