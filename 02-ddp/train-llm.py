@@ -233,13 +233,16 @@ def build_model(args, config, device, checkpoint):
     # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
-    if args.from_scratch and not checkpoint:
+    if checkpoint:
+        with reading(checkpoint):
+            model = from_files(checkpoint)
+    elif args.from_scratch:
         model.to_empty(device=device).tie_weights()
         model.init_weights()  # as Transformers does, but directly on the GPU
     else:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
         with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
-            model = from_files(checkpoint or args.model_name)
+            model = from_files(args.model_name)
     model.to(device)  # files are read into CPU memory first
     if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
         with suppress(ValueError):  # families without it keep their default, mostly SDPA
@@ -454,6 +457,10 @@ LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
 
+# Folders with other names, such as step-final.bak, are no checkpoints.
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
+
+
 @dataclass
 class RunState:
     """The position of a run. Every checkpoint stores it as `state.json`."""
@@ -491,7 +498,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         torch.save(training_state, folder / "training_state.pt")
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
-    for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
+    for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
         shutil.rmtree(old.rename(run_folder / "incomplete"))
 
@@ -505,12 +512,15 @@ def open_run(args):
     run_folder = args.save_dir / args.experiment_name
     with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
-    newest = max(run_folder.glob("step-*"), default=None)
+    newest = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
     if not newest:
         return run_folder, None, new_state
-    if not (newest / "training_state.pt").exists():
+    with reading(newest):
+        saved = json.loads((newest / "state.json").read_text())
+    unknown = saved.keys() - asdict(new_state).keys()
+    if unknown or (newest / ".metadata").exists():
         fail(f"{newest} is from another chapter: choose another --experiment-name")
-    state = RunState(**json.loads((newest / "state.json").read_text()))
+    state = RunState(**saved)
     for name, value in state.flags.items():
         if flags[name] != value:
             fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
@@ -520,7 +530,9 @@ def open_run(args):
 
 def load_training_state(checkpoint, stateful):
     """Restores optimizer, scheduler and scaler in place."""
-    training_state = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
+    file = checkpoint / "training_state.pt"
+    with reading(checkpoint):
+        training_state = torch.load(file, map_location="cpu", mmap=True)
     for name, part in stateful.items():
         part.load_state_dict(training_state[name])
     # Another --max-steps changes the schedule, so compute the next learning rate again.
@@ -641,7 +653,8 @@ class RunLog:
 
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+            with reading(checkpoint):
+                shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.comet = start_comet(run_folder / "comet", state, args)
 
@@ -691,6 +704,12 @@ def explain(message):
         yield
     except Exception as error:
         fail(f"{message} ({error!r:.300})")
+
+
+def reading(checkpoint):
+    """As `explain`, for a checkpoint whose files are missing or broken."""
+    remedy = "remove this folder, and the run continues from the checkpoint before"
+    return explain(f"the checkpoint {checkpoint} is damaged: {remedy}")
 
 
 def catch_stop_signals():

@@ -692,6 +692,10 @@ LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 LASTING += ["packing", "shuffle_window", "max_documents"]  # STREAM: they change the rows
 
 
+# Folders with other names, such as step-final.bak, are no checkpoints.
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
+
+
 @dataclass
 class RunState:
     """The position of a run. Every checkpoint stores it as `state.json`."""
@@ -808,7 +812,7 @@ def write_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         yield written
     if local:
         dist.barrier(writers())  # NODES: all ranks have the new checkpoint, so old ones may go
-    for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
+    for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
         shutil.rmtree(old.rename(run_folder / "incomplete"))
 
@@ -852,10 +856,13 @@ def open_run(args):
     newest = own or begin
     if not newest:
         return run_folder, None, new_state
-    if not (newest / ".metadata").exists():  # FSDP: the index of the shards
+    with reading(newest):
+        saved = json.loads((newest / "state.json").read_text())
+    unknown = saved.keys() - asdict(new_state).keys()
+    if unknown or (newest / "training_state.pt").exists():  # FSDP: a file of chapters 1 and 2
         # NODES: Checkpoints of chapters 3 and 4 can be read: they have the format `shard`.
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
-    state = RunState(**json.loads((newest / "state.json").read_text()))
+    state = RunState(**saved)
     if not own:
         state.comet_key = new_state.comet_key
     for name, value in state.flags.items():
@@ -998,7 +1005,8 @@ class RunLog:
 
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+            with reading(checkpoint):
+                shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.comet = start_comet(run_folder / "comet", state, args)
 
@@ -1048,6 +1056,12 @@ def explain(message):
         yield
     except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
         fail(f"{message} ({error!r:.300})")
+
+
+def reading(checkpoint):
+    """As `explain`, for a checkpoint whose files are missing or broken."""
+    remedy = "remove this folder, and the run continues from the checkpoint before"
+    return explain(f"the checkpoint {checkpoint} is damaged: {remedy}")
 
 
 def catch_stop_signals():

@@ -613,6 +613,10 @@ LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
 
+# Folders with other names, such as step-final.bak, are no checkpoints.
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
+
+
 @dataclass
 class RunState:
     """The position of a run. Every checkpoint stores it as `state.json`."""
@@ -662,7 +666,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         save_model(folder, model, tokenizer)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
-    for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
+    for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
         shutil.rmtree(old.rename(run_folder / "incomplete"))
 
@@ -676,12 +680,15 @@ def open_run(args):
     run_folder = args.save_dir / args.experiment_name
     with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
-    newest = max(run_folder.glob("step-*"), default=None)
+    newest = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
     if not newest:
         return run_folder, None, new_state
-    if not (newest / ".metadata").exists():  # FSDP: the index of the shards
+    with reading(newest):
+        saved = json.loads((newest / "state.json").read_text())
+    unknown = saved.keys() - asdict(new_state).keys()
+    if unknown or (newest / "training_state.pt").exists():  # FSDP: a file of chapters 1 and 2
         fail(f"{newest} is from another chapter: choose another --experiment-name")
-    state = RunState(**json.loads((newest / "state.json").read_text()))
+    state = RunState(**saved)
     for name, value in state.flags.items():
         if flags[name] != value:
             fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
@@ -693,7 +700,10 @@ def load_training_state(checkpoint, stateful, model):
     """Restores optimizer, scheduler and scaler in place."""
     # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
     state = sharded_state(model, stateful)
-    dcp.load(state, checkpoint_id=checkpoint)
+    with reading(checkpoint):
+        # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
+        dcp.FileSystemReader(checkpoint).read_metadata()
+        dcp.load(state, checkpoint_id=checkpoint)
     state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
     # Another --max-steps changes the schedule, so compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
@@ -828,7 +838,8 @@ class RunLog:
 
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+            with reading(checkpoint):
+                shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.comet = start_comet(run_folder / "comet", state, args)
 
@@ -878,6 +889,12 @@ def explain(message):
         yield
     except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
         fail(f"{message} ({error!r:.300})")
+
+
+def reading(checkpoint):
+    """As `explain`, for a checkpoint whose files are missing or broken."""
+    remedy = "remove this folder, and the run continues from the checkpoint before"
+    return explain(f"the checkpoint {checkpoint} is damaged: {remedy}")
 
 
 def catch_stop_signals():
