@@ -640,9 +640,17 @@ def new_folder(folder):
     temporary.mkdir()
     dist.barrier()  # FSDP: the other ranks have waited for the folder
     yield temporary
-    os.sync()  # the files are on the disk before the folder gets its name
+    for path in [*temporary.rglob("*"), temporary]:
+        sync(path)  # the files are on the disk before the folder gets its name
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
+
+
+def sync(path):
+    """Waits until a file, or the list of the files of a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def save_model(folder, model, tokenizer):

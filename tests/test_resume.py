@@ -209,6 +209,46 @@ def test_full_disk_while_saving(trainer):
     assert trainer(*constant, name="full").checkpoints == whole.checkpoints
 
 
+WATCH_DISK = """
+import os
+import pathlib
+
+fsync, rename = os.fsync, pathlib.Path.rename
+
+def watched_fsync(descriptor):
+    number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+    print("\\nfsync", os.readlink(f"/proc/self/fd/{number}"), flush=True)
+    fsync(descriptor)
+
+def watched_rename(path, target):
+    files = [*path.rglob("*")] if path.name == "incomplete" else []
+    print("\\nrename", target, *sorted(str(file) for file in files), flush=True)
+    return rename(path, target)
+
+os.fsync, pathlib.Path.rename = watched_fsync, watched_rename
+"""
+
+
+@pytest.mark.parametrize("chapter", ["01-single-gpu", "02-ddp", *SHARDED])
+def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer, chapter):
+    """Each file, and then the folder: a killed process cannot show a missing sync."""
+    script = REPOSITORY / chapter / "train-llm.py"
+    options = {"script": script, "processes": 2 * (chapter != "01-single-gpu")}
+    result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=WATCH_DISK, **options)
+    output = result.run.ranks[0].output if options["processes"] else result.output
+    synced, named = [], []
+    for line in output.splitlines():
+        what, *words = line.split(" ")
+        if what == "fsync":
+            synced.append(words[0])
+        if what == "rename" and words[1:]:
+            named.append(words[0].rsplit("/", 1)[1])
+            assert set(words[1:]) <= set(synced)
+            assert synced[-1] == str(result.folder / "incomplete")  # after the files
+            synced.clear()
+    assert named == ["step-00000001", "step-00000002", "final"]
+
+
 def test_a_loss_that_is_not_finite_is_never_saved(trainer):
     flags = ["--lr", 1e30, "--max-grad-norm", 0, "--max-steps", 50, "--log-freq", 50]
     result = trainer(*flags, "--ckpt-freq", 1, status=1)
