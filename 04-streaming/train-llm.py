@@ -119,7 +119,8 @@ def main():
     tokens = []  # STREAM: in each step since the last logged one, without padding
     rows_per_step = global_batch // WORLD_SIZE
     last_step_of_pass = 0  # STREAM: a pass without a step ends the run
-    timer = PhaseTimer(device)
+    # DDP: The tokens of the whole job are the work of all devices.
+    timer = PhaseTimer(device, flops_per_token(config, args.seq_length) / WORLD_SIZE)
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
     stop_signals = catch_stop_signals()
@@ -828,8 +829,9 @@ class PhaseTimer:
     with the work. Their times are read at logged steps, when the GPU has passed them.
     """
 
-    def __init__(self, device):
+    def __init__(self, device, flops_per_token):
         self.on_gpu = device.type == "cuda"
+        self.flops_per_token = flops_per_token
         self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
         self.last_read = time.perf_counter()
 
@@ -847,7 +849,7 @@ class PhaseTimer:
         return event
 
     def read(self, tokens_per_step):
-        """Milliseconds per optimizer step and tokens per second, since the last read."""
+        """Milliseconds per optimizer step, tokens per second and TFLOP/s, since the last read."""
         steps = len(self.spans["update"])
         metrics = {}
         for phase, spans in self.spans.items():
@@ -859,7 +861,26 @@ class PhaseTimer:
         self.last_read = now
         metrics["time/total_ms"] = 1e3 * seconds
         metrics["tokens_per_second"] = tokens_per_step / seconds
+        metrics["tflops_per_device"] = metrics["tokens_per_second"] * self.flops_per_token / 1e12
         return metrics
+
+
+def flops_per_token(config, seq_length):
+    """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config = config.get_text_config()
+    used = sum(parameter.numel() for parameter in model.parameters())
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.weight is not head.weight:
+            used -= module.weight.numel()  # looking up a row computes nothing
+    active_experts = getattr(config, "num_experts_per_tok", None)
+    for name, parameter in model.named_parameters():
+        if active_experts and ".experts." in name:  # of shape (experts, ...)
+            idle = 1 - active_experts / parameter.shape[0]
+            used -= round(parameter.numel() * idle)
+    return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
 
 
 def memory_metrics(device):

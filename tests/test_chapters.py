@@ -462,8 +462,8 @@ DAMAGES = {
     "a marker gone": (places_without_marker, "# DDP: the fullest device", "# the fullest device"),
     "a change without marker": (
         places_without_marker,
-        "    # The training loop.\n",
-        "    # The training loop.\n    dist.get_rank()\n",
+        "        progress.update()\n",
+        "        progress.update()\n        dist.get_rank()\n",
     ),
     "an idea without its number": (ideas_out_of_form, "# DDP 4: ", "# DDP: "),
     "ideas out of order": (ideas_out_of_form, "# DDP 4: ", "# DDP 11: "),
@@ -474,8 +474,8 @@ DAMAGES = {
     ),
     "more tokens": (
         over_budget,
-        "    timer = PhaseTimer(device)\n",
-        "    timer = PhaseTimer(device)\n    dist.get_rank(1, 2, 3)  # DDP: no reason\n",
+        "    logged_step = state.step\n    #",
+        f"    logged_step = state.step\n    dist.get_rank({'1, ' * 99})  # DDP: no reason\n    #",
     ),
     "an import of another chapter's folder": (
         imports_of_this_project,

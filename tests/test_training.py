@@ -11,7 +11,7 @@ import zipfile
 import pytest
 import torch
 from conftest import LLAMA, assert_one_sentence, take_over, write_model
-from runner import CHAPTER_1, CHAPTER_2, Run
+from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Run
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +22,7 @@ METRICS = {
     "learning_rate",
     "grad_norm",
     "tokens_per_second",
+    "tflops_per_device",
     "memory/resident_gb",
     *(f"time/{phase}_ms" for phase in ("data", "forward", "backward", "update", "total")),
 }
@@ -42,6 +43,11 @@ def test_a_run_from_start_to_end(trainer, model):
     assert math.isclose(losses[0], math.log(2048), rel_tol=0.02)  # random: all tokens alike
     assert sum(losses[-5:]) / 5 < losses[0] - 2
     assert all(time > 0 for time in result.column("time/forward_ms"))
+    # 2 layers of 4 matrices for attention and 3 for the MLP, norms, and the tied head
+    used = 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32 + 2048 * 32
+    flops = 6 * used + 12 * 2 * 32 * 32
+    expected = [speed * flops / 1e12 for speed in result.column("tokens_per_second")]
+    assert result.column("tflops_per_device") == pytest.approx(expected)
 
     # The interface: names of the metrics, when each record is written, files
     steps = [r for r in result.records if "loss" in r]
@@ -91,6 +97,49 @@ def test_a_run_from_start_to_end(trainer, model):
     more = trainer("--max-steps", 62, *flags)
     assert more.records[: len(before)] == before
     assert [r["step"] for r in more.records[len(before) :]] == [61, 62, 62]
+
+
+# Config, and the parameters that a token uses, counted by hand
+SMALL = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
+SMALL |= {"num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 10}
+LAYER = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 2 * 8  # q, k, v, o and two norms
+MLP = 3 * 8 * 10
+USED = {
+    "llama, tied": ({"tie_word_embeddings": True}, 3 * (LAYER + MLP) + 8 + 100 * 8),
+    "llama": ({"tie_word_embeddings": False}, 3 * (LAYER + MLP) + 8 + 100 * 8),
+    "mixtral": (
+        {"num_local_experts": 5, "num_experts_per_tok": 2},
+        3 * (LAYER + 5 * 8 + 2 * MLP) + 8 + 100 * 8,
+    ),
+    "qwen3_moe": (
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10},
+        3 * (LAYER + 2 * 4 + 6 * 8 + 2 * MLP) + 8 + 100 * 8,
+    ),
+    # positions are looked up; biases; the head is tied
+    "gpt2": ({}, 3 * (12 * 8 * 8 + 9 * 8 + 4 * 8) + 2 * 8 + 100 * 8),
+}
+
+
+@pytest.mark.parametrize("case", USED)
+def test_operations_per_token(chapter_1, case):
+    options, used = USED[case]
+    family = case.split(",")[0]
+    shape = SMALL
+    if family == "gpt2":
+        shape = {"n_embd": 8, "n_layer": 3, "n_head": 2, "vocab_size": 100}
+    config = AutoConfig.for_model(family, **shape, **options)
+    assert chapter_1.flops_per_token(config, 16) == 6 * used + 12 * 3 * 8 * 16
+
+
+@pytest.mark.parametrize("number", ["02", "03", "06", "07", "08"])
+def test_operations_per_device(trainer, model, chapter_1, number):
+    """Of the whole model and of the whole job, divided by all devices, whatever they share."""
+    (script,) = REPOSITORY.glob(f"{number}-*/train-llm.py")
+    flags = ["--max-steps", 2, "--eval-freq", 0, "--gradient-accumulation-steps", 2]
+    result = trainer(*flags, script=script, processes=2)
+    flops = chapter_1.flops_per_token(AutoConfig.from_pretrained(model), 32)
+    expected = [speed * flops / 2 / 1e12 for speed in result.column("tokens_per_second")]
+    assert result.column("tflops_per_device") == pytest.approx(expected)
 
 
 def test_without_a_name_nothing_is_written(trainer):
