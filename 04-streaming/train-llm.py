@@ -676,7 +676,7 @@ def open_run(args):
         fail(f"{newest} is from another chapter: choose another --experiment-name")
     state = RunState(**json.loads((newest / "state.json").read_text()))
     for name, value in state.flags.items():
-        if flags[name] != value:
+        if flags.get(name) != value:
             fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
     say(f"Continuing from {newest}")
     return run_folder, newest, state

@@ -99,7 +99,7 @@ def main():
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if os.environ["LOCAL_RANK"] != "0":
         dist.barrier(patient_group)
-    train_samples, eval_samples = load_samples(args, tokenizer, global_batch)
+    train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
     if os.environ["LOCAL_RANK"] == "0":
         dist.barrier(patient_group)
     if checkpoint and state.train_samples != len(train_samples):
@@ -110,10 +110,12 @@ def main():
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     # PP: `model` holds the weights of this rank. `stages` share the weights, and do the computing.
     model, stages, tied_head = build_model(args, config, device, checkpoint)
-    optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
+    )
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
-    scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    scheduler = lr_schedule(args, optimizer, total_steps)
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
@@ -141,7 +143,8 @@ def main():
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    timer = PhaseTimer(device)
+    # DDP: The tokens of the whole job are the work of all devices.
+    timer = PhaseTimer(device, flops_per_token(config, args.seq_length) / WORLD_SIZE)
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
     stop_signals = catch_stop_signals()
@@ -467,6 +470,11 @@ def from_files(name):
     )
     if unfit := report["missing_keys"] | report["mismatched_keys"]:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
+    # Transformers does not tie weights that differ, so the model would not be that of the config.
+    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+        own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
+        remedy = "set tie_word_embeddings to false in config.json"
+        fail(f"the files of {name} {own} embeddings: {remedy}")
     return model
 
 
@@ -476,6 +484,15 @@ def parameter_groups(model, args):
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     decay = {"params": matrices, "weight_decay": args.weight_decay}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+def lr_schedule(args, optimizer, total_steps):
+    """The learning rate of each step, relative to --lr."""
+    options = {}
+    if args.lr_scheduler == "warmup_stable_decay":
+        # The rate falls to zero at the end, by default in the last fifth of the steps.
+        options["num_decay_steps"] = args.decay_steps or total_steps // 5
+    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
 
 
 # -- Data ------------------------------------------------------------------------------------------
@@ -491,6 +508,8 @@ def load_config_and_tokenizer(args):
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
     # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -540,14 +559,19 @@ def load_documents(name, subset):
         return datasets.load_dataset(**spec)
 
 
-def tokenize(rows, tokenizer, column):
+def tokenize(rows, tokenizer, column, vocab_size):
     """The token ids of each document that is not empty, and an end-of-text token after each."""
     texts = [text for text in rows[column] if text]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
+    documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
+    largest = max(map(max, documents), default=0)
+    if largest >= vocab_size:
+        remedy = "give the model its own tokenizer, or from scratch a larger vocab_size"
+        fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
+    return {"input_ids": documents}
 
 
-def tokenized(documents, tokenizer):
+def tokenized(documents, tokenizer, config):
     """The token ids of the documents of a split: column `text`, or the first column with text."""
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
@@ -558,7 +582,11 @@ def tokenized(documents, tokenizer):
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
-        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "column": column,
+            "vocab_size": config.get_text_config().vocab_size,
+        },
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
@@ -583,16 +611,16 @@ class PackedSamples:
         return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
 
 
-def load_samples(args, tokenizer, global_batch):
+def load_samples(args, tokenizer, config, global_batch):
     """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
     splits = load_documents(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
-    train_samples = PackedSamples(tokenized(splits["train"], tokenizer), args.seq_length)
+    train_samples = PackedSamples(tokenized(splits["train"], tokenizer, config), args.seq_length)
     count = len(train_samples)
     held_out = splits.get("validation", splits.get("test"))
     if held_out:
-        eval_samples = PackedSamples(tokenized(held_out, tokenizer), args.seq_length)
+        eval_samples = PackedSamples(tokenized(held_out, tokenizer, config), args.seq_length)
     else:
         count -= max(1, count // 100)  # the last samples, before the shuffle
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
@@ -669,7 +697,12 @@ def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs t
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
+
+
+# Folders with other names, such as step-final.bak, are no checkpoints.
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
 
 
 @dataclass
@@ -695,9 +728,17 @@ def new_folder(folder):
     temporary.mkdir()
     dist.barrier()  # FSDP: the other ranks have waited for the folder
     yield temporary
-    os.sync()  # the files are on the disk before the folder gets its name
+    for path in [*temporary.rglob("*"), temporary]:
+        sync(path)  # the files are on the disk before the folder gets its name
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
+
+
+def sync(path):
+    """Waits until a file, or the list of the files of a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def save_model(folder, model, tokenizer):
@@ -725,7 +766,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         save_model(folder, model, tokenizer)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
-    for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
+    for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
         shutil.rmtree(old.rename(run_folder / "incomplete"))
 
@@ -739,14 +780,17 @@ def open_run(args):
     run_folder = args.save_dir / args.experiment_name
     with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
-    newest = max(run_folder.glob("step-*"), default=None)
+    newest = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
     if not newest:
         return run_folder, None, new_state
-    if not (newest / ".metadata").exists():  # FSDP: the index of the shards
+    with reading(newest):
+        saved = json.loads((newest / "state.json").read_text())
+    unknown = saved.keys() - asdict(new_state).keys()
+    if unknown or (newest / "training_state.pt").exists():  # FSDP: a file of chapters 1 and 2
         fail(f"{newest} is from another chapter: choose another --experiment-name")
-    state = RunState(**json.loads((newest / "state.json").read_text()))
+    state = RunState(**saved)
     for name, value in state.flags.items():
-        if flags[name] != value:
+        if flags.get(name) != value:
             fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
     say(f"Continuing from {newest}")
     return run_folder, newest, state
@@ -756,7 +800,10 @@ def load_training_state(checkpoint, stateful, model):
     """Restores optimizer, scheduler and scaler in place."""
     # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
     state = sharded_state(model, stateful)
-    dcp.load(state, checkpoint_id=checkpoint)
+    with reading(checkpoint):
+        # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
+        dcp.FileSystemReader(checkpoint).read_metadata()
+        dcp.load(state, checkpoint_id=checkpoint)
     state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
     # Another --max-steps changes the schedule, so compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
@@ -924,8 +971,9 @@ class PhaseTimer:
     with the work. Their times are read at logged steps, when the GPU has passed them.
     """
 
-    def __init__(self, device):
+    def __init__(self, device, flops_per_token):
         self.on_gpu = device.type == "cuda"
+        self.flops_per_token = flops_per_token
         self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
         self.last_read = time.perf_counter()
 
@@ -943,7 +991,7 @@ class PhaseTimer:
         return event
 
     def read(self, tokens_per_step):
-        """Milliseconds per optimizer step and tokens per second, since the last read."""
+        """Milliseconds per optimizer step, tokens per second and TFLOP/s, since the last read."""
         steps = len(self.spans["update"])
         metrics = {}
         for phase, spans in self.spans.items():
@@ -955,7 +1003,26 @@ class PhaseTimer:
         self.last_read = now
         metrics["time/total_ms"] = 1e3 * seconds
         metrics["tokens_per_second"] = tokens_per_step / seconds
+        metrics["tflops_per_device"] = metrics["tokens_per_second"] * self.flops_per_token / 1e12
         return metrics
+
+
+def flops_per_token(config, seq_length):
+    """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config = config.get_text_config()
+    used = sum(parameter.numel() for parameter in model.parameters())
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.weight is not head.weight:
+            used -= module.weight.numel()  # looking up a row computes nothing
+    active_experts = getattr(config, "num_experts_per_tok", None)
+    for name, parameter in model.named_parameters():
+        if active_experts and ".experts." in name:  # of shape (experts, ...)
+            idle = 1 - active_experts / parameter.shape[0]
+            used -= round(parameter.numel() * idle)
+    return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
 
 
 def memory_metrics(device):
@@ -990,7 +1057,8 @@ class RunLog:
 
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+            with reading(checkpoint):
+                shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.comet = start_comet(run_folder / "comet", state, args)
 
@@ -1042,6 +1110,12 @@ def explain(message):
         fail(f"{message} ({error.__cause__ or error!r:.300})")
 
 
+def reading(checkpoint):
+    """As `explain`, for a checkpoint whose files are missing or broken."""
+    remedy = "remove this folder, and the run continues from the checkpoint before"
+    return explain(f"the checkpoint {checkpoint} is damaged: {remedy}")
+
+
 def catch_stop_signals():
     """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
     received = []
@@ -1073,13 +1147,14 @@ DEMO = {
 }
 
 
-def at_least(minimum, kind=int):
-    """An argparse type: a finite number of this kind that is not below `minimum`."""
+def at_least(minimum, kind=int, below=math.inf):
+    """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
 
     def number(text):
         value = kind(text)
-        if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a number, {minimum} or larger, not {text}")
+        if not minimum <= value < below:
+            limits = f"at least {minimum} and below {below}"
+            raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
     return number
@@ -1114,9 +1189,13 @@ def parse_args():
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    schedules = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
+    schedules += ["constant_with_warmup", "warmup_stable_decay"]
     add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--decay-steps", type=positive, help="last steps of warmup_stable_decay; default: a fifth")
+    beta = at_least(0, float, below=1)
+    add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
@@ -1127,7 +1206,8 @@ def parse_args():
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
     add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=count, default=0, help="seed of random weights and sample order")
+    seed = at_least(0, below=2**32)  # the limit of NumPy
+    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # FSDP: These two flags choose between speed and memory.
     add("--cpu-offload", action="store_true", help="keep shards and AdamW state in CPU memory")
@@ -1154,8 +1234,6 @@ def parse_args():
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
-    if args.seed >= 2**32:
-        parser.error("--seed must be below 4294967296 (NumPy's limit)")
     return args
 
 

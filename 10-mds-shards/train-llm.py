@@ -88,7 +88,7 @@ def main():
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
     # MDS: All ranks open the shards together. No rank tokenizes, because the rows are tokens.
-    train_samples, eval_samples = load_samples(args, tokenizer)
+    train_samples, eval_samples = load_samples(args, tokenizer, config)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
@@ -96,10 +96,12 @@ def main():
     if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     model = build_model(args, config, device, checkpoint)
-    optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
+    )
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
     total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
-    scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    scheduler = lr_schedule(args, optimizer, total_steps)
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
@@ -124,8 +126,9 @@ def main():
     tokens = []  # MDS: in each step since the last logged one, without padding
     # MDS 1: A thread reads the rows of the next step, so that no rank waits for a download.
     reader = ThreadPoolExecutor(1)
-    reading = reader.submit(read_step, train_samples, state.samples, args)
-    timer = PhaseTimer(device)
+    next_batches = reader.submit(read_step, train_samples, state.samples, args)
+    # DDP: The tokens of the whole job are the work of all devices.
+    timer = PhaseTimer(device, flops_per_token(config, args.seq_length) / WORLD_SIZE)
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
     stop_signals = catch_stop_signals()
@@ -133,8 +136,9 @@ def main():
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         with timer("data"):
-            batches = reading.result()
-        reading = reader.submit(read_step, train_samples, state.samples + global_batch, args)
+            batches = next_batches.result()
+        next_first = state.samples + global_batch
+        next_batches = reader.submit(read_step, train_samples, next_first, args)
         # MDS 2: Count the labels of the whole step first, because its loss is a mean over them.
         # The last token of a row has no label, because nothing follows it.
         token_count = torch.tensor(np.sum(np.array(batches) >= 0))
@@ -315,6 +319,11 @@ def from_files(name):
     )
     if unfit := report["missing_keys"] | report["mismatched_keys"]:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
+    # Transformers does not tie weights that differ, so the model would not be that of the config.
+    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+        own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
+        remedy = "set tie_word_embeddings to false in config.json"
+        fail(f"the files of {name} {own} embeddings: {remedy}")
     return model
 
 
@@ -324,6 +333,15 @@ def parameter_groups(model, args):
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     decay = {"params": matrices, "weight_decay": args.weight_decay}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+def lr_schedule(args, optimizer, total_steps):
+    """The learning rate of each step, relative to --lr."""
+    options = {}
+    if args.lr_scheduler == "warmup_stable_decay":
+        # The rate falls to zero at the end, by default in the last fifth of the steps.
+        options["num_decay_steps"] = args.decay_steps or total_steps // 5
+    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
 
 
 # -- Data ------------------------------------------------------------------------------------------
@@ -339,6 +357,8 @@ def load_config_and_tokenizer(args):
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
     # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -374,14 +394,19 @@ def load_documents(name, subset):
         return {name: documents._resolve_features() for name, documents in splits.items()}
 
 
-def tokenize(rows, tokenizer, column):
+def tokenize(rows, tokenizer, column, vocab_size):
     """The token ids of each document that is not empty, and an end-of-text token after each."""
     texts = [text for text in rows[column] if text]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
+    documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
+    largest = max(map(max, documents), default=0)
+    if largest >= vocab_size:
+        remedy = "give the model its own tokenizer, or from scratch a larger vocab_size"
+        fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
+    return {"input_ids": documents}
 
 
-def tokenized(documents, tokenizer):
+def tokenized(documents, tokenizer, config):
     """The token ids of the documents of a split: column `text`, or the first column with text."""
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
@@ -392,13 +417,17 @@ def tokenized(documents, tokenizer):
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
-        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "column": column,
+            "vocab_size": config.get_text_config().vocab_size,
+        },
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
 
 
-def load_samples(args, tokenizer):
+def load_samples(args, tokenizer, config):
     """The training rows, and the first held-out documents, each in rows of its own."""
     train_samples = MdsRows(args, tokenizer)
     say(f"{args.dataset_name}: {len(train_samples)} rows to train on")
@@ -411,7 +440,7 @@ def load_samples(args, tokenizer):
     if not held_out:
         fail(f"{args.eval_dataset} has no split named validation, test or train")
     documents = held_out[0].take(args.eval_documents)
-    ids = [document["input_ids"] for document in tokenized(documents, tokenizer)]
+    ids = [document["input_ids"] for document in tokenized(documents, tokenizer, config)]
     length = args.seq_length
     rows = [row[i : i + length] for row in ids for i in range(0, len(row), length)]
     say(f"{len(ids)} documents held out, in {len(rows)} rows")
@@ -603,8 +632,13 @@ def evaluate(model, samples, args, device):
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 LASTING += ["shuffle_window"]  # MDS: it changes the order of the rows
+
+
+# Folders with other names, such as step-final.bak, are no checkpoints.
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
 
 
 @dataclass
@@ -635,9 +669,17 @@ def new_folder(folder):
     temporary.mkdir(parents=True)  # NODES: also the folder of this rank
     dist.barrier(writers())  # FSDP: the other ranks have waited for the folder
     yield temporary
-    os.sync()  # the files are on the disk before the folder gets its name
+    for path in [*temporary.rglob("*"), temporary]:
+        sync(path)  # the files are on the disk before the folder gets its name
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
+
+
+def sync(path):
+    """Waits until a file, or the list of the files of a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def save_model(folder, model, tokenizer):
@@ -734,7 +776,7 @@ def write_checkpoint(folder, parts, texts, model, tokenizer, args):
             (incomplete / name).write_text(text)
     if local:
         dist.barrier(writers())  # NODES: all ranks have the new checkpoint, so old ones may go
-    for old in sorted(folder.parent.glob("step-*"))[: -args.keep_checkpoints]:
+    for old in sorted(folder.parent.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
         shutil.rmtree(old.rename(folder.with_name("incomplete")))
 
@@ -752,7 +794,8 @@ def newest_checkpoint(run_folder, args):
     if not is_shared and args.checkpoint_format != "local":
         fail(f"not all nodes see {run_folder}: share --save-dir, or use --checkpoint-format local")
     # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
-    found = {x.name: x for x in [*run_folder.glob("step-*"), *run_folder.glob(f"{OWN}/step-*")]}
+    folders = [*run_folder.glob(CHECKPOINT_NAMES), *run_folder.glob(f"{OWN}/{CHECKPOINT_NAMES}")]
+    found = {folder.name: folder for folder in folders}
     steps = gather(set(found))
     common = set.intersection(*steps)
     if any(steps) and not common:
@@ -782,14 +825,19 @@ def open_run(args):
         newest = of_this_rank(args.resume_dir)
     if not newest:
         return run_folder, None, new_state
-    if not (newest / ".metadata").exists():  # FSDP: the index of the shards
+    if is_new and not (newest / ".metadata").exists():
         # NODES: Checkpoints of chapter 3 can be read: they have the format `shard`.
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
-    state = RunState(**json.loads((newest / "state.json").read_text()))
+    with reading(newest):
+        saved = json.loads((newest / "state.json").read_text())
+    unknown = saved.keys() - asdict(new_state).keys()
+    if unknown or (newest / "training_state.pt").exists():  # FSDP: a file of chapters 1 and 2
+        fail(f"{newest} is from another chapter: choose another --experiment-name")
+    state = RunState(**saved)
     if is_new:
-        state.comet_key = new_state.comet_key
+        state.comet_key = new_state.comet_key  # NODES: a new run is a new experiment
     for name, value in state.flags.items():
-        if flags[name] != value:
+        if flags.get(name) != value:
             fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
     say(f"Continuing from {newest}")
     return run_folder, newest, state
@@ -810,7 +858,10 @@ def read_state(checkpoint, state):
     """Fills the tensors and objects of `state` from a checkpoint of any format."""
     # NODES: DCP reads the whole tensors of `full` in the same way as the shards of `shard`.
     local = checkpoint.parent.name == OWN
-    with explain(f"cannot read {checkpoint}: is it of another model, or of other ranks?"):
+    reason = "it is of another model or of other ranks, or it is damaged and has to be removed"
+    with explain(f"cannot read {checkpoint}: {reason}"):
+        # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
+        dcp.FileSystemReader(checkpoint).read_metadata()
         parts = own_shards(state) if local else state
         dcp.load(parts, checkpoint_id=checkpoint, no_dist=local)
 
@@ -947,8 +998,9 @@ class PhaseTimer:
     with the work. Their times are read at logged steps, when the GPU has passed them.
     """
 
-    def __init__(self, device):
+    def __init__(self, device, flops_per_token):
         self.on_gpu = device.type == "cuda"
+        self.flops_per_token = flops_per_token
         self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
         self.last_read = time.perf_counter()
 
@@ -966,7 +1018,7 @@ class PhaseTimer:
         return event
 
     def read(self, tokens_per_step):
-        """Milliseconds per optimizer step and tokens per second, since the last read."""
+        """Milliseconds per optimizer step, tokens per second and TFLOP/s, since the last read."""
         steps = len(self.spans["update"])
         metrics = {}
         for phase, spans in self.spans.items():
@@ -978,7 +1030,26 @@ class PhaseTimer:
         self.last_read = now
         metrics["time/total_ms"] = 1e3 * seconds
         metrics["tokens_per_second"] = tokens_per_step / seconds
+        metrics["tflops_per_device"] = metrics["tokens_per_second"] * self.flops_per_token / 1e12
         return metrics
+
+
+def flops_per_token(config, seq_length):
+    """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config = config.get_text_config()
+    used = sum(parameter.numel() for parameter in model.parameters())
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.weight is not head.weight:
+            used -= module.weight.numel()  # looking up a row computes nothing
+    active_experts = getattr(config, "num_experts_per_tok", None)
+    for name, parameter in model.named_parameters():
+        if active_experts and ".experts." in name:  # of shape (experts, ...)
+            idle = 1 - active_experts / parameter.shape[0]
+            used -= round(parameter.numel() * idle)
+    return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
 
 
 def memory_metrics(device):
@@ -1013,7 +1084,8 @@ class RunLog:
 
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+            with reading(checkpoint):
+                shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.comet = start_comet(run_folder / "comet", state, args)
 
@@ -1065,6 +1137,12 @@ def explain(message):
         fail(f"{message} ({error.__cause__ or error!r:.300})")
 
 
+def reading(checkpoint):
+    """As `explain`, for a checkpoint whose files are missing or broken."""
+    remedy = "remove this folder, and the run continues from the checkpoint before"
+    return explain(f"the checkpoint {checkpoint} is damaged: {remedy}")
+
+
 def catch_stop_signals():
     """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
     received = []
@@ -1097,13 +1175,14 @@ DEMO = {
 }
 
 
-def at_least(minimum, kind=int):
-    """An argparse type: a finite number of this kind that is not below `minimum`."""
+def at_least(minimum, kind=int, below=math.inf):
+    """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
 
     def number(text):
         value = kind(text)
-        if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a number, {minimum} or larger, not {text}")
+        if not minimum <= value < below:
+            limits = f"at least {minimum} and below {below}"
+            raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
     return number
@@ -1134,9 +1213,13 @@ def parse_args():
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    schedules = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
+    schedules += ["constant_with_warmup", "warmup_stable_decay"]
     add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--decay-steps", type=positive, help="last steps of warmup_stable_decay; default: a fifth")
+    beta = at_least(0, float, below=1)
+    add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
@@ -1147,7 +1230,8 @@ def parse_args():
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
     add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=count, default=0, help="seed of random weights and sample order")
+    seed = at_least(0, below=2**32)  # the limit of NumPy
+    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # MDS: The order of the rows, the cache of an address, and the held-out text.
     add("--shuffle-window", type=positive, default=1024, help="rows that are shuffled together")
@@ -1188,14 +1272,16 @@ def parse_args():
         parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
     if args.skip_optimizer and not args.resume_dir:
         parser.error("--skip-optimizer needs --resume-dir: the checkpoint with the weights")
-    steps = {path.name for path in args.resume_dir.glob("**/step-*")} if args.resume_dir else set()
+    steps = (
+        {path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")}
+        if args.resume_dir
+        else set()
+    )
     if steps:
         parser.error(f"--resume-dir is a whole run: name a checkpoint, such as RUN/{max(steps)}")
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
-    if args.seed >= 2**32:
-        parser.error("--seed must be below 4294967296 (NumPy's limit)")
     return args
 
 

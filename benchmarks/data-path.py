@@ -74,9 +74,10 @@ def rows_of_a_pass(windows) -> int:
 def compare_streams(rounds: int) -> None:
     """Documents per second of the cached path, and of the stream with each packing."""
     import datasets
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     cached, streamed = load_chapter("01-single-gpu"), load_chapter("04-streaming")
+    config = AutoConfig.from_pretrained(REPOSITORY / "tiny-llama")
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "tiny-llama")
     times = {name: [] for name in ("cached", "pack", "overflow", "trunc")}
     rows = {}
@@ -89,14 +90,14 @@ def compare_streams(rounds: int) -> None:
             for name in [*times][:: 1 if number % 2 == 0 else -1]:
                 begin = time.perf_counter()
                 if name == "cached":
-                    documents = cached.tokenized(whole, tokenizer)
+                    documents = cached.tokenized(whole, tokenizer, config)
                     rows[name] = len(cached.PackedSamples(documents, 1024))
                 else:
                     args = SimpleNamespace(
                         packing=name, seq_length=1024, shuffle_window=1024, seed=0
                     )
                     documents = streamed.load_documents(pattern, None)["train"]
-                    documents = streamed.tokenized(documents, tokenizer)
+                    documents = streamed.tokenized(documents, tokenizer, config)
                     windows = streamed.text_windows(documents, streamed.START, args)
                     rows[name] = rows_of_a_pass(windows)
                 times[name].append(time.perf_counter() - begin)
@@ -121,7 +122,7 @@ def compare_rows(rounds: int) -> None:
     """Rows per second: a slice of the cached tokens, and a sample of an MDS shard."""
     import datasets
     import streaming
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     cached, streamed = load_chapter("01-single-gpu"), load_chapter("04-streaming")
     args = SimpleNamespace(shuffle_window=1024, seed=0)
@@ -132,8 +133,9 @@ def compare_rows(rounds: int) -> None:
         model = REPOSITORY / "tiny-llama"
         write_mds(f"{folder}/mds", "-d", pattern, "-m", model, "-s", 1024, "--processes", 1)
         whole = datasets.load_dataset("json", data_files=pattern, cache_dir=folder)["train"]
+        config = AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        samples = cached.PackedSamples(cached.tokenized(whole, tokenizer), 1024)
+        samples = cached.PackedSamples(cached.tokenized(whole, tokenizer, config), 1024)
         mds = streaming.StreamingDataset(local=f"{folder}/mds", batch_size=1)
         assert mds.size == len(samples)
         for number in range(rounds):

@@ -12,8 +12,9 @@ given by its shape alone: nothing is downloaded.
 
 tokens/s     of the whole job: the median window of 5 steps after the warm-up. Then median, and
              least to most, over the rounds
-MFU          (6 * parameters + 12 * layers * hidden size * sequence length) * tokens/s, divided by
-             the rate of large matrix products in the same precision, measured in each round
+MFU          operations per token (docs/metrics.md) * tokens/s, divided by the peak of the devices
+             in their datasheet, for dense bf16; empty for other precisions and devices
+of products  the same, divided by the rate of large matrix products, measured in each round
 memory       per device, GB (1e9 bytes): reserved by PyTorch, peak; on CPUs resident in the process
 efficiency   tokens/s, divided by those of the same method on one device and by the devices; on
              CPUs, where all processes share the same cores, not divided by them
@@ -22,6 +23,7 @@ ratio        of tokens/s to chapter 1 within each round: median, and least to mo
 
 import argparse
 import datetime
+import importlib.util
 import json
 import math
 import os
@@ -47,6 +49,8 @@ CHAPTERS = [path for path in CHAPTERS if path.parent.name[:2] not in ("04", "05"
 PEERS = REPOSITORY / "benchmarks" / "peers"
 ON_GPU = torch.cuda.is_available()
 WINDOW = 5  # steps
+# FLOP/s of dense bf16 in the datasheets of NVIDIA, by a part of the device's name
+PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12}
 SPIN_COUNT = "10000"  # GOMP_SPINCOUNT of every contender, the value that the chapters set
 
 LLAMA = {
@@ -217,6 +221,23 @@ def matrix_rate(dtype: torch.dtype) -> float:
     return max(rates[1:])
 
 
+def datasheet_peak(dtype: torch.dtype) -> float | None:
+    """FLOP/s of one device, or None where this is not known."""
+    if not ON_GPU or dtype != torch.bfloat16:
+        return None
+    name = torch.cuda.get_device_name()
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def operations_per_token(config, seq_length: int) -> float:
+    """As chapter 1 counts them for the metric tflops_per_device."""
+    spec = importlib.util.spec_from_file_location("chapter_1", CHAPTERS[0])
+    chapter_1 = importlib.util.module_from_spec(spec)
+    sys.modules["chapter_1"] = chapter_1  # for its dataclasses
+    spec.loader.exec_module(chapter_1)
+    return chapter_1.flops_per_token(config, seq_length)
+
+
 def check_losses(found: list[Contender], tolerance: float) -> None:
     first = found[0]
     for contender in found:
@@ -228,17 +249,22 @@ def check_losses(found: list[Contender], tolerance: float) -> None:
                     sys.exit(f"error: the losses differ, {names}")
 
 
-def table(found: list[Contender], flops_per_token: float, rates: list[float]) -> str:
+def table(
+    found: list[Contender], flops_per_token: float, rates: list[float], peak: float | None
+) -> str:
     def spread(values: list[float], form: str) -> list[str]:
         ends = f"{min(values):{form}} to {max(values):{form}}"
         return [f"{statistics.median(values):{form}}", ends]
 
-    header = "devices | method | tokens/s | min to max | MFU | memory | efficiency | ratio |"
-    lines = [f"| {header} min to max |", "|---" * 9 + "|"]
+    header = "devices | method | tokens/s | min to max | MFU | of products | memory | efficiency |"
+    lines = [f"| {header} ratio | min to max |", "|---" * 10 + "|"]
     for contender in found:
         speeds = contender.column("tokens_per_second")
         machines = contender.devices if ON_GPU else 1
-        mfu = [s * flops_per_token / (machines * r) for s, r in zip(speeds, rates, strict=True)]
+        flops = [speed * flops_per_token / machines for speed in speeds]
+        mfu = f"{statistics.median(flops) / peak:.2f}" if peak else ""
+        shares = [done / rate for done, rate in zip(flops, rates, strict=True)]
+        of_products = f"{statistics.median(shares):.2f}"
         alone = next(
             (
                 other.column("tokens_per_second")
@@ -255,7 +281,7 @@ def table(found: list[Contender], flops_per_token: float, rates: list[float]) ->
         baseline = found[0].column("tokens_per_second")
         ratios = [a / b for a, b in zip(speeds, baseline, strict=True)]
         cells = [str(contender.devices), contender.method, *spread(speeds, ",.0f")]
-        cells += [f"{statistics.median(mfu):.2f}", f"{max(contender.column('peak_gb')):.2f}"]
+        cells += [mfu, of_products, f"{max(contender.column('peak_gb')):.2f}"]
         lines.append("| " + " | ".join([*cells, efficiency, *spread(ratios, ".3f")]) + " |")
     return "\n".join(lines)
 
@@ -350,23 +376,25 @@ def main() -> None:
 
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(config).num_parameters()
-    attention = 12 * config.num_hidden_layers * config.hidden_size * args.seq_length
     tokens = f"{args.batch_size} × {args.seq_length} tokens per step, {args.dtype}"
     shares = [share for c in found if c.is_chapter for share in c.column("data_share")]
     rate = statistics.median(rates) / 1e12
+    peak = datasheet_peak(dtype)
+    datasheet = f"datasheet: {peak / 1e12:.0f} TFLOP/s" if peak else "no peak of a datasheet"
     size = f"{parameters / 1e6:,.1f}M parameters"
     text = f"""### {datetime.date.today()}, {args.shape}: {size}, {tokens}
 
 {machine()}.
-Matrix products: {rate:.3f} TFLOP/s. The chapters wait for data for at most {max(shares):.2%} of a
-step. MFU = (6 × parameters + 12 × layers × hidden size × sequence length) × tokens/s ÷ (matrix
-products of the devices); memory in GB per device; ratio to chapter 1 within each round.
+Matrix products: {rate:.3f} TFLOP/s ({datasheet}). The chapters wait for data for at most
+{max(shares):.2%} of a step. MFU = operations per token × tokens/s ÷ peak of the datasheet;
+*of products* = the same ÷ matrix products of the devices; memory in GB per device; ratio to
+chapter 1 within each round.
 
 ```
 python benchmarks/run.py {shlex.join(sys.argv[1:])}
 ```
 
-{table(found, 6 * parameters + attention, rates)}
+{table(found, operations_per_token(config, args.seq_length), rates, peak)}
 """
     print(text)
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,15 @@
 """What a user can get wrong: one sentence with the remedy, no traceback, nothing written."""
 
 import http.server
+import json
 import os
 import subprocess
 import sys
 import threading
 
 import pytest
-from conftest import LLAMA, assert_one_sentence, write_model
-from runner import CHAPTER_1
+from conftest import LLAMA, TINY_LLAMA, assert_one_sentence, write_model
+from runner import CHAPTER_1, REPOSITORY
 
 CASES = {
     # flags: status 2
@@ -17,6 +18,7 @@ CASES = {
     "negative steps": (["--max-steps", -1], 2, "--max-steps"),
     "no number": (["--lr", "fast"], 2, "--lr"),
     "infinite rate": (["--lr", "inf"], 2, "--lr"),
+    "beta of 1": (["--adam-beta2", 1], 2, "below 1"),
     "negative frequency": (["--eval-freq", -5], 2, "--eval-freq"),
     "unknown dtype": (["--dtype", "int8"], 2, "--dtype"),
     "absent device": (["--device", "tpu"], 2, "cpu"),
@@ -38,10 +40,13 @@ CASES = {
     # model
     "no weights": (["--no-from-scratch"], 1, "--from-scratch"),
     "beyond the positions": (["-s", 129], 1, "128 positions"),
+    "no end of text": (["-m", "{tmp}/endless"], 1, "has no end-of-text token"),
+    "tokens outside the vocabulary": (["-m", "{tmp}/few"], 1, "vocabulary of 1000 tokens"),
     "no language model": (["-m", "{tmp}/vit"], 1, "causal LM"),
     "unknown schedule": (["--lr-scheduler", "stairs"], 2, "cosine"),
+    "schedule without its options": (["--lr-scheduler", "cosine_with_min_lr"], 2, "cosine"),
     "negative seed": (["--seed", -1], 2, "--seed"),
-    "seed above NumPy's limit": (["--seed", 2**32], 2, "--seed must be below"),
+    "seed above NumPy's limit": (["--seed", 2**32], 2, "below 4294967296"),
     # --config
     "no config file": (["--config", "{tmp}/none.yaml"], 1, "cannot read"),
     "config that is no YAML": (["--config", "{tmp}/broken.yaml"], 1, "cannot read"),
@@ -70,6 +75,12 @@ def files(tmp_path_factory):
     (folder / "only-test").mkdir()
     (folder / "only-test" / "test.jsonl").write_text('{"text": "a"}\n')
     (folder / "number.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
+    endless = json.loads((TINY_LLAMA / "tokenizer_config.json").read_text())
+    endless.pop("eos_token")
+    write_model(folder / "endless", **LLAMA)
+    (folder / "endless" / "tokenizer_config.json").write_text(json.dumps(endless))
+    config = json.loads((write_model(folder / "few", **LLAMA) / "config.json").read_text())
+    (folder / "few" / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
     vit = {"image_size": 32, "patch_size": 16, "hidden_size": 32, "num_hidden_layers": 1}
     write_model(folder / "vit", model_type="vit", num_attention_heads=2, **vit)
     return folder
@@ -83,6 +94,21 @@ def test_one_sentence(trainer, files, case):
     assert result.status == status, result.output
     assert_one_sentence(result.output, part)
     assert [*(trainer.folder / "run").rglob("*")] == []  # nothing is written
+
+
+EVERY_CHAPTER = sorted(REPOSITORY.glob("0[2-8]-*/train-llm.py"))
+
+
+@pytest.mark.parametrize("chapter", EVERY_CHAPTER, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize("case", ["no end of text", "tokens outside the vocabulary"])
+def test_tokenizer_of_another_model_in_every_chapter(trainer, files, chapter, case):
+    flags, status, part = CASES[case]
+    flags = [str(flag).format(tmp=files) for flag in flags]
+    flags += ["--max-steps", 2, "--eval-freq", 0]
+    result = trainer(*flags, script=chapter, processes=1, status=status)
+    assert_one_sentence(result.output, part)
+    assert "step 1/" not in result.output
+    assert [*(trainer.folder / "run").glob("*/")] == []  # neither a checkpoint nor final/
 
 
 def test_out_of_gpu_memory_names_the_flags_that_help(trainer):

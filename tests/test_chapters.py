@@ -49,8 +49,8 @@ STEPS = [
         after="02-ddp",
         marker="DDP",
         ideas=10,
-        tokens=540,
-        lines=55,
+        tokens=650,
+        lines=65,
         may_differ={"docstring", "imports", "CONSOLE", "main", "evaluate", "describe_run", "DEMO"}
         | {"parse_args"},
         added={"RANK", "WORLD_SIZE", "join_process_group", "gather", "of_all_ranks"},
@@ -59,21 +59,21 @@ STEPS = [
         after="03-fsdp",
         marker="FSDP",
         ideas=11,
-        tokens=1_200,
-        lines=112,
+        tokens=1_300,
+        lines=118,
         may_differ={"docstring", "imports", "main", "build_model", "evaluate", "new_folder"}
         | {"save_model", "save_checkpoint", "open_run", "load_training_state", "explain"}
         | {"parse_args", "if __name__ == '__main__':"},
         added={"sharded_state", "init_weights", "AsOnOneDevice", "weights_of", "load_weights"}
         | {"save_weights"},
-        sentences={"if not (newest /", 'fail(f"out of GPU memory'},
+        sentences={"if unknown or (newest /", 'fail(f"out of GPU memory'},
     ),
     Step(
         after="04-streaming",
         marker="STREAM",
         ideas=13,
-        tokens=1_700,
-        lines=175,
+        tokens=2_000,
+        lines=183,
         may_differ={"docstring", "imports", "main", "load_documents", "tokenized", "load_samples"}
         | {"evaluate", "LASTING", "RunState", "DEMO", "parse_args"},
         added={"time_limits", "load_eval_samples", "to_rows", "Stream", "START", "text_windows"},
@@ -412,8 +412,8 @@ def test_every_chapter_is_in_the_table():
 
 
 # What a reader of chapter 1 has to read at most
-FIGURES = {"tokens": 4_950, "lines": 750, "tokens per line of code": 9.6}
-COMMENTS = 0.25  # lines with comments or docstrings per line of code, at least
+FIGURES = {"tokens": 5_200, "lines": 780, "tokens per line of code": 10.5}
+COMMENTS = 0.22  # lines with comments or docstrings per line of code, at least
 
 
 def figures(text: str) -> dict[str, float]:
@@ -446,7 +446,7 @@ def test_chapter_1_is_read_in_one_sitting():
 
 def test_sharding_comes_early():
     lines = read("03-fsdp").splitlines()
-    assert next(n for n, line in enumerate(lines, 1) if "fully_shard(" in line) < 250
+    assert next(n for n, line in enumerate(lines, 1) if "fully_shard(" in line) < 280
 
 
 # Chapters 3 to 7 adapt Transformers to shards in one place.
@@ -509,8 +509,8 @@ DAMAGES = {
     "a marker gone": (places_without_marker, "# DDP: the fullest device", "# the fullest device"),
     "a change without marker": (
         places_without_marker,
-        "    # The training loop.\n",
-        "    # The training loop.\n    dist.get_rank()\n",
+        "        progress.update()\n",
+        "        progress.update()\n        dist.get_rank()\n",
     ),
     "an idea without its number": (ideas_out_of_form, "# DDP 4: ", "# DDP: "),
     "ideas out of order": (ideas_out_of_form, "# DDP 4: ", "# DDP 11: "),
@@ -521,8 +521,8 @@ DAMAGES = {
     ),
     "more tokens": (
         over_budget,
-        "    timer = PhaseTimer(device)\n",
-        "    timer = PhaseTimer(device)\n    dist.get_rank(1, 2, 3)  # DDP: no reason\n",
+        "    logged_step = state.step\n    #",
+        f"    logged_step = state.step\n    dist.get_rank({'1, ' * 99})  # DDP: no reason\n    #",
     ),
     "an import of another chapter's folder": (
         imports_of_this_project,

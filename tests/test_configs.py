@@ -68,6 +68,12 @@ def test_every_config_is_understood_by_every_chapter(understood, chapter):
             assert read == str(value) or float(read) == float(value), (config.name, key)
 
 
+def test_configs_from_scratch_have_the_usual_second_beta():
+    keys = [yaml.safe_load(config.read_text()) for config in CONFIGS]
+    betas = {k.get("adam-beta2") for k in keys if k.get("from-scratch")}
+    assert betas == {0.95}
+
+
 @pytest.mark.parametrize("name", ["gpt2-124m", "gpt2-355m"])
 def test_gpt2_trains_as_described(name):
     config = yaml.safe_load((REPOSITORY / "configs" / f"{name}.yaml").read_text())

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY_LLAMA
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 END = 0  # of text, for the tiny tokenizer
 
@@ -25,7 +25,8 @@ def tokenizer():
 
 def load(chapter_1, tokenizer, name, seq_length=32):
     args = argparse.Namespace(dataset_name=str(name), dataset_subset=None, seq_length=seq_length)
-    return chapter_1.load_samples(args, tokenizer, global_batch=4)
+    config = AutoConfig.from_pretrained(TINY_LLAMA)
+    return chapter_1.load_samples(args, tokenizer, config, global_batch=4)
 
 
 def stream(samples) -> list[int]:
@@ -61,9 +62,9 @@ def test_samples_across_many_chunks(chapter_1, tokenizer):
 
 def test_end_of_text_after_every_document(chapter_1, tokenizer):
     rows = {"text": ["a b", "", None, "c"], "other": [1, 2, 3, 4]}
-    ids = chapter_1.tokenize(rows, tokenizer, "text")["input_ids"]
+    ids = chapter_1.tokenize(rows, tokenizer, "text", 2048)["input_ids"]
     assert ids == [[*tokenizer("a b")["input_ids"], END], [*tokenizer("c")["input_ids"], END]]
-    assert chapter_1.tokenize({"text": [None]}, tokenizer, "text") == {"input_ids": []}
+    assert chapter_1.tokenize({"text": [None]}, tokenizer, "text", 2048) == {"input_ids": []}
 
     class Strips:  # finds no tokens in a text of spaces
         eos_token_id = END
@@ -71,7 +72,7 @@ def test_end_of_text_after_every_document(chapter_1, tokenizer):
         def __call__(self, texts, **_):
             return {"input_ids": [tokenizer(t.strip())["input_ids"] for t in texts]}
 
-    assert chapter_1.tokenize({"text": ["  ", "b"]}, Strips(), "text") == {
+    assert chapter_1.tokenize({"text": ["  ", "b"]}, Strips(), "text", 2048) == {
         "input_ids": [[*tokenizer("b")["input_ids"], END]]
     }
 

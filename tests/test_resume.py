@@ -10,6 +10,7 @@ import zipfile
 import pytest
 import torch
 from conftest import assert_one_sentence, assert_same_model, exact
+from runner import REPOSITORY
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
@@ -109,6 +110,8 @@ CHANGES = {
     "--weight-decay": 0.5,
     "--max-grad-norm": 0.5,
     "--warmup-steps": 3,
+    "--decay-steps": 3,
+    "--adam-beta2": 0.9,
 }
 
 
@@ -133,13 +136,65 @@ def test_damaged_checkpoint(trainer):
     """The run ends, leaves everything as it is, and goes on from the checkpoint before."""
     whole = trainer("--max-steps", 8, "--ckpt-freq", 3, name="whole")
     trainer("--max-steps", 6, "--ckpt-freq", 3, "--lr-scheduler", "constant")
-    damaged = trainer.folder / "run" / "step-00000006" / "state.json"
-    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    damaged = trainer.folder / "run" / "step-00000006"
     flags = ["--max-steps", 8, "--lr-scheduler", "constant"]
-    result = trainer(*flags, status=1)
+    before = (trainer.folder / "run" / "metrics.jsonl").read_text()
+    for name in ("state.json", "metrics.jsonl", "model.safetensors", "training_state.pt"):
+        content = (damaged / name).read_bytes()
+        for rest in (None, content[: len(content) // 2]):
+            (damaged / name).unlink()
+            if rest is not None:
+                (damaged / name).write_bytes(rest)
+            if rest is None or name != "metrics.jsonl":  # half of the records are records, too
+                result = trainer(*flags, status=1)
+                sentence = f"{damaged} is damaged: remove this folder"
+                assert_one_sentence(result.output, sentence)
+            (damaged / name).write_bytes(content)
     assert result.checkpoints == ["step-00000003", "step-00000006"]
-    shutil.rmtree(damaged.parent)
+    assert (trainer.folder / "run" / "metrics.jsonl").read_text() == before
+    shutil.rmtree(damaged)
     assert trainer(*flags).column("step") == whole.column("step")
+
+
+SHARDED = ("03-fsdp", "06-tensor-parallel", "07-pipeline-parallel")
+
+
+@pytest.mark.parametrize("chapter", ["02-ddp", "08-gradient-compression", *SHARDED])
+def test_damaged_checkpoint_of_several_ranks(trainer, chapter):
+    """Each rank says so, or waits for the rank that does. Nothing is trained or removed."""
+    options = {"script": REPOSITORY / chapter / "train-llm.py", "processes": 2}
+    flags = ["--eval-freq", 0, "--lr-scheduler", "constant"]
+    run = trainer("--max-steps", 2, *flags, **options)
+    folder = run.folder / "step-00000002"
+    damages = {"state.json": 20, "model.safetensors": 99, "training_state.pt": None}
+    if chapter in SHARDED:
+        damages = {"state.json": None, ".metadata": 99, "__1_0.distcp": 99}
+    for name, size in damages.items():
+        content = (folder / name).read_bytes()
+        (folder / name).unlink()
+        if size:
+            (folder / name).write_bytes(content[:size])
+        result = trainer("--max-steps", 3, *flags, **options, status=1)
+        for rank in result.run.ranks:
+            assert_one_sentence(rank.output, f"{folder} is damaged: remove this folder")
+        (folder / name).write_bytes(content)
+    assert result.checkpoints == ["step-00000002"]
+    assert len(result.records) == 2
+
+
+@pytest.mark.parametrize("chapter", ["01-single-gpu", "02-ddp", "03-fsdp"])
+def test_a_folder_with_another_name_is_no_checkpoint(trainer, chapter):
+    """It is neither resumed, nor removed, nor counted."""
+    script = REPOSITORY / chapter / "train-llm.py"
+    options = {"script": script, "processes": int(chapter != "01-single-gpu")}
+    flags = ["--eval-freq", 0, "--ckpt-freq", 1, "--lr-scheduler", "constant"]
+    trainer("--max-steps", 3, *flags, **options)
+    others = ["step-00000009.bak", "step-1", "step-final.bak"]
+    for name in others:
+        (trainer.folder / "run" / name).mkdir()
+    result = trainer("--max-steps", 4, *flags, **options)
+    assert f"Continuing from {result.folder / 'step-00000003'}" in result.output
+    assert result.checkpoints == ["step-00000003", "step-00000004", *others]
 
 
 def test_full_disk_while_saving(trainer):
@@ -152,6 +207,46 @@ def test_full_disk_while_saving(trainer):
         assert "File too large" in result.output
         assert result.checkpoints == ["step-00000003"]
     assert trainer(*constant, name="full").checkpoints == whole.checkpoints
+
+
+WATCH_DISK = """
+import os
+import pathlib
+
+fsync, rename = os.fsync, pathlib.Path.rename
+
+def watched_fsync(descriptor):
+    number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+    print("\\nfsync", os.readlink(f"/proc/self/fd/{number}"), flush=True)
+    fsync(descriptor)
+
+def watched_rename(path, target):
+    files = [*path.rglob("*")] if path.name == "incomplete" else []
+    print("\\nrename", target, *sorted(str(file) for file in files), flush=True)
+    return rename(path, target)
+
+os.fsync, pathlib.Path.rename = watched_fsync, watched_rename
+"""
+
+
+@pytest.mark.parametrize("chapter", ["01-single-gpu", "02-ddp", *SHARDED])
+def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer, chapter):
+    """Each file, and then the folder: a killed process cannot show a missing sync."""
+    script = REPOSITORY / chapter / "train-llm.py"
+    options = {"script": script, "processes": 2 * (chapter != "01-single-gpu")}
+    result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=WATCH_DISK, **options)
+    output = result.run.ranks[0].output if options["processes"] else result.output
+    synced, named = [], []
+    for line in output.splitlines():
+        what, *words = line.split(" ")
+        if what == "fsync":
+            synced.append(words[0])
+        if what == "rename" and words[1:]:
+            named.append(words[0].rsplit("/", 1)[1])
+            assert set(words[1:]) <= set(synced)
+            assert synced[-1] == str(result.folder / "incomplete")  # after the files
+            synced.clear()
+    assert named == ["step-00000001", "step-00000002", "final"]
 
 
 def test_a_loss_that_is_not_finite_is_never_saved(trainer):

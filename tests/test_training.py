@@ -3,15 +3,17 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
 
 import pytest
 import torch
-from conftest import LLAMA, write_model
-from runner import CHAPTER_1, Run
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from conftest import LLAMA, assert_one_sentence, take_over, write_model
+from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Run
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 METRICS = {
     "step",
@@ -20,14 +22,16 @@ METRICS = {
     "learning_rate",
     "grad_norm",
     "tokens_per_second",
+    "tflops_per_device",
     "memory/resident_gb",
     *(f"time/{phase}_ms" for phase in ("data", "forward", "backward", "update", "total")),
 }
 EVAL_METRICS = {"step", "epoch", "eval/loss", "eval/perplexity"}
 FLAGS = """experiment_name comet_project_name comet_workspace model_name from_scratch
 dataset_name dataset_subset seq_length batch_size gradient_accumulation_steps num_epochs max_steps
-lr lr_scheduler warmup_steps weight_decay max_grad_norm dtype activation_checkpointing compile
-eval_freq log_freq ckpt_freq keep_checkpoints save_dir seed demo config device"""
+lr lr_scheduler warmup_steps decay_steps adam_beta2 weight_decay max_grad_norm dtype
+activation_checkpointing compile eval_freq log_freq ckpt_freq keep_checkpoints save_dir seed demo
+config device"""
 FACTS = """global_batch world_size parameters_total parameters_trainable dataset_samples
 dataset_tokens device_name device_memory_gb torch_version cuda_version transformers_version"""
 
@@ -39,6 +43,11 @@ def test_a_run_from_start_to_end(trainer, model):
     assert math.isclose(losses[0], math.log(2048), rel_tol=0.02)  # random: all tokens alike
     assert sum(losses[-5:]) / 5 < losses[0] - 2
     assert all(time > 0 for time in result.column("time/forward_ms"))
+    # 2 layers of 4 matrices for attention and 3 for the MLP, norms, and the tied head
+    used = 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32 + 2048 * 32
+    flops = 6 * used + 12 * 2 * 32 * 32
+    expected = [speed * flops / 1e12 for speed in result.column("tokens_per_second")]
+    assert result.column("tflops_per_device") == pytest.approx(expected)
 
     # The interface: names of the metrics, when each record is written, files
     steps = [r for r in result.records if "loss" in r]
@@ -88,6 +97,49 @@ def test_a_run_from_start_to_end(trainer, model):
     more = trainer("--max-steps", 62, *flags)
     assert more.records[: len(before)] == before
     assert [r["step"] for r in more.records[len(before) :]] == [61, 62, 62]
+
+
+# Config, and the parameters that a token uses, counted by hand
+SMALL = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
+SMALL |= {"num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 10}
+LAYER = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 2 * 8  # q, k, v, o and two norms
+MLP = 3 * 8 * 10
+USED = {
+    "llama, tied": ({"tie_word_embeddings": True}, 3 * (LAYER + MLP) + 8 + 100 * 8),
+    "llama": ({"tie_word_embeddings": False}, 3 * (LAYER + MLP) + 8 + 100 * 8),
+    "mixtral": (
+        {"num_local_experts": 5, "num_experts_per_tok": 2},
+        3 * (LAYER + 5 * 8 + 2 * MLP) + 8 + 100 * 8,
+    ),
+    "qwen3_moe": (
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10},
+        3 * (LAYER + 2 * 4 + 6 * 8 + 2 * MLP) + 8 + 100 * 8,
+    ),
+    # positions are looked up; biases; the head is tied
+    "gpt2": ({}, 3 * (12 * 8 * 8 + 9 * 8 + 4 * 8) + 2 * 8 + 100 * 8),
+}
+
+
+@pytest.mark.parametrize("case", USED)
+def test_operations_per_token(chapter_1, case):
+    options, used = USED[case]
+    family = case.split(",")[0]
+    shape = SMALL
+    if family == "gpt2":
+        shape = {"n_embd": 8, "n_layer": 3, "n_head": 2, "vocab_size": 100}
+    config = AutoConfig.for_model(family, **shape, **options)
+    assert chapter_1.flops_per_token(config, 16) == 6 * used + 12 * 3 * 8 * 16
+
+
+@pytest.mark.parametrize("number", ["02", "03", "06", "07", "08"])
+def test_operations_per_device(trainer, model, chapter_1, number):
+    """Of the whole model and of the whole job, divided by all devices, whatever they share."""
+    (script,) = REPOSITORY.glob(f"{number}-*/train-llm.py")
+    flags = ["--max-steps", 2, "--eval-freq", 0, "--gradient-accumulation-steps", 2]
+    result = trainer(*flags, script=script, processes=2)
+    flops = chapter_1.flops_per_token(AutoConfig.from_pretrained(model), 32)
+    expected = [speed * flops / 2 / 1e12 for speed in result.column("tokens_per_second")]
+    assert result.column("tflops_per_device") == pytest.approx(expected)
 
 
 def test_without_a_name_nothing_is_written(trainer):
@@ -140,6 +192,44 @@ def test_clipping_decay_and_schedule(trainer):
     assert clipped.column("loss")[-1] != result.column("loss")[-1]
 
 
+def test_second_beta_of_adam(trainer):
+    """The second update differs, and the optimizer has the value."""
+    flags = ["--max-steps", 3, "--eval-freq", 0]
+    default = trainer(*flags, name="default")
+    other = trainer(*flags, "--adam-beta2", 0.5, name="other")
+    assert other.column("loss")[:2] == default.column("loss")[:2]
+    assert other.column("loss")[2] != default.column("loss")[2]
+    for result, beta in ((default, 0.999), (other, 0.5)):
+        state = torch.load(result.folder / "step-00000003" / "training_state.pt")
+        assert {group["betas"] for group in state["optimizer"]["param_groups"]} == {(0.9, beta)}
+
+
+SCHEDULES = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
+SCHEDULES += ["constant_with_warmup", "warmup_stable_decay"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_works_to_its_last_step(trainer, schedule):
+    """Also where the warm-up takes all steps, and after a resume."""
+    flags = ["--lr-scheduler", schedule, "--lr", 1e-3, "--warmup-steps", 2, "--eval-freq", 0]
+    whole = trainer(*flags, "--max-steps", 10, "--ckpt-freq", 5, name="whole")
+    rates = whole.column("learning_rate")
+    assert len(rates) == 10
+    assert max(rates) == pytest.approx(1e-3)
+    if schedule == "warmup_stable_decay":  # the last fifth
+        expected = [0, 0.5, *[1] * 7, 0.5]
+        assert rates == pytest.approx([1e-3 * x for x in expected])
+        longer = trainer(*flags, "--max-steps", 10, "--decay-steps", 4, name="longer")
+        rates = longer.column("learning_rate")
+        assert rates[:7] == pytest.approx([1e-3 * x for x in (0, 0.5, 1, 1, 1, 1, 1)])
+        assert rates[8] == pytest.approx(0.5e-3)
+    take_over(whole, trainer, "resumed", 5)
+    resumed = trainer(*flags, "--max-steps", 10, "--ckpt-freq", 5, name="resumed")
+    assert resumed.column("learning_rate") == whole.column("learning_rate")
+    all_warmup = ["--lr-scheduler", schedule, "--warmup-steps", 3, "--max-steps", 3]
+    trainer(*all_warmup, "--eval-freq", 0, name="warmup")
+
+
 def test_compile_changes_nothing_but_speed(trainer):
     plain = trainer("--max-steps", 4, "--eval-freq", 2, name="plain")
     cases = (["--eval-freq", 0], ["--eval-freq", 2, "--activation-checkpointing"])
@@ -171,6 +261,31 @@ def test_model_families_train_from_scratch_and_reload(trainer, family):
         "-m", result.folder / "final", "--max-steps", 1, "--no-from-scratch", name="tuned"
     )
     assert tuned.column("loss")[0] < result.column("loss")[0] - 1
+
+
+@pytest.mark.parametrize("chapter", [CHAPTER_1, CHAPTER_2], ids=lambda path: path.parent.name)
+def test_a_head_of_its_own_under_a_tied_config(trainer, model, chapter):
+    """Refused where the two matrices differ, and trained as tied where they are equal."""
+    folder = trainer.folder / "own-head"
+    shutil.copytree(model, folder)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    weights = {name: x.clone() for name, x in whole.state_dict().items()}
+    assert "lm_head.weight" in weights
+    flags = ["-m", folder, "--no-from-scratch", "--max-steps", 1]
+    options = {"script": chapter, "processes": int(chapter == CHAPTER_2)}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    tied = trainer(*flags, **options)
+    final = load_file(tied.folder / "final" / "model.safetensors")
+    assert "lm_head.weight" not in final
+    weights["lm_head.weight"][5] += 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    result = trainer(*flags, **options, name="own", status=1)
+    assert_one_sentence(result.output, "set tie_word_embeddings to false in config.json")
+    assert_one_sentence(result.output, f"the files of {folder} hold an output matrix of their own")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    untied = trainer(*flags, **options, name="untied")
+    assert "lm_head.weight" in load_file(untied.folder / "final" / "model.safetensors")
 
 
 SPIN = """

@@ -90,7 +90,7 @@ def set_up(*own_flags: str):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     config, tokenizer = chapter_1.load_config_and_tokenizer(args)
     global_batch = args.batch_size * WORLD_SIZE
-    samples, _ = chapter_1.load_samples(args, tokenizer, global_batch)
+    samples, _ = chapter_1.load_samples(args, tokenizer, config, global_batch)
     count = args.max_steps * global_batch
     dataset = Samples(samples, chapter_1.sample_order(0, count, len(samples), args.seed))
     transformers.set_seed(args.seed)
