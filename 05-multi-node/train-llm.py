@@ -716,7 +716,10 @@ def load_training_state(checkpoint, stateful, model):
     """Restores optimizer, scheduler and scaler in place."""
     # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
     state = sharded_state(model, stateful)
-    read_state(checkpoint, state)  # NODES: of any format
+    with reading(checkpoint):
+        # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
+        dcp.FileSystemReader(checkpoint).read_metadata()
+        read_state(checkpoint, state)  # NODES: of any format
     state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
     # Another --max-steps changes the schedule, so compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
@@ -729,8 +732,6 @@ def read_state(checkpoint, state):
     local = checkpoint.parent.name == OWN
     reason = "it is of another model or of other ranks, or it is damaged and has to be removed"
     with explain(f"cannot read {checkpoint}: {reason}"):
-        # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
-        dcp.FileSystemReader(checkpoint).read_metadata()
         parts = own_shards(state) if local else state
         dcp.load(parts, checkpoint_id=checkpoint, no_dist=local)
 
@@ -785,7 +786,7 @@ def load_weights(model, name, checkpoint):
     saved = files.read_metadata().state_dict_metadata
     shards = weights_of(model)
     if set(shards) <= set(saved):
-        if checkpoint:
+        if checkpoint is not None:
             return
         # A tied weight has two names. If the files have both, the two tensors must be equal.
         tied = {n: first for n, first in model.all_tied_weights_keys.items() if n in saved}
@@ -1132,11 +1133,8 @@ def parse_args():
         parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
     if args.skip_optimizer and not args.resume_dir:
         parser.error("--skip-optimizer needs --resume-dir: the checkpoint with the weights")
-    steps = (
-        {path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")}
-        if args.resume_dir
-        else set()
-    )
+    folders = args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}") if args.resume_dir else []
+    steps = {folder.name for folder in folders}
     if steps:
         parser.error(f"--resume-dir is a whole run: name a checkpoint, such as RUN/{max(steps)}")
     name = args.experiment_name or ""

@@ -744,7 +744,7 @@ def load_weights(model, name, checkpoint):
     saved = files.read_metadata().state_dict_metadata
     shards = weights_of(model)
     if set(shards) <= set(saved):
-        if checkpoint:
+        if checkpoint is not None:
             return
         # A tied weight has two names. If the files have both, the two tensors must be equal.
         tied = {n: first for n, first in model.all_tied_weights_keys.items() if n in saved}
