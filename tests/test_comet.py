@@ -11,7 +11,7 @@ class Comet(http.server.BaseHTTPRequestHandler):
     """Comet's side, as far as a run needs it to begin."""
 
     def answer(self):
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         status, body = self.respond()
         body = json.dumps(body).encode()
         self.send_response(status)
