@@ -123,7 +123,7 @@ def main():
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
         run_log = RunLog(run_folder, checkpoint, state, args)
         facts = {"global_batch": global_batch, "device_name": device_name}
-        run_log.comet.log_parameters(facts | describe_run(args, model, train_samples))
+        run_log.parameters(facts | describe_run(args, model, train_samples))
         run_log.comet.set_model_graph(str(model))
 
     # The training loop.
@@ -950,14 +950,20 @@ def describe_run(args, model, train_samples):
 
 
 class RunLog:
-    """Writes the same records to `metrics.jsonl` and to Comet."""
+    """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
 
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
             with reading(checkpoint):
                 shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        self.parameters_file = run_folder / "parameters.json"
         self.comet = start_comet(run_folder / "comet", state, args)
+
+    def parameters(self, parameters):
+        # JSON has no paths, so `default` turns them into text.
+        self.parameters_file.write_text(json.dumps(parameters, indent=2, default=str))
+        self.comet.log_parameters(parameters)
 
     def metrics(self, state, metrics):
         # JSON has no infinity. The gradient norm may be infinite in a step that fp16 skips.

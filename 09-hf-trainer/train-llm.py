@@ -138,13 +138,20 @@ def main(config):
 
 def train(config):
     run = Run(config)
+    check_numbers(config)
     try:
         args = training_arguments(config)
         tokenizer = AutoTokenizer.from_pretrained(config.model.name)
         model = load_model(config.model, args.seed)
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if longest and config.data.seq_length > longest:  # the model has learned no more positions
+            fail(f"data.seq_length must be at most {longest}, the positions of the model")
+        if tokenizer.eos_token_id is None:
+            fail(f"the tokenizer of {config.model.name} has no end-of-text token")
         # Local rank 0 runs the block first. The other ranks find its results in the cache.
         with args.main_process_first():
-            train_samples, eval_samples = load_samples(config.data, tokenizer)
+            vocabulary = model.get_input_embeddings().num_embeddings
+            train_samples, eval_samples = load_samples(config.data, tokenizer, vocabulary)
         reporters = get_reporting_integration_callbacks(config.report_to)
     except Exception as error:
         fail(f"cannot set up the run with {config.model} and {config.data} ({error!r:.500})")
@@ -169,6 +176,17 @@ def train(config):
         leave(trainer)
     trainer.save_model(f"{config.run_folder}/final")
     say(f"Done: the model is in {config.run_folder}/final")
+
+
+def check_numbers(config):
+    """Refuses numbers that are too small. With 0 steps, some would mean every step."""
+    smallest = {"data.seq_length": 2, "training.seed": 0}  # the others: 1
+    numbers = {"data.seq_length": config.data.seq_length}
+    numbers |= {f"training.{name}": number for name, number in asdict(config.training).items()}
+    for name, number in numbers.items():
+        least = smallest.get(name, 1)
+        if number < least:
+            fail(f"{name} must be {least} or more, not {number}")
 
 
 def training_arguments(config):
@@ -222,10 +240,14 @@ class PackedSamples:
     `tokens` is a view of the memory-mapped Arrow file that `datasets` has cached.
     """
 
-    def __init__(self, documents, data, tokenizer):
+    def __init__(self, documents, data, tokenizer, vocabulary):
         def tokenize(texts):  # adds an end-of-text token to each document
             documents = tokenizer([text for text in texts if text])["input_ids"]
-            return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
+            documents = [[*ids, tokenizer.eos_token_id] for ids in documents]
+            largest = max(map(max, documents), default=0)
+            if largest >= vocabulary:
+                fail(f"the tokenizer has a token id {largest}, and the model {vocabulary} tokens")
+            return {"input_ids": documents}
 
         tokenized = documents.map(
             tokenize,
@@ -245,13 +267,13 @@ class PackedSamples:
         return {"input_ids": token_ids, "labels": token_ids}  # Transformers shifts the labels
 
 
-def load_samples(data, tokenizer):
+def load_samples(data, tokenizer, vocabulary):
     """Training samples, and held-out samples: another split, or the last 1 % of the samples."""
     splits = datasets.load_dataset(data.path, data_files=data.data_files, **data.options)
-    train_samples = PackedSamples(splits["train"], data, tokenizer)
+    train_samples = PackedSamples(splits["train"], data, tokenizer, vocabulary)
     for name in ("validation", "test"):
         if name in splits:
-            return train_samples, PackedSamples(splits[name], data, tokenizer)
+            return train_samples, PackedSamples(splits[name], data, tokenizer, vocabulary)
     total = len(train_samples)
     begin = total - max(1, total // 100)
     return Subset(train_samples, range(begin)), Subset(train_samples, range(begin, total))
@@ -293,6 +315,7 @@ class Run(transformers.TrainerCallback):
     def resume(self, config, global_batch):
         """Returns the newest complete checkpoint, or None. The settings must not have changed."""
         self.tokens_per_step = global_batch * config.data.seq_length
+        self.parameters = asdict(config) | {"global_batch": global_batch}
         settings = (
             f"{config.model}, {config.data}, {config.optimizer}, seed {config.training.seed}, "
             f"global batch {global_batch}"
@@ -312,6 +335,9 @@ class Run(transformers.TrainerCallback):
         if args.fsdp and not any(isinstance(p, DTensor) for p in model.parameters()):
             tell = say if args.device.type == "cpu" else fail
             tell("parallel=fsdp, but nothing is sharded: on CPUs, the Trainer runs DDP instead")
+        if args.should_save:
+            text = json.dumps(self.parameters, indent=2)
+            Path(args.output_dir, "parameters.json").write_text(text)
         self.step, self.time = state.global_step, time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -334,7 +360,7 @@ class Run(transformers.TrainerCallback):
         state.log_history[-1] |= logs
         if args.should_save:
             lines = [json.dumps(record).replace("eval_", "eval/") for record in state.log_history]
-            Path(args.output_dir, "metrics.jsonl").write_text("\n".join(lines))
+            Path(args.output_dir, "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
         # A checkpoint is complete when all ranks have written their files.

@@ -52,11 +52,19 @@ esac
 # addresses of dead workers in torchrun's own store (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+[[ $nnodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] ||
+  fail "NNODES=$nnodes must be a number of nodes, or the smallest and the largest number, as in 1:2"
+least=${nnodes%:*}
+most=${nnodes#*:}
+[ "$least" -le "$most" ] || fail "NNODES=$nnodes has the larger number first: use NNODES=$most:$least"
+
 if [ -z "${NPROC_PER_NODE-}" ]; then
   # PyTorch counts, because it respects CUDA_VISIBLE_DEVICES and knows GPUs of all makers.
   NPROC_PER_NODE=$("$python" -c "import torch; print(torch.cuda.device_count() or 1)") ||
     fail "$python cannot import torch: activate the virtual environment that has it"
 fi
+[[ $NPROC_PER_NODE =~ ^([1-9][0-9]*|auto|cpu|gpu|xpu)$ ]] ||
+  fail "NPROC_PER_NODE=$NPROC_PER_NODE must be a number of processes, such as 8"
 options=(--nproc-per-node "$NPROC_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}")
 
 if [ "$nnodes" = 1 ]; then
@@ -79,6 +87,6 @@ else
   [ -z "${LOCAL_ADDR-}" ] || options+=(--local-addr "$LOCAL_ADDR")
 fi
 
-# The command `torchrun` does the same, but may belong to another Python. `exec` replaces this shell
-# by torchrun, so signals reach torchrun.
-exec "$python" -m torch.distributed.run "${options[@]}" "$script" "$@"
+# launch/torchrun.py is torchrun, and prints the error message of the script once more at the end.
+# `exec` replaces this shell by torchrun, so signals reach torchrun.
+exec "$python" "$repository/launch/torchrun.py" "${options[@]}" "$script" "$@"

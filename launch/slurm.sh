@@ -73,9 +73,10 @@ status=0
 wait "$step" || status=$?
 if [ -n "$near_limit" ]; then
   if [ -n "$named" ]; then
-    echo "The time limit is near: the run saves, and the job is queued again"
-    # The nodes get the signal, and not srun: a SIGTERM to srun kills the step at once.
-    scancel --signal=TERM "$SLURM_JOB_ID.0"
+    echo "The time limit is near: the run saves"
+    # The nodes get the signal, and not srun: a SIGTERM to srun kills the step at once. If the step
+    # has just ended by itself, scancel fails.
+    scancel --signal=TERM "$SLURM_JOB_ID.0" || true
   else
     echo "warning: the time limit is near, and a run without -e NAME saves nothing"
   fi
@@ -86,6 +87,12 @@ fi
 if [ "$status" -ne 0 ]; then
   echo "error: the run ended with status $status: $logs-*.log say why" >&2
 elif [ -n "$near_limit" ] && [ -n "$named" ]; then
-  scontrol requeue "$SLURM_JOB_ID"
+  # The signal may arrive during the last step. Then the run completes the training, and says so.
+  if grep -qs "^Done: the model is in " "$logs"-*.log; then
+    echo "The training is complete"
+  else
+    echo "The job is queued again"
+    scontrol requeue "$SLURM_JOB_ID"
+  fi
 fi
 exit "$status"

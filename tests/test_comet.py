@@ -2,19 +2,16 @@
 
 import http.server
 import json
-import runpy
 import threading
 import time
 import zipfile
-
-from runner import REPOSITORY
 
 
 class Comet(http.server.BaseHTTPRequestHandler):
     """Comet's side, as far as a run needs it to begin."""
 
     def answer(self):
-        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         status, body = self.respond()
         body = json.dumps(body).encode()
         self.send_response(status)
@@ -90,11 +87,16 @@ def test_comet_does_not_hold_up_training(trainer):
         (archive,) = (trainer.folder / case / "comet").glob("*.zip")
         messages = zipfile.ZipFile(archive).read("messages.json").decode()
         assert messages.count('"metricName":"loss"') >= 30
-    # The archive has the parameters of the run, too, and the exporter finds them there.
-    exporter = runpy.run_path(str(REPOSITORY / "tools" / "export-metrics.py"))
-    parameters = exporter["read_parameters"](trainer.folder / case)
+    # The archive and the folder of the run have the same parameters.
+    parameters = json.loads((trainer.folder / case / "parameters.json").read_text())
     assert parameters["max_steps"] == 30
+    assert parameters["global_batch"] == 4
+    assert parameters["save_dir"] == str(trainer.folder)
     assert parameters["parameters_total"] > 0
+    found = map(json.loads, messages.splitlines())
+    found = [m["payload"]["param"] for m in found if m["type"] == "parameter_msg"]
+    found = {p["paramName"]: str(p["paramValue"]) for p in found}  # and words of the command
+    assert found.items() >= {name: str(value) for name, value in parameters.items()}.items()
 
 
 def test_comet_online(trainer):

@@ -1,59 +1,58 @@
 """tools/export-metrics.py: what TensorBoard, W&B and a table get is what the run logged."""
 
 import csv
+import gzip
+import http.server
 import json
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 
 import pytest
 from conftest import assert_one_sentence
 from runner import REPOSITORY
+from test_comet import Comet, WrongKey
 
 TOOL = REPOSITORY / "tools" / "export-metrics.py"
-FLAGS = {"model_name": "tiny", "lr": 0.002, "from_scratch": True, "dataset_subset": None}
 RECORDS = [
     {"step": 10, "epoch": 0.5, "loss": 3.5, "grad_norm": None, "tokens_per_second": 900.0},
     {"step": 20, "epoch": 1.0, "loss": 2.5, "grad_norm": 1.5, "tokens_per_second": 950.0},
     {"step": 20, "epoch": 1.0, "eval/loss": 2.75},
 ]
-PARAMETERS = FLAGS | {"train_samples": 160, "global_batch": 8, "batch_size": 4, "device": "cpu"}
+PARAMETERS = {"model_name": "tiny", "lr": 0.002, "from_scratch": True, "dataset_subset": None}
+PARAMETERS |= {"global_batch": 8, "comet_project_name": "my-project"}
 
 
-def write(run, records, step=20):
-    (run / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
-    state = {"flags": FLAGS, "step": step, "samples": 8 * step, "train_samples": 160}
-    (run / f"step-{step:08d}" / "state.json").write_text(json.dumps(state))
+def write(run, records):
+    run.mkdir(exist_ok=True)
     lines = [json.dumps(record) + "\n" for record in records]
     (run / "metrics.jsonl").write_text("".join(lines) + '{"step": 30, "lo')  # being written
 
 
 @pytest.fixture
 def run(tmp_path):
-    write(tmp_path / "my-run", RECORDS)
-    (tmp_path / "my-run" / "comet").mkdir()
-    # As Comet writes them. `-b` was a word of the command line.
-    values = ("b", 4, "cli"), ("batch_size", 4, "manual"), ("device", "cpu", "manual")
-    lines = ['{"type": "metric_msg", "payload": {}}']
-    for name, value, source in values:
-        parameter = {"paramName": name, "paramValue": value, "source": source, "step": None}
-        lines.append(json.dumps({"type": "parameter_msg", "payload": {"param": parameter}}))
-    with zipfile.ZipFile(tmp_path / "my-run" / "comet" / "1.zip", "w") as archive:
-        archive.writestr("messages.json", "\n".join(lines))
-    (tmp_path / "my-run" / "comet" / "2.zip").write_bytes(b"PK")  # being written
-    return tmp_path / "my-run"
+    run = tmp_path / "my-run"
+    (run / "comet").mkdir(parents=True)
+    (run / "parameters.json").write_text(json.dumps(PARAMETERS))
+    write(run, RECORDS)
+    zipfile.ZipFile(run / "comet" / "1.zip", "w").close()  # as Comet's archive is until the end
+    return run
 
 
-def start(*arguments):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+def start(*arguments, **variables):
+    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | variables
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, TOOL, *map(str, arguments)], env=env, **pipes)
 
 
-def export(*arguments, status=0) -> str:
-    process = start(*arguments)
+def export(*arguments, status=0, **variables) -> str:
+    process = start(*arguments, **variables)
     output, errors = process.communicate(timeout=100)
     assert process.returncode == status, errors
     return errors if status else output
@@ -126,7 +125,6 @@ def test_wandb_offline(run, tmp_path):
             history.setdefault(values["_step"], {}).update(values)
     assert name == "my-run"
     assert PARAMETERS.items() <= config.items()
-    assert "b" not in config
     assert sorted(history) == [10, 20]
     for record in RECORDS:
         logged = history[record["step"]]
@@ -134,7 +132,9 @@ def test_wandb_offline(run, tmp_path):
 
 
 def test_csv_while_the_run_goes_on(run, tmp_path):
-    """It resumes meanwhile, and writes the same records again."""
+    """It resumes meanwhile, and writes the same records again. `final` is that of earlier steps."""
+    (run / "final").mkdir()
+    os.utime(run / "final", (0, 0))
     process = start(run, "--to", "csv", "-o", tmp_path / "tables", "--follow")
     table = tmp_path / "tables" / "my-run.csv"
 
@@ -149,13 +149,13 @@ def test_csv_while_the_run_goes_on(run, tmp_path):
             time.sleep(0.05)
 
     wait_for(3)
-    write(run, RECORDS[:1], step=10)
+    write(run, RECORDS[:1])
     time.sleep(3)
     more = {"step": 30, "epoch": 1.5, "loss": 2.0, "new": 1}
-    write(run, [*RECORDS, more], step=30)
+    write(run, [*RECORDS, more])
     wait_for(4)
     assert process.poll() is None
-    (run / "final").mkdir()
+    os.utime(run / "final")
     assert process.wait(30) == 0
     assert "4 records" in process.communicate()[0]
     expected = [
@@ -166,6 +166,102 @@ def test_csv_while_the_run_goes_on(run, tmp_path):
     assert '# model_name: "tiny"' in table.read_text()
 
 
+def read_archive(file):
+    """What an archive for `comet upload` has: name and project, values, parameters."""
+    with zipfile.ZipFile(file) as archive:
+        project = json.loads(archive.read("experiment.json"))["project_name"]
+        messages = [json.loads(line) for line in archive.read("messages.json").splitlines()]
+    payloads = {"log_other": [], "metric_msg": [], "parameter_msg": []}
+    for message in messages:
+        payloads[message["type"]].append(message["payload"])
+    (name,) = [p["value"] for p in payloads["log_other"] if p["key"] == "Name"]
+    metrics = [payload["metric"] for payload in payloads["metric_msg"]]
+    values = {(m["step"], m["metricName"]): m["metricValue"] for m in metrics}
+    assert len(values) == len(metrics), "a value is there twice"
+    del values[max(values)[0], "process duration"]  # Comet's own
+    parameters = [payload["param"] for payload in payloads["parameter_msg"]]
+    parameters = {p["paramName"]: p["paramValue"] for p in parameters if p["source"] == "manual"}
+    return (name, project), values, parameters
+
+
+def values_of(records):
+    """Of each step and name."""
+    found = {(r["step"], name): value for r in records for name, value in r.items()}
+    known = {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in known.items() if key[1] not in ("step", "epoch")}
+
+
+def test_comet_without_a_key(run, tmp_path):
+    """An archive for each run; a run of an older version of the chapters has no parameters."""
+    shutil.copytree(run, tmp_path / "older")
+    (tmp_path / "older" / "parameters.json").unlink()
+    output = export(run, tmp_path / "older", "--to", "comet", "-o", tmp_path / "out")
+    archives = re.findall("^comet upload (.*[.]zip)$", output, re.MULTILINE)
+    assert len(archives) == len([*(tmp_path / "out").iterdir()]) == 2
+    found = [read_archive(archive) for archive in archives]
+    assert found[0] == (("my-run", "my-project"), values_of(RECORDS), PARAMETERS)
+    assert found[1] == (("older", None), values_of(RECORDS), {})
+    assert "older has no parameters.json: only metrics are exported" in output
+
+
+def test_comet_with_a_key(run, tmp_path):
+    """The archive is sent, or one sentence says how to send it later."""
+    sent = []
+
+    class Uploads(Comet):
+        def respond(self):
+            status, body = super().respond()
+            sent.append((self.path, self.body))
+            return status, body | {"is_alive_beat_duration_millis": 1000} | {
+                "gpu_monitor_interval_millis": 1000
+            }
+
+    outputs = {}
+    for server, status in ((Uploads, 0), (WrongKey, 1)):
+        listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), server)
+        threading.Thread(target=listener.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{listener.server_port}/clientlib/"
+        variables = {"COMET_API_KEY": "k" * 25, "COMET_URL_OVERRIDE": address}
+        command = [run, "--to", "comet", "-o", tmp_path / server.__name__]
+        outputs[server] = export(*command, status=status, **variables)
+    assert "uploaded on comet.com http://comet/" in outputs[Uploads]
+    bodies = [json.loads(gzip.decompress(body)) for path, body in sent if path.endswith("/metric")]
+    found = [metric for body in bodies for metric in body["values"]]
+    found = {(m["step"], m["metricName"]): m["metricValue"] for m in found}
+    del found[20, "process duration"]  # Comet's own
+    assert found == values_of(RECORDS)
+    (archive,) = (tmp_path / "WrongKey").iterdir()
+    assert_one_sentence(outputs[WrongKey], f"repeat it by `comet upload {archive}` (")
+    assert "Invalid API key" in outputs[WrongKey]
+    assert read_archive(archive)[1] == values_of(RECORDS)
+
+
+def test_a_run_that_goes_on_and_is_killed(trainer, tmp_path):
+    """SIGKILL leaves an empty archive. After a resume, the new archive lacks the first steps."""
+    flags = ["--max-steps", 30, "--ckpt-freq", 10, "--eval-freq", 15]
+    # Its 13th step takes so long that the run is there until it is killed.
+    pause = "import itertools, torch, time; step, calls = torch.optim.AdamW.step, itertools.count()"
+    pause += "\ntorch.optim.AdamW.step = lambda *a, **k: (time.sleep(100 * (next(calls) == 12)),"
+    pause += " step(*a, **k))[1]\n"
+    first = trainer.start(*flags, comet=True, before=pause)
+    first.wait_for("step 12/30")
+    folder = trainer.folder / "run"
+    assert "records in" in export(folder, "--to", "csv", "-o", tmp_path / "out")
+    assert first.process.exitcode is None
+    table = (tmp_path / "out" / "run.csv").read_text()
+    assert "\n# parameters_total: " in table
+    assert "\n11," in table
+    first.signal(signal.SIGKILL)
+    first.process.join()
+    complete = trainer(*flags, comet=True)
+    assert "Continuing from" in complete.output
+    output = export(folder, "--to", "comet", "-o", tmp_path / "out")
+    _, values, parameters = read_archive(re.search("^comet upload (.*)$", output, re.M)[1])
+    assert values == values_of(complete.records)
+    assert {step for step, name in values if name == "loss"} == {*range(1, 31)}
+    assert parameters == json.loads((folder / "parameters.json").read_text())
+
+
 def test_mistakes(run, tmp_path):
     output = ["-o", tmp_path / "out"]
     assert_one_sentence(export(tmp_path / "no", "--to", "csv", *output, status=1), "the run")
@@ -174,4 +270,7 @@ def test_mistakes(run, tmp_path):
     other = tmp_path / "other" / "my-run"
     assert_one_sentence(export(run, other, "--to", "csv", *output, status=1), "the same name")
     assert_one_sentence(export(other, "--to", "csv", *output, status=1), "not the record of a run")
+    command = [run, tmp_path / "r", "--to", "comet", "--follow"]
+    write(tmp_path / "r", RECORDS)
+    assert_one_sentence(export(*command, *output, status=1), "follow each run by its own command")
     assert not (tmp_path / "out").exists()

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 CONF = CHAPTER_9.parent / "conf"
 TOOLS = REPOSITORY / "tools"
-TOKENS = 2_000
+TOKENS = 2_300
 
 
 class Result:
@@ -220,6 +220,10 @@ WRONG = {
     "data.data_files=/nowhere/*.json": "/nowhere/*.json",
     "parallel=ddp": "1 processes: parallel=single takes one, ddp and fsdp take several",
     "training.per_device_train_batch_size=100000": "the dataset is too small",
+    "training.per_device_train_batch_size=0": "train_batch_size must be 1 or more, not 0",
+    "training.eval_steps=0": "training.eval_steps must be 1 or more, not 0",
+    "data.seq_length=1": "data.seq_length must be 2 or more, not 1",
+    "data.seq_length=129": "data.seq_length must be at most 128, the positions of the model",
 }
 
 
@@ -228,6 +232,23 @@ def test_a_mistake_is_one_sentence(runs, override):
     run = runs.start(override)
     assert run.wait() == 1
     assert_one_sentence(run.output, WRONG[override])
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "sentence"),
+    [
+        ("config.json", '"vocab_size": 2048', '"vocab_size": 1000', "and the model 1000 tokens"),
+        ("tokenizer_config.json", '"eos_token"', '"other"', "has no end-of-text token"),
+    ],
+)
+def test_a_tokenizer_that_does_not_fit(runs, model, tmp_path, file, before, after, sentence):
+    folder = shutil.copytree(model, tmp_path / "other")
+    text = (folder / file).read_text()
+    assert text.count(before) == 1
+    (folder / file).write_text(text.replace(before, after))
+    run = runs.start(f"model.name={folder}")
+    assert run.wait() == 1
+    assert_one_sentence(run.output, sentence)
 
 
 def test_a_misspelt_key_in_a_file_is_one_sentence(runs):
@@ -362,12 +383,16 @@ def test_memory_in_the_readme():
 
 
 def test_reports(runs):
-    """An archive of Comet without a key, events of TensorBoard, and an offline run of W&B."""
+    """Files for the tools, an archive of Comet, events of TensorBoard, an offline run of W&B."""
     flags = ["training.max_steps=2", "report_to=[comet_ml,tensorboard,wandb]"]
     env = {"COMET_AUTO_LOG_DISABLE": "false", "WANDB_MODE": "offline"}
     env |= {f"WANDB_{name}_DIR": str(runs.folder) for name in ("CACHE", "CONFIG", "DATA")}
     run = runs(*flags, env=env)
     names = ["train/loss", "train/tokens_per_second", "train/memory/rank0_gb"]
+
+    assert (run.folder / "metrics.jsonl").read_text().endswith("}\n"), "the last line is complete"
+    found = json.loads((run.folder / "parameters.json").read_text())
+    assert (found["optimizer"]["learning_rate"], found["global_batch"]) == (1e-2, 4)
 
     key = json.loads((run.folder / "run.json").read_text())["comet_key"]
     (archive,) = (run.folder / "comet").glob("*.zip")

@@ -2,12 +2,15 @@
 
 import itertools
 import os
+import pty
 import shlex
 import shutil
 import stat
 import subprocess
 import sys
+import termios
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from test_torchrun import Forking, Launch
 from torch.distributed import run as torchrun
 
 RUN = REPOSITORY / "launch" / "run.sh"
+TORCHRUN = REPOSITORY / "launch" / "torchrun.py"
 CHAPTERS = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 VARIABLES = ["NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"]
 VARIABLES += ["MAX_RESTARTS", "LOCAL_ADDR", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
@@ -65,8 +69,8 @@ def start(tmp_path):
 
 def understood(started: list[str]):
     """The options as torchrun reads them, the script, and its flags."""
-    assert started[1:3] == ["-m", "torch.distributed.run"]
-    options = torchrun.get_args_parser().parse_args(started[3:])
+    assert started[1] == str(TORCHRUN)
+    options = torchrun.get_args_parser().parse_args(started[2:])
     return options, options.training_script, options.training_script_args
 
 
@@ -115,6 +119,12 @@ MISTAKES = [
     (["02"], {"NNODES": "1:2", "NODE_RANK": "0"}, "NNODES=1:2 needs MASTER_ADDR"),
     (["01"], {"NNODES": "2", "MASTER_ADDR": "node-0"}, "chapter 01 trains on one device"),
     (["01"], {"NPROC_PER_NODE": "2"}, "chapter 01 trains on one device"),
+    (["02"], {"NPROC_PER_NODE": "abc"}, "NPROC_PER_NODE=abc must be a number of processes"),
+    (["02"], {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 must be a number of processes"),
+    (["02"], {"NNODES": "two", "MASTER_ADDR": "a"}, "NNODES=two must be a number of nodes"),
+    (["02"], {"NNODES": "0", "MASTER_ADDR": "a"}, "NNODES=0 must be a number of nodes"),
+    (["02"], {"NNODES": "1:2:3", "MASTER_ADDR": "a"}, "NNODES=1:2:3 must be a number of nodes"),
+    (["02"], {"NNODES": "10:9", "MASTER_ADDR": "a"}, "use NNODES=9:10"),
 ]
 
 
@@ -156,6 +166,52 @@ def test_a_python_without_torch(start, tmp_path):
     assert_one_sentence(start("02", status=2), "cannot import torch")
 
 
+# Rank 0 prints what its screen is, and finds a mistake. Rank 1 waits for rank 0.
+MISTAKEN = """import os, sys, time
+if os.environ["RANK"] == "0":
+    print("terminal:", sys.stderr.isatty(), file=sys.stderr)
+    if sys.stderr.isatty():
+        print("size:", *os.get_terminal_size(2), file=sys.stderr)
+    if sys.argv[1:] == ["fail"]:
+        print(" 3%|# | 1/30 [00:01<00:29, 1.0it/s]", end="", file=sys.stderr)
+        sys.exit("error: there is no file 学习.txt: check the path")
+elif sys.argv[1:] == ["fail"]:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_message_of_a_mistake_comes_last(tmp_path, terminal):
+    """With torchrun's report above it. The ranks have a terminal if the caller has one."""
+    script = tmp_path / "train-llm.py"
+    script.write_text(MISTAKEN)
+    message = "error: there is no file 学习.txt: check the path"
+
+    def call(*flags):
+        command = [sys.executable, TORCHRUN, "--standalone", "--nproc-per-node", "2", script]
+        screen, stream = pty.openpty() if terminal else os.pipe()
+        if terminal:
+            termios.tcsetwinsize(stream, (20, 77))
+        process = subprocess.Popen([*command, *flags], env=CLEAN, stderr=stream)
+        os.close(stream)
+        output = b""
+        with suppress(OSError):  # as a terminal ends
+            while data := os.read(screen, 10_000):
+                output += data
+        os.close(screen)
+        return process.wait(60), output.decode().replace("\r\n", "\n")
+
+    status, output = call("fail")
+    assert status == 1
+    assert output.endswith(f"=====\n\ntorchrun ended with exit status 1 after:\n{message}\n")
+    assert output.count(message) == 2
+    assert "Root Cause" in output
+    status, output = call()
+    assert (status, "exit status" in output) == (0, False)
+    assert f"terminal: {terminal}\n" in output
+    assert ("size: 77 20\n" in output) == terminal
+
+
 def test_one_node(trainer):
     """In a folder with a space."""
     flags = ["--max-steps", 3, "--eval-freq", 0]
@@ -184,7 +240,7 @@ def test_restarts_on_two_nodes(trainer, start):
         started = start("02", NODE_RANK=rank, LOCAL_ADDR="127.0.0.1", **variables)
         assert "store 1 " in started[0]
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        nodes.append(Forking(trainer, f"{rank}.txt", started[3:], *flags, env=env))
+        nodes.append(Forking(trainer, f"{rank}.txt", started[2:], *flags, env=env))
 
     def output() -> str:
         return "".join(node.output for node in nodes)

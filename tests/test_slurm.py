@@ -235,7 +235,7 @@ def test_time_limit_requeue_and_scancel(slurm, trainer):
     stop, *_ = map(int, re.findall(stops, job.output))
     assert int(job.show("Restarts")) >= 1
     assert job.log().count("Nodes: ") == int(job.show("Restarts")) + 1, "one log for all attempts"
-    assert "The time limit is near: the run saves, and the job is queued again" in job.log()
+    assert "The time limit is near: the run saves\nThe job is queued again\n" in job.log()
     assert "Terminating" not in job.log(), "srun has killed a node that was saving"
     assert (trainer.folder / "run" / f"step-{stop:08d}").exists()
 
@@ -291,3 +291,30 @@ def test_a_first_node_without_address_ends_the_job(tmp_path, known):
         assert_one_sentence(done.stderr, "the first node, 'node-0.invalid', has no address")
     assert done.returncode == (2 if known else 1)
     assert not (tmp_path / "started").exists()
+
+
+STUBS = {
+    "scontrol": 'case $2 in hostnames) echo localhost;; job) echo " Command=$SCRIPT 02";; esac\n'
+    "[ $1 != requeue ] || touch requeued",
+    "scancel": "touch stopping",
+    # The signal of the time limit arrives. Then the step gets the signal to stop, and ends.
+    "srun": "kill -USR1 $PPID; until [ -e stopping ]; do sleep 0.05; done\n"
+    'echo "$LAST" > slurm-1-0-localhost.log',
+}
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_signal_during_the_last_step(tmp_path, complete):
+    """A training that has become complete is not queued again. The programs of Slurm are stubs."""
+    for name, text in STUBS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    last = "Done: the model is in run/final" if complete else "Stopped after step 9: the same"
+    env = CLEAN | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
+    env |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+    env |= {"SCRIPT": str(SCRIPT), "LAST": last}
+    options = {"env": env, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run([SCRIPT, "02", "-e", "run"], **options)
+    assert done.returncode == 0, done.stderr
+    assert ("The training is complete" in done.stdout) == complete
+    assert (tmp_path / "requeued").exists() != complete

@@ -1,24 +1,26 @@
-"""Shows runs elsewhere: turns their `metrics.jsonl` into what TensorBoard, W&B or a table reads.
+"""Shows runs elsewhere: converts their files for TensorBoard, W&B, Comet, or into a table.
 
     python tools/export-metrics.py outputs/demo-* --to tensorboard
     python tools/export-metrics.py outputs/my-run --to wandb --follow     # while the run goes on
+    python tools/export-metrics.py outputs/my-run --to comet              # also of a killed run
     python tools/export-metrics.py outputs/demo-* --to csv -o tables
 
-The parameters of the run come with it. A run that ended, and was offline for Comet, has all of them
-in its archive: every flag, the sizes of model and data, the device, the versions. Of other runs,
-only the flags that never change are known (`state.json` of the newest checkpoint).
+The tool reads `metrics.jsonl` and `parameters.json`. Both files are up to date while a run goes on,
+and after it was killed.
 
-W&B writes a folder for `wandb sync`; with `WANDB_MODE=online` it sends the records at once.
+W&B writes a folder for `wandb sync`. With `WANDB_MODE=online`, W&B sends the records at once. Comet
+writes an archive for `comet upload`. If an API key is configured, the tool uploads the archive.
 """
 
 import argparse
 import csv
 import json
+import logging
 import os
+import re
+import subprocess
 import sys
 import time
-import zipfile
-from contextlib import suppress
 from pathlib import Path
 
 PAUSE = 2  # seconds between two looks at a run that goes on
@@ -36,25 +38,21 @@ def read_records(run: Path) -> list[dict]:
 
 
 def read_parameters(run: Path) -> dict:
-    """What the newest checkpoint and the archives for Comet say; empty before the first one."""
-    parameters = {}
-    if states := sorted(run.glob("step-*/state.json")):
-        state = json.loads(states[-1].read_text())
-        parameters = state["flags"] | {"train_samples": state["train_samples"]}
-        parameters["global_batch"] = state["samples"] / state["step"]
-    for archive in sorted(run.glob("comet/*.zip"), key=os.path.getmtime):
-        with suppress(zipfile.BadZipFile):  # still being written
-            for line in zipfile.ZipFile(archive).read("messages.json").splitlines():
-                message = json.loads(line)
-                if message["type"] == "parameter_msg":
-                    found = message["payload"]["param"]
-                    if found["source"] == "manual":  # the others are words of the command line
-                        parameters[found["paramName"]] = found["paramValue"]
-    return parameters
+    """Flags, sizes, device and versions; empty for a run of an older version of the chapters."""
+    try:
+        return json.loads((run / "parameters.json").read_text())
+    except (OSError, ValueError):  # or the run is writing the file at this moment
+        return {}
+
+
+def has_ended(run: Path) -> bool:
+    """Whether the run has written its model after its last record."""
+    final, records = run / "final", run / "metrics.jsonl"
+    return final.exists() and final.stat().st_mtime >= records.stat().st_mtime
 
 
 class TensorBoard:
-    def __init__(self, run: Path, output: Path):
+    def __init__(self, run: Path, output: Path, parameters: dict):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
@@ -80,7 +78,7 @@ class TensorBoard:
 
 
 class Wandb:
-    def __init__(self, run: Path, output: Path):
+    def __init__(self, run: Path, output: Path, parameters: dict):
         try:
             import wandb
         except ImportError:
@@ -110,10 +108,58 @@ class Wandb:
         self.run.finish()
 
 
+class Comet:
+    """An archive with all records of a run; is uploaded if an API key is configured."""
+
+    def __init__(self, run: Path, output: Path, parameters: dict):
+        os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # of this process, which is not the run
+        os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # as in the chapters
+        import comet_ml
+
+        logging.getLogger("comet_ml").setLevel(logging.ERROR)
+        output.mkdir(parents=True, exist_ok=True)
+        own = ("log_code", "log_graph", "parse_args", "log_git_metadata", "log_env_details")
+        config = comet_ml.ExperimentConfig(
+            name=run.name,
+            offline_directory=str(output),
+            auto_output_logging=False,
+            **dict.fromkeys(own, False),
+        )
+        self.experiment = comet_ml.start(
+            online=False,
+            mode="create",
+            workspace=parameters.get("comet_workspace"),
+            project_name=parameters.get("comet_project_name"),
+            experiment_config=config,
+        )
+        self.archive = output / f"{self.experiment.get_key()}.zip"
+        self.has_key = bool(comet_ml.get_config("comet.api_key"))
+
+    def add(self, records: list[dict], parameters: dict) -> None:
+        self.experiment.log_parameters(parameters)
+        for record in records:
+            values = {k: v for k, v in record.items() if k not in ("step", "epoch")}
+            values = {k: v for k, v in values.items() if v is not None}
+            self.experiment.log_metrics(values, step=record["step"], epoch=record.get("epoch"))
+
+    def close(self) -> None:
+        self.experiment.end()
+        if not self.has_key:
+            print(f"comet upload {self.archive}")
+            return
+        command = [sys.executable, "-m", "comet_ml.scripts.comet", "upload", self.archive]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            reasons = re.findall(r"^\S*(?:Error|Exception): .*", done.stderr, re.MULTILINE)
+            reason = reasons[-1] if reasons else done.stderr
+            fail(f"not sent: repeat it by `comet upload {self.archive}` ({reason:.300})")
+        print("\n".join(re.findall(r"uploaded .*://\S+", done.stderr)))
+
+
 class Csv:
     """One table per run, with a column for each name; parameters are lines that begin with #."""
 
-    def __init__(self, run: Path, output: Path):
+    def __init__(self, run: Path, output: Path, parameters: dict):
         output.mkdir(parents=True, exist_ok=True)
         self.file = output / f"{run.name}.csv"
         self.records = []
@@ -133,7 +179,7 @@ class Csv:
         pass
 
 
-EXPORTERS = {"tensorboard": TensorBoard, "wandb": Wandb, "csv": Csv}
+EXPORTERS = {"tensorboard": TensorBoard, "wandb": Wandb, "comet": Comet, "csv": Csv}
 
 
 def fail(message: str) -> None:
@@ -142,6 +188,39 @@ def fail(message: str) -> None:
 
 def missing(package: str) -> None:
     fail(f'{package} is not installed: pip install -c constraints.txt ".[{package}]"')
+
+
+def export(runs: list[Path], kind: str, output: Path, follow: bool) -> int:
+    """Exports all records, and with `follow` new ones until the runs end. Returns their number."""
+    exporters = {}
+    # A run that resumes writes the records after its checkpoint again. Resume is exact, so they
+    # are the same, and each is exported once.
+    done = {run: set() for run in runs}
+    try:
+        while True:
+            ended = all(has_ended(run) for run in runs)
+            for run in runs:
+                new = []
+                for record in read_records(run):
+                    key = record["step"], "eval/loss" in record
+                    if key not in done[run]:
+                        done[run].add(key)
+                        new.append(record)
+                if new:
+                    parameters = read_parameters(run)
+                    if run not in exporters:
+                        if not parameters:
+                            print(f"{run.name} has no parameters.json: only metrics are exported")
+                        exporters[run] = EXPORTERS[kind](run, output, parameters)
+                    exporters[run].add(new, parameters)
+            if ended or not follow:
+                break
+            time.sleep(PAUSE)
+    except KeyboardInterrupt:
+        print("stopped")
+    for exporter in exporters.values():
+        exporter.close()
+    return sum(map(len, done.values()))
 
 
 def main() -> None:
@@ -160,31 +239,11 @@ def main() -> None:
         fail("two runs have the same name: export them one by one, each to an -o of its own")
     for run in runs:
         read_records(run)  # before anything is written
-    exporters = {run: EXPORTERS[args.to](run, output) for run in runs}
-    # A run that resumes writes the records after its checkpoint again. Resume is exact, so they
-    # are the same, and each is exported once.
-    done = {run: set() for run in runs}
-    try:
-        while True:
-            finished = all((run / "final").exists() for run in runs)
-            for run, exporter in exporters.items():
-                new = []
-                for record in read_records(run):
-                    key = record["step"], "eval/loss" in record
-                    if key not in done[run]:
-                        done[run].add(key)
-                        new.append(record)
-                if new:
-                    exporter.add(new, read_parameters(run))
-            if finished or not args.follow:
-                break
-            time.sleep(PAUSE)
-    except KeyboardInterrupt:
-        print("stopped")
-    for run, exporter in exporters.items():
-        exporter.add([], read_parameters(run))  # Comet writes its archive when the run ends
-        exporter.close()
-    print(f"{sum(map(len, done.values()))} records in {output}")
+    if args.follow and args.to == "comet" and len(runs) > 1:
+        fail("a process writes one archive of Comet at a time: follow each run by its own command")
+    groups = [runs] if args.follow else [[run] for run in runs]
+    count = sum(export(group, args.to, output, args.follow) for group in groups)
+    print(f"{count} records in {output}")
 
 
 if __name__ == "__main__":

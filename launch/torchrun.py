@@ -1,0 +1,78 @@
+"""torchrun, which prints the error message of the script once more at the end.
+
+    python launch/torchrun.py --standalone --nproc-per-node 2 02-ddp/train-llm.py --demo
+
+After a mistake of the user, a script prints one sentence, `error: ...`. Then torchrun prints a long
+report. Its root cause is often a rank that only waited for the rank with the mistake. launch/run.sh
+starts this program. The options and the exit status are those of torchrun.
+"""
+
+import os
+import pty
+import re
+import sys
+import termios
+import threading
+import traceback
+import tty
+
+from torch.distributed.run import main
+
+# For wrong flags, argparse prints the name of the script first. The message may follow a progress
+# bar, which ends with "]".
+ERROR = re.compile(rb"(?:^|\])(?:train-llm\.py: )?(error: .+)")
+
+
+def copy(source: int, screen: int, errors: dict) -> None:
+    """Writes all bytes from `source` to the screen, and collects the error messages."""
+    line = b""
+    try:
+        while data := os.read(source, 65536):
+            os.write(screen, data)
+            *lines, line = re.split(b"[\r\n]", line + data)
+            for complete in lines:
+                if found := ERROR.search(complete):
+                    errors[found[1]] = None  # once, although each rank may print it
+    except OSError:  # the end of a terminal, or the screen is gone
+        pass
+    os.close(source)  # ranks that still write get an error, and do not wait for ever
+
+
+def new_stream() -> tuple[int, int]:
+    """The end to read from, and the end to write to."""
+    if not sys.stderr.isatty():
+        return os.pipe()
+    source, stream = pty.openpty()  # a terminal again, because the progress bar needs a terminal
+    tty.setraw(stream)  # the screen itself turns \n into \r\n
+    termios.tcsetwinsize(stream, termios.tcgetwinsize(2))
+    return source, stream
+
+
+def run() -> int:
+    """Runs torchrun, and returns its exit status."""
+    try:
+        main()
+    except SystemExit as end:
+        return end.code or 0
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    screen = os.dup(2)
+    errors = {}
+    source, stream = new_stream()
+    reader = threading.Thread(target=copy, args=(source, screen, errors), daemon=True)
+    reader.start()
+    os.dup2(stream, 2)  # for torchrun and all ranks
+    os.close(stream)
+    status = run()
+    sys.stderr.flush()
+    os.dup2(screen, 2)
+    reader.join(timeout=5)  # a process that has survived its rank may hold the stream
+    if status and errors:
+        messages = b"\n".join(errors).decode(errors="replace")
+        print(f"\ntorchrun ended with exit status {status} after:\n{messages}", file=sys.stderr)
+    sys.exit(status)
