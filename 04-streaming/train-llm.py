@@ -114,7 +114,7 @@ def main():
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    saved_step = state.step  # STREAM: a run that has no checkpoint need not save its first weights
+    saved_step = state.step  # STREAM: of the newest checkpoint; 0 without one
     token_counts = []  # STREAM: of each step since the last logged one, without padding
     rows_per_step = args.batch_size * accumulation  # STREAM: of each rank
     place = state.places[RANK]  # STREAM: where this rank was in its stream after the last step
@@ -422,7 +422,10 @@ def load_documents(name, subset):
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
         spec["encoding_errors"] = "replace"
     elif len(kinds) == 1 and not os.path.isdir(name):
-        spec = {"path": kinds.pop(), "data_files": files}
+        spec = {"path": min(kinds), "data_files": files}
+    if kinds == {"json"}:
+        # A number among texts is an error. By default, the texts would get quotation marks.
+        spec["on_mixed_types"] = None
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
         # STREAM 8: Open each file when the rank needs it, so that the corpus may exceed the disk.
