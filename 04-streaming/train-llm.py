@@ -473,6 +473,7 @@ def tokenized(documents, tokenizer):
 
 def load_samples(args, tokenizer, state):
     """The stream of this rank; and the first held-out documents, each in rows of its own."""
+    # STREAM: The last 1 % cannot be held out, because the length of a stream is unknown.
     splits = load_documents(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
@@ -795,6 +796,7 @@ def gather(value):
 
 def gather_numbers(numbers):
     """The integers of all ranks in one small message: for each integer, a list of all ranks."""
+    # STREAM: As a tensor, because `gather` would send twice, and pickle the numbers before.
     of_this_rank = torch.tensor(numbers)
     of_ranks = [torch.empty_like(of_this_rank) for _ in range(WORLD_SIZE)]
     dist.all_gather(of_ranks, of_this_rank)
