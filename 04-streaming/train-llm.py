@@ -84,7 +84,7 @@ def main():
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
     # STREAM: Each rank reads and tokenizes its own text, so no rank prepares text for others.
-    train_samples, eval_samples = load_samples(args, tokenizer, state)
+    train_samples, eval_samples = load_samples(args, tokenizer, config, state)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
@@ -92,10 +92,12 @@ def main():
     if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     model = build_model(args, config, device, checkpoint)
-    optimizer = torch.optim.AdamW(parameter_groups(model, args), lr=args.lr, fused=True)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
+    )
     # STREAM 1: The length of a stream is unknown, so --max-steps gives the schedule its last step.
     total_steps = args.max_steps
-    scheduler = get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps)
+    scheduler = lr_schedule(args, optimizer, total_steps)
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
@@ -114,11 +116,13 @@ def main():
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    tokens = []  # STREAM: in each step since the last logged one, without padding
-    rows_per_step = args.batch_size * accumulation
-    place = state.places[RANK]  # STREAM: of this rank in its stream, after its last step
+    saved_step = state.step  # STREAM: of the newest checkpoint; 0 without one
+    token_counts = []  # STREAM: of each step since the last logged one, without padding
+    rows_per_step = args.batch_size * accumulation  # STREAM: of each rank
+    place = state.places[RANK]  # STREAM: where this rank was in its stream after the last step
     passes_without_step = 0
-    timer = PhaseTimer(device)
+    # DDP: The tokens of the whole job are the work of all devices.
+    timer = PhaseTimer(device, flops_per_token(config, args.seq_length) / WORLD_SIZE)
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
     stop_signals = catch_stop_signals()
@@ -129,36 +133,42 @@ def main():
         with timer("data"):
             rows = train_samples.read(rows_per_step)
         # STREAM 3: One small message tells all ranks whether all of them can make the step.
-        row_tokens = np.sum(np.array(rows) >= 0)
+        tokens_here = sum(np.count_nonzero(row >= 0) for row in rows)
+        is_broken = train_samples.error is not None
         signal_here = max(stop_signals, default=0)
-        report = torch.tensor([len(rows), row_tokens, train_samples.is_broken, signal_here])
-        reports = [torch.empty_like(report) for _ in range(WORLD_SIZE)]
-        dist.all_gather(reports, report)
-        row_counts, token_counts, broken, signals = torch.stack(reports).T.tolist()
+        reports = gather_numbers([len(rows), tokens_here, is_broken, signal_here])
+        row_counts, rank_tokens, broken, signals = reports
         if any(broken):
-            if run_folder and not (run_folder / f"step-{state.step:08d}").exists():
+            if run_folder and state.step > saved_step:
                 state.places = gather(place)
                 save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
-            fail(f"a stream broke off after step {state.step}: the warning above says why")
+            reasons = [error for error in gather(train_samples.error) if error]
+            fail(f"a stream broke off after step {state.step}: {reasons[0]}")
         # STREAM 4: A pass ends for all if one rank has too few rows, since a step needs all ranks.
         if min(row_counts) < rows_per_step:
             rows_left = len(rows)
-            if rows_left == rows_per_step:
+            if rows_left == rows_per_step:  # this rank may have more rows
                 rows_left += train_samples.skip_pass()
             passes = train_samples.place["pass"]
             say(f"Pass {passes} is over: {sum(gather(rows_left))} rows are left out")
+            # The next pass gives other files to each rank, so it may have enough rows.
             passes_without_step += 1
             if passes_without_step == 10:
                 few = (
-                    f"one rank has {min(row_counts)} rows, and a step takes {rows_per_step} of each"
+                    f"in each of 10 passes, a rank had less than the {rows_per_step} rows of a step"
                 )
                 fail(f"{args.dataset_name} is too small: {few}; lower --batch-size or the ranks")
             continue
         passes_without_step = 0
         place = train_samples.place
         stop_signal = max(signals)  # STREAM: all ranks stop after this step, whose rows are read
-        tokens.append(sum(token_counts))
-        labels = tokens[-1] - global_batch  # the last token of a row has no label: nothing follows
+        tokens = sum(rank_tokens)
+        token_counts.append(tokens)
+        labels = tokens - global_batch  # the last token of a row has no label: nothing follows
+        # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
+        # A tensor, because the loss would be compiled again for each new Python number.
+        # At least 1, because a step may consist of rows with a single token, whose loss is 0.
+        labels_per_rank = torch.full((), max(labels, 1) / WORLD_SIZE, device=device)
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # STREAM: The stream has chosen the rows. This number only seeds the dropout masks.
@@ -174,9 +184,6 @@ def main():
                 indices = range(begin, begin + args.batch_size)
                 input_ids = read_batch(rows, indices, device)
             with timer("forward"), autocast:
-                # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
-                # A tensor, because the loss would be compiled again for each new Python number.
-                labels_per_rank = loss_sum.new_full((), labels / WORLD_SIZE)
                 # STREAM 6: The label of padding is -100, and this label has no loss.
                 # Padding comes last, so no other token attends to padding. So padding needs no
                 # mask, and may have any token id.
@@ -216,8 +223,9 @@ def main():
                 "loss": mean_loss,
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
-                "padding": 1 - np.mean(tokens) / global_batch / args.seq_length,  # STREAM: a share
-                **timer.read(tokens_per_step=np.mean(tokens)),
+                # STREAM: the share of padding in the rows
+                "padding": 1 - np.mean(token_counts) / (global_batch * args.seq_length),
+                **timer.read(tokens_per_step=np.mean(token_counts)),
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
             if run_log:
@@ -229,7 +237,7 @@ def main():
             if not (math.isfinite(mean_loss) and finite_gradient):
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
-            tokens.clear()  # STREAM: together with loss_sum
+            token_counts.clear()  # STREAM: together with loss_sum
             logged_step = state.step
         if eval_now:
             with autocast:
@@ -243,6 +251,7 @@ def main():
             # STREAM 7: A checkpoint has the places of all ranks, since ranks read other documents.
             state.places = gather(place)
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+            saved_step = state.step
 
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
@@ -322,6 +331,11 @@ def from_files(name):
     )
     if unfit := report["missing_keys"] | report["mismatched_keys"]:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
+    # Transformers does not tie weights that differ, so the model would not be that of the config.
+    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+        own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
+        remedy = "set tie_word_embeddings to false in config.json"
+        fail(f"the files of {name} {own} embeddings: {remedy}")
     return model
 
 
@@ -331,6 +345,15 @@ def parameter_groups(model, args):
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     decay = {"params": matrices, "weight_decay": args.weight_decay}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+def lr_schedule(args, optimizer, total_steps):
+    """The learning rate of each step, relative to --lr."""
+    options = {}
+    if args.lr_scheduler == "warmup_stable_decay":
+        # The rate falls to zero at the end, by default in the last fifth of the steps.
+        options["num_decay_steps"] = args.decay_steps or total_steps // 5
+    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
 
 
 # -- Data ------------------------------------------------------------------------------------------
@@ -346,6 +369,8 @@ def load_config_and_tokenizer(args):
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
     # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -373,32 +398,44 @@ def load_documents(name, subset):
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
         spec["encoding_errors"] = "replace"
     elif len(kinds) == 1 and not os.path.isdir(name):
-        spec = {"path": kinds.pop(), "data_files": files}
+        spec = {"path": min(kinds), "data_files": files}
+    if kinds == {"json"}:
+        # A number among texts is an error. By default, the texts would get quotation marks.
+        spec["on_mixed_types"] = None
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
         # STREAM 8: Open each file when the rank needs it, so that the corpus may exceed the disk.
         splits = datasets.load_dataset(**spec, streaming=True, storage_options=time_limits())
-        # STREAM: The first document of a split shows the columns.
-        return {name: documents._resolve_features() for name, documents in splits.items()}
+        try:
+            # STREAM: The first documents of a split show its columns.
+            return {split: documents._resolve_features() for split, documents in splits.items()}
+        except StopIteration:
+            fail(f"{name} has a split without documents")
 
 
 def time_limits():
-    """Options of `datasets`: a server that accepts and never answers is an error after a minute."""
-    # STREAM: The thread of a stream repeats a failed read, so `datasets` need not repeat it, too.
+    """Options of `datasets`, so that a silent server is an error after half a minute."""
+    # STREAM: While one rank repeats a read, the other ranks wait, but for at most 30 minutes.
+    # `text_windows` repeats a read, so `datasets` must not repeat it 20 times itself.
     datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
     datasets.config.STREAMING_READ_MAX_RETRIES = 1
-    timeout = ClientTimeout(total=None, sock_connect=60, sock_read=60)
+    timeout = ClientTimeout(total=None, sock_connect=30, sock_read=30)  # seconds without a byte
     return {scheme: {"client_kwargs": {"timeout": timeout}} for scheme in ("http", "https")}
 
 
-def tokenize(rows, tokenizer, column):
+def tokenize(rows, tokenizer, column, vocab_size):
     """The token ids of each document that is not empty, and an end-of-text token after each."""
     texts = [text for text in rows[column] if text]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents if ids]}
+    documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
+    largest = max(map(max, documents), default=0)
+    if largest >= vocab_size:
+        remedy = "give the model its own tokenizer, or from scratch a larger vocab_size"
+        fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
+    return {"input_ids": documents}
 
 
-def tokenized(documents, tokenizer):
+def tokenized(documents, tokenizer, config):
     """The token ids of the documents of a split: column `text`, or the first column with text."""
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
@@ -409,36 +446,43 @@ def tokenized(documents, tokenizer):
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
-        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "column": column,
+            "vocab_size": config.get_text_config().vocab_size,
+        },
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
 
 
-def load_samples(args, tokenizer, state):
+def load_samples(args, tokenizer, config, state):
     """The stream of this rank; and the first held-out documents, each in rows of its own."""
+    # STREAM: The last 1 % cannot be held out, because the length of a stream is unknown.
     splits = load_documents(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
-    documents = splits["train"]
-    if args.max_documents:
-        first = documents.take(args.max_documents)  # in the order of the files
-        features = documents.features
-        documents = datasets.IterableDataset.from_generator(first.__iter__, features=features)
     if len(state.places) != WORLD_SIZE:
         fail(f"this run needs {len(state.places)} ranks: each rank goes on from its own place")
+    documents = splits["train"]
+    if args.max_documents:
+        # As a single file. Otherwise each rank would take the first documents of its own files.
+        first = documents.take(args.max_documents)
+        features = documents.features
+        documents = datasets.IterableDataset.from_generator(first.__iter__, features=features)
     # STREAM 9: Each rank reads other files, because equal documents give equal gradients.
     if documents.num_shards % WORLD_SIZE:
         say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
     documents = documents.shuffle(seed=args.seed, buffer_size=1)  # the order of the files
     documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
     place = state.places[RANK]
-    train_samples = Stream(text_windows(tokenized(documents, tokenizer), place, args), place)
-    eval_samples = load_eval_samples(args, tokenizer, splits) if args.eval_freq else []
+    documents = tokenized(documents, tokenizer, config)
+    train_samples = Stream(text_windows(documents, place, args), place)
+    eval_samples = load_eval_samples(args, tokenizer, config, splits) if args.eval_freq else []
     return train_samples, eval_samples
 
 
-def load_eval_samples(args, tokenizer, splits):
+def load_eval_samples(args, tokenizer, config, splits):
     """The first documents of the held-out split, each in rows of its own."""
     names = ["validation", "test"]
     if args.eval_dataset:
@@ -447,8 +491,9 @@ def load_eval_samples(args, tokenizer, splits):
     held_out = [splits[name] for name in names if name in splits]
     if not held_out:
         fail("there are no documents to evaluate on: give --eval-dataset, or --eval-freq 0")
-    documents = held_out[0].take(args.eval_documents)
-    ids = [document["input_ids"] for document in tokenized(documents, tokenizer)]
+    documents = tokenized(held_out[0].take(args.eval_documents), tokenizer, config)
+    with explain("cannot read the held-out documents"):
+        ids = [document["input_ids"] for document in documents]
     eval_samples, _ = to_rows(ids, [], "overflow", args.seq_length)
     say(f"{len(ids)} documents held out, in {len(eval_samples)} rows")
     if not eval_samples:
@@ -479,7 +524,7 @@ class Stream:
 
     def __init__(self, windows, place):
         self.place = place  # after the last row that was read
-        self.is_broken = False
+        self.error = None  # why no more rows can be read
         self.rows = self.read_ahead(windows)
 
     def __len__(self):
@@ -489,13 +534,16 @@ class Stream:
         """Yields each row, and None at the end of each pass."""
         thread = ThreadPoolExecutor(1)
         # STREAM 11: The thread is a window ahead, so that the devices need not wait for text.
-        reading = thread.submit(next, windows, None)
-        while (window := reading.result()) is not None:
-            reading = thread.submit(next, windows, None)
-            for row, place in window:
-                self.place = place
-                yield row
-        self.is_broken = True
+        reading = thread.submit(next, windows)
+        try:
+            while True:
+                window = reading.result()  # waits for the thread, and raises its error
+                reading = thread.submit(next, windows)
+                for row, place in window:
+                    self.place = place
+                    yield row
+        except Exception as error:
+            self.error = f"rank {RANK} cannot read on ({error.__cause__ or error!r:.300})"
 
     def read(self, count):
         """The next `count` rows; fewer rows if the pass ends or the stream breaks before."""
@@ -520,47 +568,57 @@ START = {"pass": 0, "window": 0, "position": None, "rest": [], "used": 0}
 
 
 def text_windows(documents, place, args):
-    """Yields windows: lists of shuffled rows, each row with the place after it."""
-    pause = 1
+    """Yields the windows of all passes, from a place on. Reads again what could not be read."""
+    pause = 1  # seconds
     while True:
-        documents.set_epoch(place["pass"])
-        if place["position"]:
-            documents.load_state_dict(place["position"])
         try:
-            opened = iter(documents)
-            pass_is_over = False
-            while not pass_is_over:
-                # STREAM 12: A resumed run makes the same window again, from the place before it.
-                # A buffer of shuffled documents would lose some of them, and read others twice.
-                rows = []
-                rest = place["rest"]
-                while len(rows) < args.shuffle_window and not pass_is_over:
-                    batch = list(islice(opened, 32))
-                    ids = [document["input_ids"] for document in batch]
-                    more, rest = to_rows(ids, rest, args.packing, args.seq_length)
-                    rows += more
-                    pass_is_over = not batch
-                np.random.RandomState((args.seed, place["window"])).shuffle(rows)
-                window = [(row, place | {"used": n}) for n, row in enumerate(rows, start=1)]
-                window = window[place["used"] :]
-                place = START | {"pass": place["pass"], "window": place["window"] + 1, "rest": rest}
-                if pass_is_over:
-                    place["pass"] += 1
-                    window.append((None, place))
-                else:
-                    place["position"] = documents.state_dict()
+            for window, next_place in windows_of_pass(documents, place, args):
                 yield window
+                place = next_place
                 pause = 1
-        except (ValueError, TypeError) as error:  # in the text itself, so it would come again
-            tqdm.write(f"warning: a document cannot be read ({error!r:.300})", sys.stderr)
-            return
+        except (ValueError, TypeError):  # in the text itself, so the error would come again
+            raise
         except Exception as error:  # such as a server that does not answer
-            if pause > 256 or "shutdown" in str(error):  # the script comes to its end
-                return
+            script_ends = "shutdown" in str(error)  # Python then refuses new threads
+            if script_ends or pause > 256:
+                raise
             if pause == 1:
-                tqdm.write(f"warning: a stream is opened again ({error!r:.300})", sys.stderr)
+                reason = f"{error.__cause__ or error!r:.300}"
+                tqdm.write(f"warning: rank {RANK} opens its files again ({reason})", sys.stderr)
             time.sleep(pause)
             pause *= 2
+
+
+def windows_of_pass(documents, place, args):
+    """Yields each window from `place` to the end of the pass, and the place after the window.
+
+    A window is a list of shuffled rows, each with the place after it. None ends the last window.
+    """
+    documents.set_epoch(place["pass"])  # another order of the files; begins with the first file
+    if place["position"]:
+        documents.load_state_dict(place["position"])
+    opened = iter(documents)
+    pass_is_over = False
+    while not pass_is_over:
+        # STREAM 12: A resumed run makes the same window again, from the place before it.
+        # A buffer of shuffled documents would lose some of them, and read others twice.
+        rows = []
+        rest = place["rest"]
+        while len(rows) < args.shuffle_window and not pass_is_over:
+            batch = [document["input_ids"] for document in islice(opened, 32)]
+            pass_is_over = not batch
+            more, rest = to_rows(batch, rest, args.packing, args.seq_length)
+            rows += more
+        np.random.RandomState((args.seed, place["window"])).shuffle(rows)
+        window = [(row, place | {"used": n}) for n, row in enumerate(rows, start=1)]
+        window = window[place["used"] :]  # the run has read the others before it was stopped
+        place = {"pass": place["pass"], "window": place["window"] + 1, "rest": rest, "used": 0}
+        if pass_is_over:
+            place |= {"pass": place["pass"] + 1, "position": None}
+            window.append((None, place))
+        else:
+            place["position"] = documents.state_dict()
+        yield window, place
 
 
 def read_batch(samples, indices, device):
@@ -601,8 +659,13 @@ def evaluate(model, samples, args, device):
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 LASTING += ["packing", "shuffle_window", "max_documents"]  # STREAM: they change the rows
+
+
+# Folders with other names, such as step-final.bak, are no checkpoints.
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
 
 
 @dataclass
@@ -629,9 +692,17 @@ def new_folder(folder):
     temporary.mkdir()
     dist.barrier()  # FSDP: the other ranks have waited for the folder
     yield temporary
-    os.sync()  # the files are on the disk before the folder gets its name
+    for path in [*temporary.rglob("*"), temporary]:
+        sync(path)  # the files are on the disk before the folder gets its name
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
+
+
+def sync(path):
+    """Waits until a file, or the list of the files of a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def save_model(folder, model, tokenizer):
@@ -655,7 +726,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         save_model(folder, model, tokenizer)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
-    for old in sorted(run_folder.glob("step-*"))[: -args.keep_checkpoints]:
+    for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
         shutil.rmtree(old.rename(run_folder / "incomplete"))
 
@@ -669,12 +740,15 @@ def open_run(args):
     run_folder = args.save_dir / args.experiment_name
     with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
-    newest = max(run_folder.glob("step-*"), default=None)
+    newest = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
     if not newest:
         return run_folder, None, new_state
-    if not (newest / ".metadata").exists():  # FSDP: the index of the shards
+    with reading(newest):
+        saved = json.loads((newest / "state.json").read_text())
+    unknown = saved.keys() - asdict(new_state).keys()
+    if unknown or (newest / "training_state.pt").exists():  # FSDP: a file of chapters 1 and 2
         fail(f"{newest} is from another chapter: choose another --experiment-name")
-    state = RunState(**json.loads((newest / "state.json").read_text()))
+    state = RunState(**saved)
     for name, value in state.flags.items():
         if flags.get(name) != value:
             fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
@@ -686,7 +760,10 @@ def load_training_state(checkpoint, stateful, model):
     """Restores optimizer, scheduler and scaler in place."""
     # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
     state = sharded_state(model, stateful)
-    dcp.load(state, checkpoint_id=checkpoint)
+    with reading(checkpoint):
+        # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
+        dcp.FileSystemReader(checkpoint).read_metadata()
+        dcp.load(state, checkpoint_id=checkpoint)
     state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
     # Another --max-steps changes the schedule, so compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
@@ -743,7 +820,7 @@ def load_weights(model, name, checkpoint):
     saved = files.read_metadata().state_dict_metadata
     shards = weights_of(model)
     if set(shards) <= set(saved):
-        if checkpoint:
+        if checkpoint is not None:
             return
         # A tied weight has two names. If the files have both, the two tensors must be equal.
         tied = {n: first for n, first in model.all_tied_weights_keys.items() if n in saved}
@@ -804,6 +881,15 @@ def gather(value):
     return values
 
 
+def gather_numbers(numbers):
+    """The integers of all ranks in one small message: for each integer, a list of all ranks."""
+    # STREAM: As a tensor, because `gather` would send twice, and pickle the numbers before.
+    of_this_rank = torch.tensor(numbers)
+    of_ranks = [torch.empty_like(of_this_rank) for _ in range(WORLD_SIZE)]
+    dist.all_gather(of_ranks, of_this_rank)
+    return torch.stack(of_ranks).T.tolist()
+
+
 def of_all_ranks(metrics):
     """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
     for rank, others in enumerate(gather(metrics)):
@@ -822,8 +908,9 @@ class PhaseTimer:
     with the work. Their times are read at logged steps, when the GPU has passed them.
     """
 
-    def __init__(self, device):
+    def __init__(self, device, flops_per_token):
         self.on_gpu = device.type == "cuda"
+        self.flops_per_token = flops_per_token
         self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
         self.last_read = time.perf_counter()
 
@@ -841,7 +928,7 @@ class PhaseTimer:
         return event
 
     def read(self, tokens_per_step):
-        """Milliseconds per optimizer step and tokens per second, since the last read."""
+        """Milliseconds per optimizer step, tokens per second and TFLOP/s, since the last read."""
         steps = len(self.spans["update"])
         metrics = {}
         for phase, spans in self.spans.items():
@@ -853,7 +940,26 @@ class PhaseTimer:
         self.last_read = now
         metrics["time/total_ms"] = 1e3 * seconds
         metrics["tokens_per_second"] = tokens_per_step / seconds
+        metrics["tflops_per_device"] = metrics["tokens_per_second"] * self.flops_per_token / 1e12
         return metrics
+
+
+def flops_per_token(config, seq_length):
+    """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config = config.get_text_config()
+    used = sum(parameter.numel() for parameter in model.parameters())
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.weight is not head.weight:
+            used -= module.weight.numel()  # looking up a row computes nothing
+    active_experts = getattr(config, "num_experts_per_tok", None)
+    for name, parameter in model.named_parameters():
+        if active_experts and ".experts." in name:  # of shape (experts, ...)
+            idle = 1 - active_experts / parameter.shape[0]
+            used -= round(parameter.numel() * idle)
+    return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
 
 
 def memory_metrics(device):
@@ -888,7 +994,8 @@ class RunLog:
 
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+            with reading(checkpoint):
+                shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.parameters_file = run_folder / "parameters.json"
         self.comet = start_comet(run_folder / "comet", state, args)
@@ -946,6 +1053,12 @@ def explain(message):
         fail(f"{message} ({error.__cause__ or error!r:.300})")
 
 
+def reading(checkpoint):
+    """As `explain`, for a checkpoint whose files are missing or broken."""
+    remedy = "remove this folder, and the run continues from the checkpoint before"
+    return explain(f"the checkpoint {checkpoint} is damaged: {remedy}")
+
+
 def catch_stop_signals():
     """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
     received = []
@@ -978,13 +1091,14 @@ DEMO = {
 }
 
 
-def at_least(minimum, kind=int):
-    """An argparse type: a finite number of this kind that is not below `minimum`."""
+def at_least(minimum, kind=int, below=math.inf):
+    """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
 
     def number(text):
         value = kind(text)
-        if not minimum <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be a number, {minimum} or larger, not {text}")
+        if not minimum <= value < below:
+            limits = f"at least {minimum} and below {below}"
+            raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
     return number
@@ -1011,9 +1125,13 @@ def parse_args():
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")
     add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = [schedule.value for schedule in transformers.SchedulerType]
+    schedules = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
+    schedules += ["constant_with_warmup", "warmup_stable_decay"]
     add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--decay-steps", type=positive, help="last steps of warmup_stable_decay; default: a fifth")
+    beta = at_least(0, float, below=1)
+    add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
@@ -1024,7 +1142,8 @@ def parse_args():
     add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
     add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=count, default=0, help="seed of random weights and sample order")
+    seed = at_least(0, below=2**32)  # the limit of NumPy
+    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # STREAM: The documents to read, and how they become rows.
     add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
@@ -1050,8 +1169,6 @@ def parse_args():
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
-    if args.seed >= 2**32:
-        parser.error("--seed must be below 4294967296 (NumPy's limit)")
     return args
 
 
