@@ -84,9 +84,9 @@ def main():
     check_groups(args)  # PP: before anything that takes time
     accumulation = args.gradient_accumulation_steps
     # PP 1: The ranks of a pipeline train on the same samples, so a pipeline counts as one device.
-    groups = WORLD_SIZE // args.pipeline_parallel
-    group = RANK % groups
-    global_batch = args.batch_size * accumulation * groups
+    pipelines = WORLD_SIZE // args.pipeline_parallel
+    pipeline = RANK % pipelines  # the number of the pipeline of this rank: see PP 8
+    global_batch = args.batch_size * accumulation * pipelines
     torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -126,11 +126,11 @@ def main():
         load_training_state(checkpoint, stateful, model)
     # PP 2: A schedule tells each rank the order of the forward and backward passes of a step.
     schedule = SCHEDULES[args.schedule](
-        stages if args.schedule in LOOPED else stages[0],
+        stages if args.schedule in SEVERAL_STAGES else stages[0],
         n_microbatches=accumulation,
         # The loss is a mean over a micro-batch. After this division, the losses (and their
         # gradients) of all micro-batches add up to the mean over the global batch.
-        loss_fn=lambda loss, labels: loss / accumulation,
+        loss_fn=lambda loss, target: loss / accumulation,  # the last stage returns the loss itself
         scale_grads=False,  # the gradients are already divided
     )
     run_log = None
@@ -156,7 +156,7 @@ def main():
         for micro_step in range(accumulation):
             # Sample n is the same in each run with this seed, so a run can resume at any sample.
             # PP 3: All ranks of a pipeline read the same batch, as inputs or as labels.
-            first = state.samples + (micro_step * groups + group) * args.batch_size
+            first = state.samples + (micro_step * pipelines + pipeline) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
             with timer("data"):
                 indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
@@ -166,6 +166,7 @@ def main():
         with timer("schedule"):
             tied_head.copy_weight()
             input_ids = torch.cat(batches)  # the schedule splits this batch again
+            # The stages get `labels`. `loss_fn` gets `target`. The result is the losses before it.
             losses = schedule.step(input_ids, labels=input_ids, target=input_ids)
         if losses is not None:  # PP: the last stage is on this rank
             # The other ranks of the pipeline add 0 to the average over all ranks.
@@ -181,7 +182,8 @@ def main():
             grad_norm = grad_norm.full_tensor()
             # PP 4: The norm is over all stages, because all stages must be clipped alike.
             grad_norm.square_()
-            dist.all_reduce(grad_norm, group=stages[0].group)
+            pipeline_group = stages[0].group  # the same for all stages of this rank
+            dist.all_reduce(grad_norm, group=pipeline_group)
             grad_norm.sqrt_()
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
@@ -259,7 +261,7 @@ SCHEDULES = {
     "interleaved": pp.ScheduleInterleaved1F1B,
     "zbv": pp.ScheduleZBVZeroBubble,
 }
-LOOPED = ["interleaved", "zbv"]  # these schedules have several stages per rank
+SEVERAL_STAGES = ["interleaved", "zbv"]  # these schedules have several stages per rank
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text"]
 
 
@@ -322,7 +324,9 @@ class TiedHead:
         if not self.modules:
             return
         # FSDP casts the head to the compute precision anyway, so more bytes would be useless.
-        weight = self.modules[0].weight.to_local().to(self.dtype)  # of the head: room to receive
+        # The embeddings send their weight. On the other rank, the head gives room to receive it.
+        module = self.head if self.embeddings is None else self.embeddings
+        weight = module.weight.to_local().to(self.dtype)
         dist.broadcast(weight, group=self.group, group_src=0)
         if self.head is not None:
             self.head.weight.to_local().copy_(weight)
@@ -351,7 +355,7 @@ def make_stages(model, unit_names, args, device, mesh):
     # The shape of the activations. Without it, PyTorch infers the shape in an extra pass.
     shape = (args.batch_size, args.seq_length, model.config.hidden_size)
     activations = torch.empty(shape, dtype=DTYPES[args.dtype], device="meta", requires_grad=True)
-    loss = torch.empty(1)
+    example_loss = torch.empty(1)
     # A single stage has embeddings and head, so they can stay one tensor.
     is_tied = bool(model.all_tied_weights_keys) and count > 1
     embeddings = None
@@ -376,13 +380,13 @@ def make_stages(model, unit_names, args, device, mesh):
             head = part.lm_head
         module = StageModule(part, is_first, is_last)
         stage_modules.append(module)
-        output = loss if is_last else activations
+        output = example_loss if is_last else activations
         stage = pp.PipelineStage(
             module,
             stage_index=n,
             num_stages=count,
             device=device,
-            input_args=activations,
+            input_args=activations,  # the first stage receives none, so it does not use them
             output_args=output,
             group=mesh.get_group("pp"),
         )
@@ -391,8 +395,11 @@ def make_stages(model, unit_names, args, device, mesh):
         # All ranks make the groups of all pipelines. With zbv, one rank has both stages.
         first_ranks = mesh.mesh[0].tolist()
         last_ranks = first_ranks if args.schedule == "zbv" else mesh.mesh[-1].tolist()
-        pairs = [sorted({a, b}) for a, b in zip(first_ranks, last_ranks, strict=True)]
-        group, _ = dist.new_subgroups_by_enumeration(pairs)
+        if first_ranks == last_ranks:
+            ends = [[rank] for rank in first_ranks]
+        else:
+            ends = [list(pair) for pair in zip(first_ranks, last_ranks, strict=True)]
+        group, _ = dist.new_subgroups_by_enumeration(ends)
     return stages, stage_modules, TiedHead(embeddings, head, group, DTYPES[args.dtype])
 
 
@@ -403,8 +410,9 @@ def build_model(args, config, device, checkpoint):
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
-    parameters = model.num_parameters()
-    model.num_parameters = lambda **options: parameters  # PP: the log has the whole model
+    # PP: The log reports the whole model. This rank soon has some of its stages only.
+    total_parameters = model.num_parameters()
+    model.num_parameters = lambda **options: total_parameters
     # PP 8: Ranks form a table: a column is a pipeline, and the ranks of a row have the same stages.
     shape = (args.pipeline_parallel, WORLD_SIZE // args.pipeline_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp"))
@@ -416,7 +424,7 @@ def build_model(args, config, device, checkpoint):
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     policy["mesh"] = mesh["dp"]
-    # PP 9: Weights stay gathered in a step. Otherwise each micro-batch would gather them again.
+    # PP 9: Weights stay gathered in a step, unless a flag lets each micro-batch gather them again.
     # The embeddings or the head belong to the root of their stage.
     policy["reshard_after_forward"] = args.reshard_after_forward
     for layer in [m for m in stage_modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
@@ -424,8 +432,9 @@ def build_model(args, config, device, checkpoint):
     for module in stage_modules:
         fully_shard(module, **policy)
     # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
-    AsOnOneDevice.device = "cpu" if args.cpu_offload else device
-    stage_modules.to_empty(device=AsOnOneDevice.device)
+    weight_device = "cpu" if args.cpu_offload else device
+    stage_modules.to_empty(device=weight_device)
+    AsOnOneDevice.device = weight_device  # PP: there it draws the weights of other ranks
     model.tie_weights()
     # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
     # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
@@ -433,7 +442,8 @@ def build_model(args, config, device, checkpoint):
     init_weights(model, draw=args.from_scratch and not checkpoint)
     # PP: The weights of other ranks have never left the meta device. Here the model forgets them.
     for name in unit_names:
-        if next(model.get_submodule(name).parameters()).is_meta:
+        first_weight = next(model.get_submodule(name).parameters())
+        if first_weight.is_meta:  # another rank has this unit
             model.set_submodule(name, Elsewhere())
     if not args.from_scratch:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
@@ -668,24 +678,25 @@ def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs t
     loss_sum = torch.zeros((), device=device)
     # PP 11: A pipeline always computes all its micro-batches. Empty ones have weight 0.
     size = args.batch_size * args.gradient_accumulation_steps
-    groups = WORLD_SIZE // args.pipeline_parallel
-    group = RANK % groups
-    forward = copy.copy(schedule)
-    if args.schedule in LOOPED:  # remove backward passes, because those of zbv fail here
+    pipelines = WORLD_SIZE // args.pipeline_parallel
+    pipeline = RANK % pipelines  # the number of the pipeline of this rank: see PP 8
+    forward_schedule = copy.copy(schedule)
+    if args.schedule in SEVERAL_STAGES:
+        # These schedules are lists of actions. Keep no backward pass: those of zbv fail here.
         kept = {FORWARD, SEND_F, RECV_F, UNSHARD, RESHARD}
         actions = schedule.pipeline_order_with_comms[schedule.rank]
         actions = [action for action in actions if action.computation_type in kept]
-        forward.pipeline_order_with_comms = {schedule.rank: actions}
+        forward_schedule.pipeline_order_with_comms = {schedule.rank: actions}
     # PP: Each pipeline evaluates its share. A sum over ranks gives the mean over all samples.
     # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
-    for begin in range(group * size, group * size + len(samples), groups * size):
+    for begin in range(pipeline * size, pipeline * size + len(samples), pipelines * size):
         indices = range(len(samples))[begin : begin + size]
         # PP: Fill up the last batch with samples that do not count.
         padding = [0] * (size - len(indices))
         input_ids = read_batch(samples, [*indices, *padding], device)
         labels = input_ids.clone()
         labels[len(indices) :] = -100  # no loss for the padding
-        losses = forward.eval(input_ids, labels=labels, target=labels)
+        losses = forward_schedule.eval(input_ids, labels=labels, target=labels)
         if losses is not None:  # the last stage is on this rank
             for n, loss in enumerate(losses):
                 count = len(indices[n * args.batch_size : (n + 1) * args.batch_size])
@@ -840,7 +851,8 @@ class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args, kwargs):
         # A DTensor is the whole tensor for the model, and one shard of it in memory.
         fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
-        # PP: Draw the weights of other ranks, too, so that each weight gets its own numbers.
+        # PP: Also draw the weights of other ranks, into a tensor that nobody keeps. The generator
+        # then is in the same state before each weight as on one device.
         if fills and args[0].is_meta:
             on_device = torch.empty_like(args[0], device=self.device)
             args = (on_device, *args[1:])
@@ -866,7 +878,8 @@ def load_weights(model, name, checkpoint):
     files = dcp.HuggingFaceStorageReader(folder)
     saved = files.read_metadata().state_dict_metadata
     shards = weights_of(model)
-    if all(gather(set(shards) <= set(saved))):  # PP: the same choice on all ranks
+    files_have_all = set(shards) <= set(saved)
+    if all(gather(files_have_all)):  # PP: the same choice on all ranks
         if checkpoint is not None:
             return
         # A tied weight has two names. If the files have both, the two tensors must be equal.
@@ -931,9 +944,9 @@ def check_groups(args):
     per_rank = args.stages_per_rank
     if WORLD_SIZE % ranks:
         fail(f"--pipeline-parallel {ranks} does not divide the {WORLD_SIZE} ranks: use a divisor")
-    if per_rank > 1 and args.schedule not in LOOPED:
+    if per_rank > 1 and args.schedule not in SEVERAL_STAGES:
         fail(f"--schedule {args.schedule} has one stage per rank: choose --schedule interleaved")
-    if per_rank == 1 and args.schedule in LOOPED:
+    if per_rank == 1 and args.schedule in SEVERAL_STAGES:
         fail(f"--schedule {args.schedule} has several stages per rank: use --stages-per-rank 2")
     if per_rank > 2 and args.schedule == "zbv":
         fail("--schedule zbv has two stages per rank: use --stages-per-rank 2")
@@ -1237,7 +1250,7 @@ def parse_args():
     args = parser.parse_args(given + sys.argv[1:])
     # PP: The defaults that follow from other flags.
     if args.stages_per_rank is None:
-        args.stages_per_rank = 2 if args.schedule in LOOPED else 1
+        args.stages_per_rank = 2 if args.schedule in SEVERAL_STAGES else 1
     if args.gradient_accumulation_steps is None:
         args.gradient_accumulation_steps = args.pipeline_parallel * args.stages_per_rank
     name = args.experiment_name or ""

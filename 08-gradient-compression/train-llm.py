@@ -340,22 +340,24 @@ class Compression:
 
     def __init__(self, model, args, checkpoint):
         self.args = args
-        self.volume = 0  # of these bytes, each of N ranks sends (N - 1) / N
-        self.volume_of_chapter_2 = 8 * model.num_parameters()  # an all-reduce counts twice
-        # COMPRESSION 3: Residuals belong to parameters, because DDP makes other buckets in step 2.
+        # An all-reduce of B bytes counts 2 B here. Of these, each of N ranks sends (N - 1) / N.
+        self.volume = 0
+        gradient_bytes = 4 * model.num_parameters()
+        self.volume_of_chapter_2 = 2 * gradient_bytes
+        # COMPRESSION 3: Residuals of dct belong to parameters, since DDP makes new buckets once.
         self.names = {p: name for name, p in model.named_parameters()}
         # PyTorch keeps PowerSGD's residuals and its matrices P and Q by bucket. PowerSGD begins in
         # step 2, when the buckets are final. Here buckets are final from the start: skip the wait.
-        self.state = powerSGD_hook.PowerSGDState(
+        self.powersgd = powerSGD_hook.PowerSGDState(
             process_group=None,
             matrix_approximation_rank=args.powersgd_rank,
             start_powerSGD_iter=2,
             min_compression_rate=2,
             use_error_feedback=args.error_feedback,
         )
-        self.state.iter = 2
-        self.residuals = self.state.error_dict
-        self.memory = [self.residuals, self.state.p_memory_dict, self.state.q_memory_dict]
+        self.powersgd.iter = 2
+        self.residuals = self.powersgd.error_dict  # dct uses the same dictionary
+        self.memory = [self.residuals, self.powersgd.p_memory_dict, self.powersgd.q_memory_dict]
         # COMPRESSION 4: Each row is a cosine, and the rows are orthonormal, so nothing is lost.
         # Row k has k half waves (DCT-II). The transpose turns frequencies back into numbers. The %
         # keeps angles below 2 pi, where fp32 is more exact.
@@ -374,9 +376,9 @@ class Compression:
         remedy = f"remove {checkpoint}, to resume from the checkpoint before it"
         if names != {file.name for file in files}:
             fail(f"the checkpoint has the memory of only {len(files)} ranks: {remedy}")
-        # COMPRESSION 5: With other ranks, each rank begins with the mean, so the mean is kept.
         if len(files) == WORLD_SIZE:
             files = [checkpoint / f"memory-{RANK}-of-{WORLD_SIZE}.pt"]
+        # COMPRESSION 5: With another number of ranks, each begins with the mean of all files.
         for file in files:
             with explain(f"{file.name} is damaged: {remedy}"):
                 saved_memory = torch.load(file, device)
@@ -390,15 +392,18 @@ class Compression:
         """Begins to average a bucket over the ranks; returns a future."""
         if self.args.compress in CASTS:
             # COMPRESSION 6: Numbers of 16 bits take half of the bytes, but their sum is rounded.
-            self.volume += bucket.buffer().nbytes
+            half_of_the_bytes = bucket.buffer().nbytes // 2
+            self.volume += 2 * half_of_the_bytes
             return CASTS[self.args.compress](None, bucket)
         if self.args.compress == "powersgd":
             # COMPRESSION 7: A gradient is nearly a product of two narrow matrices: send only these.
-            self.state.total_numel_after_compression = 0
-            future = powerSGD_hook.powerSGD_hook(self.state, bucket)
-            self.volume += 8 * self.state.total_numel_after_compression
+            self.powersgd.total_numel_after_compression = 0
+            future = powerSGD_hook.powerSGD_hook(self.powersgd, bucket)
+            message_bytes = 4 * self.powersgd.total_numel_after_compression
+            self.volume += 2 * message_bytes
             future.wait()  # the callbacks of two buckets would start all-reduces in any order
             return future
+        # `p.grad` is a view of the bucket, so `average` changes the bucket in place.
         futures = [self.average(self.names[p], p.grad) for p in bucket.parameters()]
 
         def finish(_):
@@ -408,9 +413,11 @@ class Compression:
         return torch.futures.collect_all(futures).then(finish)
 
     def average(self, name, gradient):
-        """Begins to average some frequencies of each chunk, the lowest or the largest ones."""
+        """Begins to average the lowest or the strongest frequencies of each chunk."""
         size = gradient.numel()
-        if size < self.args.min_compress or size % CHUNK:
+        is_small = size < self.args.min_compress
+        has_rest = size % CHUNK > 0
+        if is_small or has_rest:  # average it whole
             self.volume += 2 * gradient.nbytes
             return dist.all_reduce(gradient, dist.ReduceOp.AVG, async_op=True).get_future()
         chunks = gradient.view(-1, CHUNK)
@@ -425,12 +432,14 @@ class Compression:
         else:
             places = self.frequencies[:count].expand(len(spectrum), count)
         if self.args.error_feedback:
-            self.residuals[name] = spectrum.scatter(1, places, 0.0)
+            unsent = spectrum.scatter(1, places, 0.0)  # zeros at the places that are sent
+            self.residuals[name] = unsent
         message = spectrum.gather(1, places) / WORLD_SIZE
         if takes_largest:
             # COMPRESSION 9: Each rank has its own choice, so all ranks receive all N choices.
             # The last six of the 32 bits of a number hold its place, so places cost no bytes.
-            message = message.view(torch.int32) & ~LAST_SIX_BITS | places.int()
+            cleared = message.view(torch.int32) & ~LAST_SIX_BITS
+            message = cleared | places.int()
             received = [torch.empty_like(message) for _ in range(WORLD_SIZE)]
             work = dist.all_gather(received, message, async_op=True)
             self.volume += WORLD_SIZE * message.nbytes
@@ -443,9 +452,11 @@ class Compression:
         # `decode` may run later, in another CUDA stream. So `decode` uses only tensors that stay.
         def decode(_):
             chunks.zero_()
-            for message in received:  # in the order of the ranks, so all ranks get the same sum
-                index = message.long() & LAST_SIX_BITS if takes_largest else places
-                chunks.scatter_add_(1, index, message.view(torch.float32))
+            for part in received:  # in the order of the ranks, so all ranks get the same sum
+                index = places
+                if takes_largest:
+                    index = part.long() & LAST_SIX_BITS  # the places that its sender has chosen
+                chunks.scatter_add_(1, index, part.view(torch.float32))
             return chunks.copy_(chunks @ self.cosines)  # a future waits for the returned tensor
 
         return work.get_future().then(decode)
@@ -456,7 +467,7 @@ class Compression:
         self.volume = 0
         if self.args.compress == "none":  # without a hook, nothing is counted
             volume = self.volume_of_chapter_2
-        sent = volume - volume / WORLD_SIZE
+        sent = volume * (WORLD_SIZE - 1) / WORLD_SIZE
         ratio = volume / self.volume_of_chapter_2
         return {"communication/bytes_per_step": sent, "communication/ratio": ratio}
 

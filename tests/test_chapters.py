@@ -120,7 +120,7 @@ STEPS = [
         lines=265,
         may_differ={"docstring", "imports", "main", "build_model", "AsOnOneDevice", "load_weights"}
         | {"load_config_and_tokenizer", "evaluate", "sharded_state", "parse_args"},
-        added={"SCHEDULES", "LOOPED", "FAMILIES", "Elsewhere", "part_of", "StageModule"}
+        added={"SCHEDULES", "SEVERAL_STAGES", "FAMILIES", "Elsewhere", "part_of", "StageModule"}
         | {"TiedHead", "make_stages", "check_groups", "numbers"},
         sentences={'with timer("backward")'},
         replaced_comments={"Several small passes need less memory", "DDP 9: Average the loss"},
