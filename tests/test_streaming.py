@@ -563,7 +563,7 @@ def test_one_rank_of_two_breaks(stream):
     flags = ["--max-steps", 30, "--eval-freq", 0, "--shuffle-window", 4, "-b", 4]
     origin = stream(*flags, name="origin")
     step = 99
-    for name in ("not saved yet", "saved before"):
+    for name in ("first", "again"):  # the second run has a checkpoint where its stream breaks
         more = ["--ckpt-freq", step, "--keep-checkpoints", 99]
         broken = stream(*flags, *more, name=name, before=HASTY + BREAK, status=1)
         first, second = (rank.output for rank in broken.run.ranks)
