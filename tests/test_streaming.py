@@ -410,9 +410,11 @@ def test_brackets_in_a_name_and_empty_documents(trainer, tmp_path, texts):
     flags = ["-d", file, "--max-steps", 2, "--eval-dataset", held_out, "--eval-documents", 7]
     run = trainer(*flags, script=CHAPTER_4, processes=1)
     assert "5 documents held out" in run.output
-    jsonl(held_out, ["a", 5])
-    run = trainer(*flags, script=CHAPTER_4, processes=1, name="number", status=1)
-    assert_one_sentence(run.output, "changed from string to number in row 1")
+    jsonl(tmp_path / "held-1.jsonl", texts[:3])
+    jsonl(tmp_path / "held-2.jsonl", texts[:3], "words")
+    flags += ["--eval-dataset", tmp_path / "held-?.jsonl"]
+    run = trainer(*flags, script=CHAPTER_4, processes=1, name="columns", status=1)
+    assert_one_sentence(run.output, "cannot read the held-out documents (CastError")
 
 
 def test_rows_of_a_single_token(trainer, tmp_path, texts, model):
