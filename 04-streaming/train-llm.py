@@ -154,9 +154,7 @@ def main():
             # The next pass gives other files to each rank, so it may have enough rows.
             passes_without_step += 1
             if passes_without_step == 10:
-                few = (
-                    f"in each of 10 passes, a rank had less than the {rows_per_step} rows of a step"
-                )
+                few = f"in each of 10 passes, a rank had less than {rows_per_step} rows for a step"
                 fail(f"{args.dataset_name} is too small: {few}; lower --batch-size or the ranks")
             continue
         passes_without_step = 0
