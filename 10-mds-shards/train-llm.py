@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 # Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
@@ -461,9 +462,10 @@ def load_samples(args, tokenizer, global_batch):
     if not held_out:
         fail(f"{args.eval_dataset} has no split named validation, test or train")
     with explain(f"cannot read the documents of {args.eval_dataset}"):
-        # MDS: The first document shows the columns.
-        documents = held_out[0]._resolve_features().take(args.eval_documents)
-        ids = [document["input_ids"] for document in tokenized(documents, tokenizer)]
+        documents = held_out[0]._resolve_features()  # the first document shows the columns
+        first = list(islice(documents, args.eval_documents))  # `take` would open one more file
+        first = datasets.Dataset.from_list(first, documents.features).to_iterable_dataset()
+        ids = [document["input_ids"] for document in tokenized(first, tokenizer)]
     length = args.seq_length
     rows = [row[i : i + length] for row in ids for i in range(0, len(row), length)]
     say(f"{len(ids)} documents held out, in {len(rows)} rows")
