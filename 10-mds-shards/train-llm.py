@@ -23,11 +23,12 @@ import sys
 import sysconfig
 import time
 import uuid
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 # Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
@@ -87,13 +88,15 @@ def main():
 
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
-    # MDS: All ranks open the shards together. No rank tokenizes, because the rows are tokens.
-    train_samples, eval_samples = load_samples(args, tokenizer, config)
-    if checkpoint and state.train_samples != len(train_samples):
+    # MDS: No rank waits for another rank here, because the rows are tokens already.
+    train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
+    # MDS: The index of the shards has the hash of each shard, so other rows have another index.
+    if checkpoint and state.index_hash != train_samples.index_hash:
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
+    state.index_hash = train_samples.index_hash
     state.train_samples = len(train_samples)
     # DDP: Other flags or data on one rank would spoil the training without any error.
-    if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
+    if len(set(gather(f"{vars(args)} {state.step} {state.index_hash}"))) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     model = build_model(args, config, device, checkpoint)
     optimizer = torch.optim.AdamW(
@@ -124,9 +127,9 @@ def main():
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
     tokens = []  # MDS: in each step since the last logged one, without padding
-    # MDS 1: A thread reads the rows of the next step, so that no rank waits for a download.
+    # MDS 1: A thread reads the rows of the next step, so that the devices need not wait for them.
     reader = ThreadPoolExecutor(1)
-    next_batches = reader.submit(read_step, train_samples, state.samples, args)
+    next_rows = reader.submit(read_step, train_samples, state.samples, args)
     # DDP: The tokens of the whole job are the work of all devices.
     timer = PhaseTimer(device, flops_per_token(config, args.seq_length) / WORLD_SIZE)
     # disable=None: a progress bar in terminals only.
@@ -136,21 +139,20 @@ def main():
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         with timer("data"):
-            batches = next_batches.result()
-        next_first = state.samples + global_batch
-        next_batches = reader.submit(read_step, train_samples, next_first, args)
+            rows = next_rows.result()  # MDS: of this rank, for the whole step
+        if state.step + 1 < total_steps:
+            next_first = state.samples + global_batch
+            next_rows = reader.submit(read_step, train_samples, next_first, args)
         # MDS 2: Count the labels of the whole step first, because its loss is a mean over them.
-        # The last token of a row has no label, because nothing follows it.
-        token_count = torch.tensor(np.sum(np.array(batches) >= 0))
-        dist.all_reduce(token_count)
+        token_count = torch.tensor(np.sum(np.array(rows) >= 0))  # -100 is padding
+        dist.all_reduce(token_count)  # adds the counts of all ranks
         tokens.append(token_count.item())
-        labels = tokens[-1] - global_batch
+        labels = tokens[-1] - global_batch  # the last token of a row has no label: nothing follows
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
-            # Sample n is the same in each run with this seed, so a run can resume at any sample.
-            # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
-            first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
-            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            # MDS: read_step has chosen the rows. Each micro-batch has dropout masks of its own.
+            seed = args.seed + state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
+            torch.manual_seed(seed)  # a resumed run also draws the same dropout masks
             # FSDP 2: Scatter in every micro-batch, because whole gradients take 4 bytes per weight.
             # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
@@ -159,8 +161,9 @@ def main():
             # NODES 1: Only the last micro-batch averages over the copies, because links are slow.
             model.set_requires_all_reduce(micro_step == accumulation - 1)
             with timer("data"):
-                # MDS: read_step has read these rows.
-                input_ids = read_batch(batches[micro_step], range(args.batch_size), device)
+                begin = micro_step * args.batch_size  # MDS: among the rows of the step
+                indices = range(begin, begin + args.batch_size)
+                input_ids = read_batch(rows, indices, device)
             with timer("forward"), autocast:
                 # MDS 3: Divide by the labels per rank, because FSDP averages over the ranks.
                 # A tensor, because the loss would be compiled again for each new Python number.
@@ -392,9 +395,8 @@ def load_documents(name, subset):
         spec["on_mixed_types"] = None
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
-        # MDS: Held-out documents alone are text. Open their files, and read the first ones only.
-        splits = datasets.load_dataset(**spec, streaming=True)
-        return {name: documents._resolve_features() for name, documents in splits.items()}
+        # MDS: Only held-out documents are text. Open a file when one of its documents is needed.
+        return datasets.load_dataset(**spec, streaming=True)
 
 
 def tokenize(rows, tokenizer, column, vocab_size):
@@ -430,10 +432,13 @@ def tokenized(documents, tokenizer, config):
     )
 
 
-def load_samples(args, tokenizer, config):
-    """The training rows, and the first held-out documents, each in rows of its own."""
+def load_samples(args, tokenizer, config, global_batch):
+    """The training rows; and the first held-out documents, each in rows of its own."""
     train_samples = MdsRows(args, tokenizer)
-    say(f"{args.dataset_name}: {len(train_samples)} rows to train on")
+    count = len(train_samples)
+    say(f"{args.dataset_name}: {count} rows to train on")
+    if count < global_batch:
+        fail(f"{args.dataset_name} is too small: lower --batch-size")
     if not args.eval_freq:
         return train_samples, []
     if not args.eval_dataset:
@@ -442,8 +447,11 @@ def load_samples(args, tokenizer, config):
     held_out = [splits[name] for name in ("validation", "test", "train") if name in splits]
     if not held_out:
         fail(f"{args.eval_dataset} has no split named validation, test or train")
-    documents = held_out[0].take(args.eval_documents)
-    ids = [document["input_ids"] for document in tokenized(documents, tokenizer, config)]
+    with explain(f"cannot read the documents of {args.eval_dataset}"):
+        documents = held_out[0]._resolve_features()  # the first document shows the columns
+        first = list(islice(documents, args.eval_documents))  # `take` would open one more file
+        first = datasets.Dataset.from_list(first, documents.features).to_iterable_dataset()
+        ids = [document["input_ids"] for document in tokenized(first, tokenizer, config)]
     length = args.seq_length
     rows = [row[i : i + length] for row in ids for i in range(0, len(row), length)]
     say(f"{len(ids)} documents held out, in {len(rows)} rows")
@@ -453,10 +461,10 @@ def load_samples(args, tokenizer, config):
 
 
 class MdsRows:
-    """The rows of MDS shards by their number: int32 of shape (seq_length,), -100 for padding.
+    """The rows of MDS shards: int32 of shape (seq_length,), with -100 for padding.
 
-    The shards of a folder are read where they are. The shards of an address are downloaded to
-    --local-cache when a row needs them, and removed when they exceed --cache-limit.
+    The shards of a folder are read where they are. The shards of an address are downloaded when a
+    row needs them.
     """
 
     def __init__(self, args, tokenizer):
@@ -467,19 +475,26 @@ class MdsRows:
         if not self.is_remote and not Path(name, "index.json").exists():
             fail(f"there are no MDS shards in {name}: write them with tools/write-mds.py")
         with explain(f"cannot open the MDS shards of {name}: see the README of this chapter"):
+            from streaming import Stream  # an optional package
+            from streaming.base.format import reader_from_json
+            from streaming.base.util import bytes_to_int
+
             folder = open_cache(args) if self.is_remote else name
             facts = json.loads(Path(folder, "rows.json").read_text())
-            import streaming  # an optional package
-
-            if self.is_remote:
-                limits = {"cache_limit": args.cache_limit, "validate_hash": "xxh3_64"}
-                self.mds = streaming.StreamingDataset(local=folder, remote=name, **limits)
-            else:
-                self.mds = streaming.LocalDataset(name)
-        is_compressed = self.mds.shards[0].compression is not None
-        if self.is_remote and not is_compressed:
-            fail(f"{name} needs --compression zstd: the library checks other shards only once")
-        if is_compressed and not self.is_remote:
+            index = Path(folder, "index.json").read_bytes()
+            shards = json.loads(index)["shards"]
+            self.shards = [reader_from_json(folder, None, shard) for shard in shards]
+            options = {"download_retry": 2, "download_timeout": 60, "keep_zip": False}
+            self.stream = Stream(remote=name, local=folder, **options) if self.is_remote else None
+            ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
+            self.cache_limit = bytes_to_int(args.cache_limit) // ranks_of_node  # of this rank
+        # The shards of a part follow each other, and a window may lie in two of them.
+        parts_of_rank = PARTS // math.gcd(PARTS, WORLD_SIZE)
+        shards_of_rank = min(2 * parts_of_rank, len(self.shards))
+        needed = shards_of_rank * max(shard.get_max_size() for shard in self.shards)
+        if self.is_remote and self.cache_limit < needed:
+            fail(f"--cache-limit must be at least {needed * ranks_of_node}b for the shards in use")
+        if self.shards[0].compression and not self.is_remote:
             fail(f"{name} is compressed for an address: write a folder without --compression")
         if facts["seq_length"] != args.seq_length:
             fail(f"the rows of {name} have {facts['seq_length']} tokens: give this number to -s")
@@ -487,51 +502,57 @@ class MdsRows:
         probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
         if facts["tokenizer_probe"] != probe:
             fail(f"the rows of {name} have the tokens of another tokenizer: {facts['tokenizer']}")
-        self.order = RowOrder([shard.samples for shard in self.mds.shards], args)
-        self.checked_shards = set()
+        self.index_hash = xxhash.xxh3_64(index).hexdigest()
+        self.order = RowOrder([shard.samples for shard in self.shards], args)
+        self.checked = OrderedDict()  # shards by number; the least recently used shard comes first
+        self.cache_bytes = 0
 
     def __len__(self):
-        return self.mds.size
+        return self.order.count
 
-    def __getitem__(self, number):
-        shard, _ = self.mds.spanner[number]
-        if shard not in self.checked_shards:
-            self.check(shard)
-            self.checked_shards.add(shard)
-        return self.mds[number]["tokens"]
+    def read(self, n):
+        """Row n of the run, counted over all epochs."""
+        number, row = self.order[n]
+        shard = self.shards[number]
+        if number not in self.checked:
+            if self.is_remote:
+                self.download(shard)
+            check(shard)
+            self.checked[number] = shard
+        self.checked.move_to_end(number)
+        return shard[row]["tokens"]
 
-    def check(self, number):
-        """Compares the file of a shard with its hash in `index.json`."""
-        if self.is_remote:
-            self.mds.prepare_shard(number)  # downloads it, if it is not in the cache
-        shard = self.mds.shards[number]
-        file = Path(shard.dirname, shard.split, shard.raw_data.basename)
-        # MDS 5: Check each shard before its first use, because a flipped bit is another token.
-        if xxhash.xxh3_64(file.read_bytes()).hexdigest() != shard.raw_data.hashes["xxh3_64"]:
-            raise ValueError(f"{file} is damaged: its hash is not the one in index.json")
+    def download(self, shard):
+        """Downloads a shard. First removes other shards, until the cache has room for this one."""
+        while self.checked and self.cache_bytes + shard.get_max_size() > self.cache_limit:
+            _, oldest = self.checked.popitem(last=False)
+            self.cache_bytes -= oldest.evict()
+        self.cache_bytes += self.stream.prepare_shard(shard)  # also decompresses the shard
+
+
+def check(shard):
+    """Compares the file of a shard with its hash in `index.json`."""
+    # MDS 5: Check a shard before its first use, because a flipped bit is another token.
+    file = Path(shard.dirname, shard.raw_data.basename)
+    if xxhash.xxh3_64(file.read_bytes()).hexdigest() != shard.raw_data.hashes["xxh3_64"]:
+        raise ValueError(f"{file} is damaged: its hash is not the hash in index.json")
 
 
 def open_cache(args):
-    """The folder of this run for downloaded shards, on each node."""
+    """An empty folder for the downloaded shards of this rank, with the index of all shards."""
     from streaming.base.storage import CloudDownloader
 
-    # MDS 6: Each run has a cache of its own, because the library removes shards from a full cache.
-    # Two runs with one cache would remove shards that the other run reads.
+    # MDS 6: Each rank of each run has a cache of its own, so that nobody else removes its shards.
     run = (args.save_dir / args.experiment_name).resolve()
-    folder = f"{args.local_cache}{run}/{args.dataset_name.replace('://', '/')}"
-    if os.environ.get("LOCAL_RANK") == "0":
-        # A killed run leaves a claim to its folder in shared memory, and the library refuses such
-        # a folder. This folder belongs to this run alone, so its claim may go.
-        for claim in Path("/dev/shm").glob("*_locals"):
-            with suppress(OSError):  # the claims of other users
-                if f"{folder}\0".encode() in claim.read_bytes():
-                    claim.unlink()
-        CloudDownloader.direct_download(f"{args.dataset_name}/rows.json", f"{folder}/rows.json")
-    dist.barrier()
-    return folder
+    folder = args.local_cache / run.relative_to("/") / f"shards-{os.environ['LOCAL_RANK']}"
+    # Begin with an empty folder, because a killed run may have left a half of a file.
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("rows.json", "index.json"):
+        CloudDownloader.direct_download(os.path.join(args.dataset_name, name), str(folder / name))
+    return str(folder)
 
 
-# MDS: The rows come from so many places in the shards in turn.
+# MDS: The order of the rows takes one row from each of so many parts of the corpus in turn.
 PARTS = 64
 
 
@@ -542,59 +563,59 @@ def permutation(seed, count):
 
 
 class RowOrder:
-    """Row n of a run, counted over all epochs, as a number of a row in the shards.
+    """The shard of row n of a run, and the number of this row in the shard.
 
-    The order depends on the seed, the sizes of the shards and the window alone. It is computed row
-    by row, because a list of all rows of a large corpus would take gigabytes on each rank.
+    A run counts its rows over all epochs. The order depends only on the seed, the sizes of the
+    shards and the window. Each place is computed when it is needed, because a list of all rows of a
+    large corpus would take gigabytes on each rank.
     """
 
     def __init__(self, shard_sizes, args):
         self.sizes = np.array(shard_sizes)
-        self.first_rows = np.cumsum(self.sizes) - self.sizes  # of each shard
+        self.count = sum(shard_sizes)
         self.seed = args.seed
         self.window = args.shuffle_window
         self.start_epoch(0)
 
     def start_epoch(self, epoch):
+        self.epoch = epoch
         # MDS 7: Shuffle whole shards, so that the rows of a shard stay close to each other.
         # A shuffle of all rows would need almost all shards at once.
-        self.epoch = epoch
         self.shards = permutation((self.seed, epoch), len(self.sizes))
-        self.ends = np.cumsum(self.sizes[self.shards])
+        self.ends = np.cumsum(self.sizes[self.shards])  # of each shard, in rows
 
     def __getitem__(self, n):
-        count = self.ends[-1]
-        epoch, n = divmod(n, count)
+        epoch, n = divmod(n, self.count)
         if epoch != self.epoch:
             self.start_epoch(epoch)
         # MDS 8: Cut the shuffled shards into 64 parts, and take one row of each part in turn.
-        # Each rank then reads only some of the parts, so a node need not download all shards.
         turn, part = divmod(n, PARTS)
-        rows_per_part, longer_parts = divmod(count, PARTS)
+        # The first parts have one row more, if 64 does not divide the number of rows.
+        rows_per_part, longer_parts = divmod(self.count, PARTS)
         part_begin = part * rows_per_part + min(part, longer_parts)
         part_rows = rows_per_part + 1 if part < longer_parts else rows_per_part
-        # Shuffle the rows of a part within a window.
+        # The rows of a part are shuffled within windows.
         window, offset = divmod(turn, self.window)
         window_begin = window * self.window
         window_rows = min(self.window, part_rows - window_begin)
         offset = permutation((self.seed, epoch, part, window), window_rows)[offset]
-        # The row at this place of the shuffled shards.
+        # Find the shard that has this place.
         place = part_begin + window_begin + offset
         i = np.searchsorted(self.ends, place, side="right")
         shard = self.shards[i]
         shard_begin = self.ends[i] - self.sizes[shard]
-        return int(self.first_rows[shard] + place - shard_begin)
+        return int(shard), int(place - shard_begin)
 
 
-def read_step(rows, first, args):
-    """The rows of this rank in the step that begins with row `first` of the run, by micro-batch."""
-    batches = []
-    for micro_step in range(args.gradient_accumulation_steps):
-        # MDS 9: Row n of a run is the same on any number of ranks, so ranks may come and go.
-        begin = first + (micro_step * WORLD_SIZE + RANK) * args.batch_size
-        with explain("cannot read a shard: check disk and network, or delete the --local-cache"):
-            batches.append([rows[rows.order[n]] for n in range(begin, begin + args.batch_size)])
-    return batches
+def read_step(samples, first, args):
+    """The rows of this rank in the step that begins with row `first` of the run."""
+    # MDS 9: Row n of a run is the same on any number of ranks, so that ranks may come and go.
+    # The ranks take rows in turn. A rank thus meets the same few parts in each step, and downloads
+    # only the shards of these parts.
+    count = args.batch_size * args.gradient_accumulation_steps
+    numbers = range(first + RANK, first + count * WORLD_SIZE, WORLD_SIZE)
+    with explain("cannot read a shard: check data, disk and network"):
+        return [samples.read(n) for n in numbers]
 
 
 def read_batch(samples, indices, device):
@@ -654,6 +675,7 @@ class RunState:
     samples: int = 0  # samples read, over all epochs
     epoch: float = 0.0
     train_samples: int = 0  # in the dataset
+    index_hash: str = ""  # MDS: of the index of the shards
 
 
 # NODES: The folder of this rank's checkpoints, with --checkpoint-format local.
@@ -1245,8 +1267,8 @@ def parse_args():
     # DDP: No --device, because torchrun assigns the devices.
     # MDS: The order of the rows, the cache of an address, and the held-out text.
     add("--shuffle-window", type=positive, default=1024, help="rows that are shuffled together")
-    add("--local-cache", default="/tmp/mds", help="folder of each node for downloaded shards")
-    add("--cache-limit", default="100gb", help="disk space for downloaded shards")
+    add("--local-cache", type=Path, default="/tmp/mds", help="folder for downloaded shards")
+    add("--cache-limit", default="100gb", help="disk space of each node for downloaded shards")
     add("--eval-dataset", help="held-out documents")
     add("--eval-dataset-subset", help="configuration name on the Hub")
     add("--eval-documents", type=positive, default=1000, help="number of held-out documents")

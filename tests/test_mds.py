@@ -1,19 +1,23 @@
-"""MDS shards: the tool writes rows as chapter 4 makes them; any number of ranks reads the same."""
+"""MDS shards: the tool writes the rows of chapter 4, and chapter 10 reads them on any ranks."""
 
 import json
+import math
 import re
 import shlex
 import shutil
 import signal
+import sys
 import time
-from pathlib import Path
+import tracemalloc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import NO_TORCHVISION, STAND_IN, TINY_LLAMA, assert_one_sentence, exact
-from runner import CHAPTER_4, REPOSITORY, Job, Run, load
-from test_streaming import WATCH, reference_rows
+from conftest import NO_TORCHVISION, STAND_IN, TINY_LLAMA, assert_one_sentence, exact, take_over
+from runner import CHAPTER_10, REPOSITORY, Job, Run, load
+from test_fsdp import save_weights
+from test_streaming import WATCH, plain_losses, reference_rows
 from transformers import AutoTokenizer
 
 WRITE_MDS = REPOSITORY / "tools" / "write-mds.py"
@@ -31,7 +35,7 @@ def stand_in():
         yield
 
 
-# A remote storage of the library: `test://FOLDER` is a folder of this machine
+# A remote storage of the library: `test://FOLDER` is a folder of this machine.
 REMOTE = """
 import os, shutil
 from streaming.base.storage import download
@@ -46,12 +50,10 @@ class Folder(download.CloudDownloader):
 
     def _download_file_impl(self, remote, local, timeout):
         with open(os.environ["REQUESTS"], "a") as file:
-            print(remote, file=file)
-        if os.path.exists(os.environ["REQUESTS"] + "-refuse") and "shard.0" in remote:
+            print(os.environ["RANK"], remote, file=file)
+        if "REFUSE" in os.environ and "shard.0" in remote:
             raise ConnectionError("503")
-        temporary = local + f".{os.getpid()}"
-        shutil.copy(remote.removeprefix("test:/"), temporary)
-        os.rename(temporary, local)
+        shutil.copy(remote.removeprefix("test:/"), local)
 
 download.DOWNLOADER_MAPPINGS["test"] = Folder
 """
@@ -91,9 +93,38 @@ def shards(write, few):
 
 @pytest.fixture(scope="module")
 def zipped(write, few):
-    """The same rows, as an address needs them."""
+    """The same rows in compressed shards, for an address."""
     flags = ["-d", few, "--processes", 1, "--part-rows", 30, "--compression", "zstd"]
     return write("zipped", *flags).folder
+
+
+@pytest.fixture(scope="module")
+def many(shards, tmp_path_factory):
+    """A shard for each row of `shards`, and the same shards compressed."""
+    from streaming import MDSWriter
+
+    folders = []
+    for compression in (None, "zstd"):
+        folder = tmp_path_factory.mktemp("many") / "mds"
+        options = {"compression": compression, "hashes": ["xxh3_64"], "size_limit": 400}
+        with MDSWriter(
+            out=str(folder), columns={"tokens": "ndarray:int32:32"}, **options
+        ) as writer:
+            for row in rows_in(shards):
+                writer.write({"tokens": np.array(row, np.int32)})
+        shutil.copy(shards / "rows.json", folder)
+        index = json.loads((folder / "index.json").read_text())
+        assert {shard["samples"] for shard in index["shards"]} == {1}
+        folders.append(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory, model):
+    """The fixture `model` with weights, so that a plain loop can begin with the same ones."""
+    folder = tmp_path_factory.mktemp("models") / "with-weights"
+    shutil.copytree(model, folder)
+    return save_weights(folder)
 
 
 def rows_in(folder) -> list[list[int]]:
@@ -160,15 +191,18 @@ def test_bad_flags_of_the_tool(write, flags, status, sentence):
 
 @pytest.fixture
 def train(trainer):
-    """Runs chapter 4 on MDS shards; `seen` has the rows of each rank, in the order of steps."""
+    """Runs chapter 10. `seen` has the rows of each rank, in the order of steps."""
 
-    def run(data, *flags, processes=2, name="run", before="", **options):
+    def run(data, *flags, processes=2, name="run", before="", start_only=False, **options):
         path = trainer.folder / f"seen-{name}-"
         before = IMPORTABLE + WATCH + before
         flags = ["-d", data, "--eval-freq", 0, "--shuffle-window", 16, *flags]
-        env = {"SEEN": str(path), "REQUESTS": str(trainer.folder / "requests")}
-        options |= {"script": CHAPTER_4, "processes": processes, "env": env}
-        result = trainer(*flags, name=name, before=before, **options)
+        env = {"SEEN": str(path), "REQUESTS": str(trainer.folder / f"requests-{name}")}
+        options["env"] = env | options.get("env", {})
+        options |= {"script": CHAPTER_10, "processes": processes, "before": before}
+        if start_only:
+            return trainer.start(*flags, name=name, **options)
+        result = trainer(*flags, name=name, **options)
         saved = [path.with_name(path.name + str(rank)) for rank in range(processes)]
         result.seen = [torch.load(file) for file in saved if file.exists()]
         return result
@@ -176,195 +210,377 @@ def train(trainer):
     return run
 
 
-def global_batches(seen: list[torch.Tensor], steps: int) -> list[list]:
-    """The rows of each step, over all ranks, in a fixed order."""
+def rows_of_steps(seen: list[torch.Tensor], steps: int) -> list[torch.Tensor]:
+    """The rows of each step, over all ranks."""
     per_rank = [rows.view(steps, -1, rows.shape[-1]) for rows in seen]
-    return [sorted(torch.cat([r[n] for r in per_rank]).tolist()) for n in range(steps)]
+    return [torch.cat([rows[n] for rows in per_rank]) for n in range(steps)]
 
 
-def test_another_number_of_ranks(train, shards, trainer):
-    """One process throughout, or two that go on as four or as one: the same rows and losses."""
-    count = len(rows_in(shards))
-    steps = count // 8 + 6  # into the second pass
-    flags = ["--max-steps", steps, "--ckpt-freq", 7, "--keep-checkpoints", 99, "--lr", 1e-3]
-    one = train(shards, *flags, "-b", 8, processes=1, name="one")
-    two = train(shards, *flags, "-b", 2, "--gradient-accumulation-steps", 2, name="two")
-    batches = global_batches(one.seen, steps)
-    assert global_batches(two.seen, steps) == batches
-    assert two.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
-    assert two.column("epoch") == one.column("epoch")
-    assert one.column("epoch")[-1] == steps * 8 / count
-    for processes, step in ((4, 14), (1, steps // 7 * 7)):
-        name = f"resumed-{processes}"
-        folder = trainer.folder / name / f"step-{step:08d}"
-        shutil.copytree(two.folder / folder.name, folder)
-        resumed = train(shards, *flags, "-b", 8 // processes, processes=processes, name=name)
-        assert global_batches(resumed.seen, steps - step) == batches[step:]
-        assert resumed.column("loss") == pytest.approx(one.column("loss"), rel=1e-5)
-
-    # A pass has each row once, in another order than the next one; it is not the order of the file
-    order = [tuple(row) for row in one.seen[0].flatten(0, 1).tolist()]
-    assert sorted(order[:count]) == sorted(map(tuple, rows_in(shards)))
-    assert order[:48] != order[count : count + 48]
-    assert set(order[:48]) != set(map(tuple, rows_in(shards)[:48]))
+def in_order(steps: list[torch.Tensor]) -> list[list]:
+    return [sorted(rows.tolist()) for rows in steps]
 
 
-def test_a_remote_and_its_cache(train, write, trainer):
-    """Each shard is fetched once, or again where the cache is smaller; errors are one sentence."""
-    many = ["--processes", 1, "--part-rows", 1]
-    shards = write("many", *many).folder
-    zipped = write("many-zipped", *many, "--compression", "zstd").folder
-    flags = ["--max-steps", 30, "-b", 4, "--local-cache", trainer.folder / "cache"]
-    local = train(shards, *flags, name="local")
-    requests = trainer.folder / "requests"
+@pytest.mark.parametrize("packing", ["pack", "overflow"])
+def test_from_2_to_4_to_1_rank(train, write, few, trainer, weights, packing):
+    """With another -b each, across the end of an epoch: the losses of a run that never stops."""
+    flags = ["-d", few, "--processes", 1, "--part-rows", 30, "--packing", packing]
+    data = write(f"elastic-{packing}", *flags).folder
+    expected = rows_in(data)
+    count = len(expected)
+    steps = count // 8 + 6
+    flags = ["-m", weights, "--no-from-scratch", "--max-steps", steps, "--ckpt-freq", 7]
+    flags += ["--keep-checkpoints", 99, "--lr", 1e-3, "--global-batch-size", 8]
+    two = train(data, *flags, "-b", 2, name="two")
+    rows = rows_of_steps(two.seen, steps)
+    assert two.column("loss") == pytest.approx(plain_losses(weights, rows), rel=1e-5)
+    padding = [(labels < 0).float().mean().item() for labels in rows]
+    assert two.column("padding") == pytest.approx(padding, abs=1e-6)
+    assert (max(padding) > 0.1) == (packing == "overflow")
+    assert two.column("epoch") == [step * 8 / count for step in range(1, steps + 1)]
+
+    last = count // 8 // 7 * 7
+    assert 14 < last < count / 8 < steps
+    take_over(two, trainer, "four", 14)
+    four = train(data, *flags, "-b", 1, processes=4, name="four")
+    take_over(four, trainer, "one", last)
+    one = train(data, *flags, "-b", 4, processes=1, name="one")
+    for run, step in ((four, 14), (one, last)):
+        assert "Continuing from" in run.output
+        assert in_order(rows_of_steps(run.seen, steps - step)) == in_order(rows[step:])
+        for name in ("loss", "grad_norm"):
+            assert run.column(name) == pytest.approx(two.column(name), rel=1e-5)
+        assert run.column("epoch") == two.column("epoch")
+
+    # An epoch has each row once. The next epoch has another order.
+    of_step = rows_of_steps(one.seen, steps - last)
+    taken = [tuple(row) for labels in [*rows[:last], *of_step] for row in labels.tolist()]
+    assert set(taken) == set(map(tuple, expected))
+    whole_steps = count // 8 * 8
+    assert sum(taken[:whole_steps].count(row) for row in set(taken)) == whole_steps
+
+
+def order_of(sizes, seed=0, window=1024):
+    chapter = load(CHAPTER_10)
+    return chapter.RowOrder(sizes, SimpleNamespace(seed=seed, shuffle_window=window))
+
+
+def rows_of(order, numbers) -> list[tuple]:
+    return [order[n] for n in numbers]
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 700, 1003])
+def test_each_row_once_in_an_epoch(count):
+    """For shards of any sizes. The order depends on seed, sizes and window alone."""
+    chance = np.random.RandomState(count)
+    sizes = []
+    while sum(sizes) < count:
+        sizes.append(min(int(chance.randint(1, 60)), count - sum(sizes)))
+    order = order_of(sizes, window=5)
+    every_row = [(shard, row) for shard, size in enumerate(sizes) for row in range(size)]
+    epochs = [rows_of(order, range(n * count, (n + 1) * count)) for n in range(3)]
+    for rows in epochs:
+        assert sorted(rows) == every_row
+    if count > 5 * 64:  # so that a window has several rows
+        assert len({tuple(rows) for rows in [every_row, *epochs]}) == 4
+        assert rows_of(order_of(sizes, seed=1, window=5), range(count)) != epochs[0]
+        assert rows_of(order_of(sizes, window=6), range(count)) != epochs[0]
+    # Also if the epochs are read backwards.
+    backwards = rows_of(order_of(sizes, window=5), reversed(range(3 * count)))
+    assert backwards[::-1] == [row for rows in epochs for row in rows]
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 32), (8, 8), (64, 4), (128, 2)])
+def test_a_rank_downloads_some_of_the_shards(world_size, batch_size):
+    """Whatever the batch size, a rank reads the same few of the 64 parts in each step."""
+    chapter = load(CHAPTER_10)
+    chapter.WORLD_SIZE = world_size
+    sizes = [10] * 1280
+    args = SimpleNamespace(batch_size=batch_size, gradient_accumulation_steps=3, seed=0)
+    args.shuffle_window = 25
+
+    class Samples:
+        order = chapter.RowOrder(sizes, args)
+
+        def read(self, n):
+            return self.order[n]
+
+    taken = []
+    for rank in {0, 1, world_size - 1}:
+        chapter.RANK = rank
+        rows = []
+        step = world_size * batch_size * 3
+        for first in range(0, sum(sizes) - step, step):
+            rows += chapter.read_step(Samples(), first, args)
+        assert len({shard for shard, _ in rows}) <= 1.1 * 1280 * max(1 / world_size, 1 / 64) + 2
+        taken += rows
+    assert len(set(taken)) == len(taken)
+
+
+def test_memory_and_time_do_not_grow_with_the_rows():
+    tracemalloc.start()
+    begin = time.monotonic()
+    order = order_of([10_000] * 100_000)
+    numbers = [*range(0, 10**9, 10**6), *range(10**9, 10**9 + 1000)]
+    rows = rows_of(order, numbers)
+    seconds = time.monotonic() - begin
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(set(rows)) == 2000
+    print(f"{seconds:.2f} s, {peak / 1e6:.1f} MB")
+    assert peak < 30e6
+    assert seconds < 20
+
+
+def test_an_address_and_its_cache(train, many, trainer):
+    """A rank fetches a shard once, or again if its cache is small. The cache begins empty."""
+    plain, zipped = many
+    cache = trainer.folder / "cache"
+    flags = ["--max-steps", 30, "-b", 4, "--keep-checkpoints", 99, "--ckpt-freq", 15]
+    flags += ["--local-cache", cache]
+    local = train(plain, *flags, name="local")
     remote = train(f"test://{zipped}", *flags, name="remote", before=REMOTE)
     assert exact(remote.records) == exact(local.records)
-    fetched = [line for line in requests.read_text().splitlines() if "part-" in line]
-    assert len(fetched) == len(set(fetched)) == len([*shards.glob("part-*/shard*")])
+    requests = (trainer.folder / "requests-remote").read_text().splitlines()
+    fetched = [line for line in requests if "shard." in line]
+    assert len(fetched) == len(set(fetched))
+    assert {line.split()[0] for line in fetched} == {"0", "1"}
 
-    index = json.loads((zipped / "index.json").read_text())["shards"]
-    raw = [shard["raw_data"]["bytes"] for shard in index]
-    largest = max(shard["raw_data"]["bytes"] + shard["zip_data"]["bytes"] for shard in index)
-    requests.unlink()
+    # A flipped bit in the cache of an earlier start: the next start fetches the shard again.
+    files = [*cache.rglob("*.mds")]
+    assert len(files) > 150
+    for file in files:
+        flip_a_bit(file)
+    shutil.rmtree(remote.folder / "step-00000030")
+    resumed = train(f"test://{zipped}", *flags, name="remote", before=REMOTE)
+    assert "Continuing from" in resumed.output
+    assert exact(resumed.records) == exact(local.records)
+
+    # Uncompressed shards, and a cache for two shards of each part
+    index = json.loads((plain / "index.json").read_text())["shards"]
+    largest = max(shard["raw_data"]["bytes"] for shard in index)
+    limit = 2 * 64 * largest
     flags[-1] = small = trainer.folder / "small"
-    limit = ["--cache-limit", f"{6 * largest}b"]
-    run = train(f"test://{zipped}", *flags, *limit, name="small", before=REMOTE)
+    flags += ["--cache-limit", f"{limit}b"]
+    run = train(f"test://{plain}", *flags, name="small", before=REMOTE)
     assert exact(run.records) == exact(local.records)
     kept = sum(file.stat().st_size for file in small.rglob("*.mds"))
-    print(f"{kept} of {sum(raw)} bytes are kept, limit {6 * largest}, largest shard {largest}")
-    # Both ranks may look at the same moment, and find room for one more shard.
-    assert kept <= 7 * largest < sum(raw)
-    fetched = [line for line in requests.read_text().splitlines() if "part-" in line]
+    assert 0.5 * limit < kept <= limit < sum(shard["raw_data"]["bytes"] for shard in index)
+    requests = (trainer.folder / "requests-small").read_text().splitlines()
+    fetched = [line for line in requests if "shard." in line]
     assert len(fetched) > len(set(fetched))
-    limit = ["--cache-limit", "2b"]
-    run = train(f"test://{zipped}", *flags, *limit, name="tiny", before=REMOTE, status=1)
-    assert_one_sentence(run.run.ranks[0].output, "cache limit")
-    run = train(f"test://{shards}", *flags, name="plain", before=REMOTE, status=1)
-    assert_one_sentence(run.run.ranks[0].output, "needs --compression zstd")
+    flags[-1] = f"{limit - 2}b"
+    run = train(f"test://{plain}", *flags, name="tiny", before=REMOTE, status=1)
+    assert_one_sentence(run.run.ranks[0].output, f"--cache-limit must be at least {limit}b")
+
+
+def flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_flipped_bit_in_a_folder(train, shards, trainer, tmp_path):
+    """Otherwise another token would be trained on, without an error."""
+    data = tmp_path / "copy"
+    shutil.copytree(shards, data)
+    flip_a_bit(min(data.glob("part-*/shard*")))
+    run = train(data, processes=1, status=1)
+    assert_one_sentence(run.output, "is damaged: its hash is not the hash in index.json")
 
 
 @pytest.mark.parametrize("damage", ["refuse", "damaged", "full"])
-def test_a_shard_that_cannot_be_read(train, zipped, trainer, tmp_path, damage):
-    """One sentence, also of the next start, which finds the shard in the cache."""
+def test_a_shard_that_cannot_be_downloaded(train, zipped, trainer, tmp_path, damage):
     data = tmp_path / "copy"
     shutil.copytree(zipped, data)
     options = {"before": REMOTE}
     if damage == "refuse":
-        (trainer.folder / "requests-refuse").touch()
+        options["env"] = {"REFUSE": "1"}
     if damage == "damaged":
         for shard in data.glob("part-*/shard*"):
-            content = bytearray(shard.read_bytes())
-            content[-5] ^= 1
-            shard.write_bytes(content)
+            flip_a_bit(shard)
     if damage == "full":
-        options["largest_file"] = 2000
-    flags = ["--max-steps", 5, "--local-cache", trainer.folder / "cache"]
-    for _ in range(2 if damage == "damaged" else 1):
-        run = train(f"test://{data}", *flags, processes=1, status=1, **options)
-        assert_one_sentence(run.output, "cannot read a shard")
-
-
-KILLED = """
-import os, signal, streaming, torch.distributed
-
-construct = streaming.StreamingDataset.__init__
-
-def construct_and_die(self, **options):
-    construct(self, **options)
-    torch.distributed.barrier()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-streaming.StreamingDataset.__init__ = construct_and_die
+        # The index has more bytes than a shard.
+        options["before"] += """
+import errno, streaming
+def prepare_shard(self, shard):
+    raise OSError(errno.ENOSPC, "No space left on device")
+streaming.Stream.prepare_shard = prepare_shard
 """
+    flags = ["--max-steps", 5, "--local-cache", trainer.folder / "cache"]
+    run = train(f"test://{data}", *flags, processes=1, status=1, **options)
+    assert_one_sentence(run.output, "cannot read a shard: check data, disk and network")
+    assert not run.checkpoints
 
 
-def test_after_sigkill(zipped, trainer):
-    """Shared memory that a killed run has left behind does not stop the next one."""
-    flags = ["-d", f"test://{zipped}", "--eval-freq", 0, "--max-steps", 2]
+def test_two_runs_at_a_time(train, many, trainer):
+    """At one address with one --local-cache: each run has shards of its own."""
+    _, zipped = many
+    flags = ["--max-steps", 60, "-b", 4, "--local-cache", trainer.folder / "cache"]
+    slow = "import time\ndef wait(*_): time.sleep(0.05)\n"
+    slow += "torch.nn.modules.module.register_module_forward_hook(wait)\n"
+    alone = train(f"test://{zipped}", *flags, processes=1, name="alone", before=REMOTE)
+    options = {"processes": 1, "start_only": True}
+    first = train(f"test://{zipped}", *flags, name="a", before=REMOTE, **options)
+    first.wait_for("step 5/")
+    second = train(f"test://{zipped}", *flags, name="b", before=REMOTE, **options)
+    assert first.wait() == second.wait() == 0, first.output + second.output
+    for name in "ab":
+        records = map(json.loads, (trainer.folder / name / "metrics.jsonl").open())
+        assert exact(records) == exact(alone.records)
+    folders = {file.parents[1] for file in (trainer.folder / "cache").rglob("*.mds")}
+    assert len(folders) == 3
+
+
+def test_two_runs_read_one_folder(train, shards, trainer):
+    flags = ["--max-steps", 20]
+    options = {"processes": 1, "start_only": True}
+    runs = [train(shards, *flags, name=name, **options) for name in "ab"]
+    assert [run.wait() for run in runs] == [0, 0]
+    a, b = (map(json.loads, (trainer.folder / name / "metrics.jsonl").open()) for name in "ab")
+    assert exact(a) == exact(b)
+
+
+# Each row has its own shard, and a step has 4 rows. In step 3, the forward pass waits until the
+# first download of step 4 has begun. This download waits until the forward pass is over. Without a
+# thread, the forward pass would wait in vain.
+TOGETHER = """
+import os, signal, threading, torch
+from streaming import Stream
+
+begun = threading.Event()
+computed = threading.Event()
+steps = []
+downloads = []
+
+def prepare_shard(self, shard):
+    downloads.append(None)
+    if len(downloads) == 13:
+        begun.set()
+        assert computed.wait(20), "the forward pass waits"
+    return original_prepare_shard(self, shard)
+
+def compute(*arguments, **options):
+    steps.append(None)
+    if len(steps) == 3:
+        assert begun.wait(20), "no download while a step computes"
+        HOOK
+        computed.set()
+    return original_cross_entropy(*arguments, **options)
+
+original_prepare_shard = Stream.prepare_shard
+Stream.prepare_shard = prepare_shard
+original_cross_entropy = torch.nn.functional.cross_entropy
+torch.nn.functional.cross_entropy = compute
+"""
+KILL = "os.kill(os.getpid(), signal.{})"
+
+
+def test_reading_while_computing(train, many, trainer):
+    """SIGTERM or SIGKILL while the thread downloads: the next start reads equal rows."""
+    plain, zipped = many
+    flags = ["--max-steps", 8, "-b", 4, "--ckpt-freq", 2, "--keep-checkpoints", 99]
+    local = train(plain, *flags, processes=1, name="local")
     flags += ["--local-cache", trainer.folder / "cache"]
-    env = {"REQUESTS": str(trainer.folder / "requests")}
-    options = {"script": CHAPTER_4, "processes": 2, "env": env}
-    before = IMPORTABLE + REMOTE
-    killed = trainer(*flags, before=before + KILLED, status=-signal.SIGKILL, **options)
-    assert "error" not in killed.output
-    left = set(Path("/dev/shm").glob("*_locals"))
-    assert left
-    resumed = trainer(*flags, before=before, **options)
-    assert "Done" in resumed.output
+    for name, status, step in (("SIGTERM", 143, 3), ("SIGKILL", -signal.SIGKILL, 2)):
+        before = REMOTE + TOGETHER.replace("HOOK", KILL.format(name))
+        options = {"processes": 1, "name": name}
+        stopped = train(f"test://{zipped}", *flags, before=before, status=status, **options)
+        assert stopped.checkpoints[-1] == f"step-{step:08d}"
+        assert ("Stopped after step 3" in stopped.output) == (name == "SIGTERM")
+        resumed = train(f"test://{zipped}", *flags, before=REMOTE, **options)
+        assert torch.equal(resumed.seen[0], local.seen[0][step:])
+        assert resumed.column("loss") == local.column("loss")
 
 
-def test_other_rows_are_refused(train, shards, trainer, tmp_path):
+def test_other_rows_are_refused(train, shards, zipped, trainer, tmp_path):
+    def copy(name, **facts):
+        shutil.copytree(shards, tmp_path / name)
+        file = tmp_path / name / "rows.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | facts))
+        return tmp_path / name
+
+    without = copy("without")
+    (without / "rows.json").unlink()
+    cache = ["--local-cache", tmp_path / "cache"]
     cases = [
-        (["-s", 16], "'seq_length': 32"),
-        (["--packing", "trunc"], "'packing': 'pack'"),
-        (["--max-documents", 5], "'max_documents': None"),
+        (tmp_path, [], f"there are no MDS shards in {tmp_path}: write them with tools/write-mds"),
+        ("tatsu-lab/alpaca", [], "there are no MDS shards in tatsu-lab/alpaca"),
+        (without, [], "see the README of this chapter"),
+        (shards, ["-s", 16], "have 32 tokens: give this number to -s"),
+        (copy("other", tokenizer_probe=[1, 2]), [], "of another tokenizer: "),
+        (zipped, [], "is compressed for an address: write a folder without --compression"),
+        (f"test://{zipped}", ["-e", ""], "shards at an address need -e"),
+        (f"test://{tmp_path}/nowhere", cache, "cannot open the MDS shards of test://"),
+        (f"test://{zipped}", [*cache, "--cache-limit", "much"], "cannot open the MDS shards of"),
+        (shards, ["-b", 5000], "is too small: lower --batch-size"),
+        (shards, ["--eval-freq", 1], "give --eval-dataset, or --eval-freq 0"),
     ]
-    for flags, sentence in cases:
-        run = train(shards, "--max-steps", 1, *flags, processes=1, status=1, name="refused")
+    for data, flags, sentence in cases:
+        flags = ["--max-steps", 1, *flags]
+        run = train(data, *flags, processes=1, status=1, name="refused", before=REMOTE)
         assert_one_sentence(run.output, sentence)
-    plain = tmp_path / "plain"
-    shutil.copytree(shards, plain)
-    (plain / "rows.json").unlink()
-    run = train(plain, "--max-steps", 1, processes=1, status=1, name="refused")
-    assert_one_sentence(run.output, "see the README of this chapter")
-    other = tmp_path / "other"
-    shutil.copytree(shards, other)
-    facts = json.loads((other / "rows.json").read_text())
-    (other / "rows.json").write_text(json.dumps(facts | {"tokenizer_probe": [1, 2]}))
-    run = train(other, "--max-steps", 1, processes=1, status=1, name="refused")
-    assert_one_sentence(run.output, "'tokenizer_probe': [1, 2]")
-    # A run that goes on with other shards
-    data = tmp_path / "data"
-    shutil.copytree(shards, data)
+
+
+def test_other_rows_of_a_run_that_goes_on(train, write, few, trainer, tmp_path):
+    """As many rows as before, of the same documents in another order."""
+    lines = few.read_text().splitlines(keepends=True)
+    (tmp_path / "reversed.jsonl").write_text("".join(reversed(lines)))
+    flags = ["--processes", 1]
+    data = write("changing", "-d", few, *flags).folder
+    other = write("reversed", "-d", tmp_path / "reversed.jsonl", *flags).folder
+    assert len(rows_in(other)) == len(rows_in(data))
     train(data, "--max-steps", 1, processes=1, name="changed")
     shutil.rmtree(data)
-    shutil.copytree(shards, data)
-    index = json.loads((data / "index.json").read_text())
-    index["shards"].pop()
-    (data / "index.json").write_text(json.dumps(index))
+    shutil.copytree(other, data)
     run = train(data, "--max-steps", 2, processes=1, name="changed", status=1)
     assert_one_sentence(run.output, "has changed since this run began")
 
 
+def test_held_out_documents(train, shards, texts, trainer, monkeypatch):
+    """The loss of tools/perplexity.py, and no document after the first ones is read."""
+    folder = trainer.folder / "held-out"
+    folder.mkdir()
+    lines = [json.dumps({"text": text}) + "\n" for text in texts[300:320]]
+    (folder / "a.jsonl").write_text("".join(lines))
+    (folder / "b.jsonl").write_text("no JSON")
+    flags = ["--max-steps", 3, "--eval-freq", 3, "--lr", 1e-3]
+    flags += ["--eval-dataset", f"{folder}/*.jsonl", "--eval-documents"]
+    run = train(shards, *flags, 20)
+    assert "20 documents held out" in run.output
+    (loss,) = run.column("eval/loss")
+    assert run.column("eval/perplexity") == [pytest.approx(math.exp(loss))]
+
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    tool = load(REPOSITORY / "tools" / "perplexity.py")
+    arguments = [run.folder / "final", "-d", f"{folder}/a.jsonl", "-s", 32, "--eval-documents", 20]
+    monkeypatch.setattr(sys, "argv", ["perplexity.py", *map(str, arguments)])
+    assert tool.measure(tool.parse_args())[0] == pytest.approx(loss, rel=1e-5)
+    run = train(shards, *flags, 21, status=1, name="all")
+    assert_one_sentence(run.run.ranks[0].output, "cannot read the documents of")
+
+
 def test_the_demo(trainer):
-    """The two commands of the README, to the second step, with chapter 1's order of documents."""
-    text = (REPOSITORY / "04-streaming" / "README.md").read_text()
-    write, train = re.findall(r"^\.venv/bin/\S+ (.*--demo.*)", text, re.MULTILINE)
-    tool, *flags = shlex.split(write.replace("outputs/", f"{trainer.folder}/"))
-    assert REPOSITORY / tool == WRITE_MDS
-    run = Run(WRITE_MDS, [*flags, "--processes", 1], trainer.folder / "out", before=IMPORTABLE)
+    """The two commands of the README, to the second step. Without the first, one sentence."""
+    text = (REPOSITORY / "10-mds-shards" / "README.md").read_text()
+    write, train = re.findall(r"^(?:python|torchrun) .*--demo.*$", text, re.MULTILINE)[:2]
+    tool, *flags = shlex.split(write.replace("../outputs/", f"{trainer.folder}/"))[1:]
+    assert CHAPTER_10.parent.joinpath(tool).resolve() == WRITE_MDS
+    output = trainer.folder / "out"
+    run = Run(WRITE_MDS, [*flags, "--processes", 1], output, before=IMPORTABLE)
+    more = ["--save-dir", trainer.folder, "--max-steps", 2, "--log-freq", 1, "--eval-freq", 2]
+    flags = [*shlex.split(train.partition("train-llm.py ")[2]), *more]
+    # The preset reads the rows of the first command in the folder `outputs`.
+    elsewhere = trainer.folder / "10-mds-shards" / "train-llm.py"
+    elsewhere.parent.mkdir()
+    shutil.copy(CHAPTER_10, elsewhere)
+    (trainer.folder / "tiny-llama").symlink_to(TINY_LLAMA)
+    (trainer.folder / "outputs").symlink_to(trainer.folder)
+    job = Job(elsewhere, flags, trainer.folder / "early", 2, before=IMPORTABLE)
+    assert job.wait() == 1
+    assert_one_sentence(job.ranks[0].output, "write them with tools/write-mds.py")
     assert run.wait() == 0, run.output
-    flags = shlex.split(
-        train.partition("train-llm.py ")[2].replace("outputs/", f"{trainer.folder}/")
-    )
-    more = ["--save-dir", trainer.folder, "--max-steps", 1, "--log-freq", 1, "--eval-freq", 0]
-    job = Job(CHAPTER_4, [*flags, *more], trainer.folder / "train", 2, before=IMPORTABLE)
+    job = Job(elsewhere, flags, trainer.folder / "train", 2, before=IMPORTABLE)
     assert job.wait() == 0, job.output
-    (record,) = map(json.loads, (trainer.folder / "demo-mds" / "metrics.jsonl").open())
-    assert 7.4 < record["loss"] < 7.7
-
-
-def test_order_of_rows():
-    """64 parts take turns, and a rank reads the same parts as long as their number divides 64."""
-    chapter = load(CHAPTER_4)
-
-    class Mds:
-        size = 64 * 100
-        samples_per_shard = np.full(640, 10)
-
-        def __getitem__(self, i):
-            return {"tokens": i}
-
-    class Args:
-        seed = 0
-        shuffle_window = 25
-
-    chapter.WORLD_SIZE = 8
-    shards = []
-    for rank in range(8):
-        chapter.RANK = rank
-        windows = chapter.mds_windows(Mds(), 0, Args)
-        rows = [int(i) for _ in range(32) for i in next(windows)[0]]
-        assert len(rows) == len(set(rows)) == 800
-        shards.append({i // 10 for i in rows})
-    assert max(len(of_rank) for of_rank in shards) < 110
+    records = [*map(json.loads, (trainer.folder / "demo-mds-shards" / "metrics.jsonl").open())]
+    assert [record["loss"] for record in records[:2]] == [pytest.approx(7.55, abs=0.15)] * 2
+    assert "documents held out" in job.output

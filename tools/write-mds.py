@@ -1,12 +1,12 @@
-"""Tokenizes and packs a dataset into MDS shards, for chapter 4 on any number of ranks.
+"""Tokenizes and packs a dataset into MDS shards, for chapter 10 on any number of ranks.
 
     python tools/write-mds.py -o /data/c4 -d allenai/c4 --dataset-subset en --compression zstd
     python tools/write-mds.py -o outputs/mds --demo     # the text of the chapters' --demo
 
 One MDS sample is one row: `tokens`, int32 of shape (seq_length,), with -100 where `--packing` pads.
-`rows.json` beside `index.json` has the flags that a training must repeat. Rows are those of chapter
-4 in the order of the documents, whatever the number of processes. The packer's last tokens, fewer
-than a row, are dropped.
+`rows.json` beside `index.json` has the facts that a training checks. The rows are the rows of
+chapter 4, in the order of the documents. They do not depend on the number of processes. The last
+tokens of the corpus, fewer than a row, are dropped.
 
 The rows are written in parts. A part gets its name when it is complete, with the place in the
 documents after it. The same command goes on after the last complete part.
@@ -123,7 +123,7 @@ def batches_of(documents: datasets.IterableDataset, column: str) -> Iterator[tup
 
 
 def write_part(folder: Path, rows: list[np.ndarray], place: dict, args: argparse.Namespace) -> None:
-    """Writes rows into shards; the folder gets its name when all of them are on the disk."""
+    """Writes rows into shards. The folder gets its name when its files are on the disk."""
     from streaming import MDSWriter
 
     temporary = folder.with_name("incomplete")
@@ -134,19 +134,30 @@ def write_part(folder: Path, rows: list[np.ndarray], place: dict, args: argparse
         for row in rows:
             writer.write({"tokens": row})
     (temporary / "place.json").write_text(json.dumps(place))
-    os.sync()
+    for path in [*temporary.iterdir(), temporary]:
+        flush(path)
     temporary.rename(folder)
+    flush(folder.parent)  # the new name
+
+
+def flush(path: Path) -> None:
+    """Returns when this file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def write(args: argparse.Namespace) -> int:
     """Writes the parts that are missing, then the index of all; returns the number of rows."""
-    chapter = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")
-    with chapter["explain"](
-        "MDS needs a package that is not installed: see 04-streaming/README.md"
-    ):
+    chapter = runpy.run_path(f"{REPOSITORY}/10-mds-shards/train-llm.py")
+    to_rows = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")["to_rows"]
+    package = "MDS needs a package that is not installed: see 10-mds-shards/README.md"
+    with chapter["explain"](package):
         from streaming.base.util import merge_index
     with chapter["explain"](f"cannot load the tokenizer of {args.model_name}"):
         tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
     rows_file = {"seq_length": args.seq_length, "packing": args.packing}
     probe = [*tokenizer(PROBE)["input_ids"], tokenizer.eos_token_id]
     rows_file |= {"max_documents": args.max_documents, "tokenizer_probe": probe}
@@ -185,7 +196,7 @@ def write(args: argparse.Namespace) -> int:
     ):
         for ids, position in in_order(pool, batches_of(documents, column), 2 * args.processes):
             if ids:
-                more, rest = chapter["to_rows"](ids, rest, args.packing, args.seq_length)
+                more, rest = to_rows(ids, rest, args.packing, args.seq_length)
                 rows += more
             count += len(ids)
             bar.update(len(ids))
