@@ -23,7 +23,7 @@ from conftest import (
     require,
     take_over,
 )
-from runner import CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run
+from runner import CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run, outcome
 from safetensors.torch import load_file
 from test_fsdp import OFF, assert_same_checkpoint, told
 from test_mds import IMPORTABLE, WRITE_MDS
@@ -252,6 +252,7 @@ def test_checkpoints_of_chapter_4_and_back(train, trainer):
 # -- Another format --------------------------------------------------------------------------------
 
 CONVERT = REPOSITORY / "tools" / "convert-checkpoint.py"
+GENERATE = REPOSITORY / "tools" / "generate.py"
 
 
 @pytest.fixture
@@ -304,6 +305,12 @@ def test_formats_become_each_other(train, trainer, convert):
     one, other = (load_file(x / "model.safetensors") for x in (folder, origin.folder / "final"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+    for checkpoint in ("rank-1/step-00000003", "step-00000003"):
+        status, output = outcome(trainer.folder, GENERATE, local.folder / checkpoint)
+        assert status == 1
+        command = f"tools/convert-checkpoint.py {local.folder}/step-00000003 MODEL --to transf"
+        assert_one_sentence(output, command)
 
     shutil.rmtree(local.folder / "rank-1")
     output = convert("local/3", "no/3", "--to", "full", status=1)

@@ -5,10 +5,11 @@
     python tools/generate.py Qwen/Qwen3-0.6B --prompt "The capital of France is"
 
 The model is a run's `final/`, one of its `step-*` folders, of any chapter, or any causal language
-model of Transformers, by folder or Hub id.
+model of Transformers, by folder or Hub id. Convert checkpoints of the format `local` before.
 """
 
 import argparse
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -37,7 +38,31 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def load_model(name: str):
+def local_checkpoint(folder: Path) -> Path | None:
+    """The name of the checkpoint if this is one of the format local, or a rank's part of one."""
+    if folder.name.startswith("step-"):
+        if re.fullmatch(r"rank-\d+", folder.parent.name):
+            return folder.parents[1] / folder.name
+        if not folder.exists() and any(folder.parent.glob(f"rank-*/{folder.name}")):
+            return folder
+    return None
+
+
+def load(name: str):
+    """The tokenizer and the model, on the GPU if there is one. tools/perplexity.py uses it, too."""
+    if checkpoint := local_checkpoint(Path(name)):
+        remedy = f"python tools/convert-checkpoint.py {checkpoint} MODEL --to transformers"
+        sys.exit(f"error: {name} is a checkpoint of the format local: convert it with `{remedy}`")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = load_weights(name)
+    except (Exception, dcp.CheckpointException) as error:
+        sys.exit(f"error: cannot load the model {name} ({error!r:.300})")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return tokenizer, model.to(device).eval()  # no dropout
+
+
+def load_weights(name: str):
     """The model on the CPU, of a Transformers folder, the Hub, or a sharded checkpoint."""
     if not Path(name, ".metadata").exists():
         return AutoModelForCausalLM.from_pretrained(name, dtype="auto")
@@ -53,17 +78,12 @@ def main() -> None:
     args = parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = load_model(args.model).to(device).eval()
-    except (OSError, ValueError, dcp.CheckpointException) as error:
-        sys.exit(f"error: cannot load the model {args.model}: {str(error).splitlines()[0]}")
+    tokenizer, model = load(args.model)
 
     torch.manual_seed(args.seed)
     # Without a prompt the model starts a new document: after an end-of-text token.
     prompt = args.prompt or tokenizer.bos_token or tokenizer.eos_token
-    inputs = tokenizer(prompt, return_tensors="pt").to(device)
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     sampling = {"do_sample": False}
     if args.temperature > 0:
         top_k = args.top_k or len(tokenizer)

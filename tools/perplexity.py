@@ -5,11 +5,13 @@
     python tools/perplexity.py Qwen/Qwen3-0.6B -d allenai/c4 --dataset-subset en -b 2
 
 The model is a run's `final/`, one of its `step-*` folders, of any chapter, or any causal language
-model of Transformers, by folder or Hub id. The documents are the first ones of the split
-`validation`. Without such a split they come from `test`, without both from `train`. Each document
-ends with an end-of-text token and is cut into rows of its own. The loss is the mean over all
-tokens but the first of each row, in fp32 and in nats. Figures compare only at the same
-`--seq-length`, since the first tokens of a row have little context, and for the same tokenizer.
+model of Transformers, by folder or Hub id. Convert checkpoints of the format `local` before.
+
+The documents are the first ones of the split `validation`. Without such a split they come from
+`test`, without both from `train`. Each document ends with an end-of-text token and is cut into rows
+of its own. The loss is the mean over all tokens but the first of each row, in fp32 and in nats.
+Figures compare only at the same `--seq-length`, since the first tokens of a row have little
+context, and for the same tokenizer.
 """
 
 import argparse
@@ -17,17 +19,14 @@ import glob
 import math
 import os
 import sys
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 
 import datasets
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
-from generate import load_model
+from generate import load
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer
 
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}
@@ -48,15 +47,6 @@ def parse_args() -> argparse.Namespace:
     if args.seq_length < 2:
         parser.error("--seq-length must be at least 2")
     return args
-
-
-@contextmanager
-def explain(message: str):
-    """Replaces the traceback of an error by this message and a short form of the error."""
-    try:
-        yield
-    except (Exception, dcp.CheckpointException) as error:
-        sys.exit(f"error: {message} ({error!r:.300})")
 
 
 def load_held_out(name: str, subset: str | None) -> datasets.IterableDataset:
@@ -116,17 +106,17 @@ def labels_in(rows: list[list[int]]) -> int:
 
 def measure(args: argparse.Namespace) -> tuple[float, int, int]:
     """The mean loss, and the numbers of documents and of labels."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with explain(f"cannot load the model {args.model}"):
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = load_model(args.model).float().to(device).eval()  # no dropout
+    tokenizer, model = load(args.model)
+    model.float()
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)
     if args.seq_length > positions:
         sys.exit(f"error: {args.model} has {positions} positions only: lower --seq-length")
 
-    with explain(f"cannot load the dataset {args.dataset_name}"):
+    try:
         documents = load_held_out(args.dataset_name, args.dataset_subset)
         token_ids = tokenized(documents, tokenizer, args.eval_documents)
+    except Exception as error:
+        sys.exit(f"error: cannot load the dataset {args.dataset_name} ({error!r:.300})")
     if not token_ids:
         sys.exit(f"error: no document with text in {args.dataset_name}")
     length = args.seq_length
