@@ -22,15 +22,22 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 CHAPTER_1 = Path(__file__).resolve().parents[1] / "01-single-gpu" / "train-llm.py"
-# The first that matches counts; Python and waiting are in none of them.
+# The first that matches counts; Python and waiting are in none of them. The name of a fused kernel
+# lists its operations, such as triton_red_fused__to_copy_mean_mul_pow_rsqrt.
 KINDS = {
     "attention": r"attention|flash|fmha|cudnn.*sdpa",
     "loss": r"softmax|nll_loss|cross_entropy",
     "optimizer and clipping": r"adamw?|foreach|multi_tensor|norm_?2|linalg_vector_norm",
     "matrix products": r"\bmm\b|addmm|bmm|matmul|gemm|cutlass|nvjet|linear",
-    "copies and casts": r"copy|memcpy|memset|fill|zero|to_copy|cat\b",
     "compiled kernels": r"triton|compiled|cpp_fused",
+    "copies and casts": r"copy|memcpy|memset|fill|zero|cat\b",
 }
+
+
+def kind_of(name: str) -> str:
+    """The kind of an operation or a kernel, by its name."""
+    found = (kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
+    return next(found, "the rest")
 
 
 def main() -> None:
@@ -72,8 +79,7 @@ def main() -> None:
             continue
         if event.key.startswith("ProfilerStep"):
             continue
-        found = (kind for kind, pattern in KINDS.items() if re.search(pattern, event.key, re.I))
-        times[next(found, "the rest")] += spent_us / 1e3 / own.steps
+        times[kind_of(event.key)] += spent_us / 1e3 / own.steps
     total = sum(times.values())
     print("| | ms per step | share |\n|---|---|---|")
     for kind, ms in times.items():

@@ -34,7 +34,9 @@ CHAPTER_10 = REPOSITORY / "10-mds-shards" / "train-llm.py"
 
 
 def load(script: Path):
-    """A script as a module, for tests of its functions."""
+    """A script as a module, for tests of its functions. It may import others of its folder."""
+    if str(script.parent) not in sys.path:
+        sys.path.append(str(script.parent))
     spec = importlib.util.spec_from_file_location(f"{script.parent.name}-{script.stem}", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # for its dataclasses
@@ -63,6 +65,7 @@ def _child(script: Path, arguments: list[str], output: Path, options: dict) -> N
     if "largest_file" in options:  # bytes: writing beyond fails like a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (options["largest_file"],) * 2)
     sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))  # as Python does
     if "before" in options:
         exec(options["before"], {})
     try:

@@ -158,6 +158,25 @@ def test_compression(run, tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+# Names of operations and kernels, on CPUs and GPUs
+KINDS = {
+    "aten::_to_copy": "copies and casts",
+    "Memcpy DtoD (Device -> Device)": "copies and casts",
+    "triton_red_fused__to_copy_mean_mul_pow_rsqrt_0": "compiled kernels",
+    "cpp_fused__to_copy_add_mul_sigmoid_3": "compiled kernels",
+    "triton_red_fused__log_softmax__to_copy_1": "loss",
+    "aten::addmm": "matrix products",
+    "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT": "matrix products",
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
+    "aten::mul": "the rest",
+}
+
+
+def test_kinds_of_operations():
+    profiler = load(BENCHMARKS / "profile-step.py")
+    assert {name: profiler.kind_of(name) for name in KINDS} == KINDS
+
+
 def test_profile_of_a_step(run):
     flags = ["-b", 2, "-s", 64, "-d", f"{REPOSITORY}/README.md", "--num-epochs", 99]
     output = run("profile-step.py", "--steps", 3, *flags)

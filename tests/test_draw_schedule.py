@@ -3,6 +3,7 @@
 import itertools
 from fractions import Fraction
 
+import matplotlib as mpl
 import pytest
 from runner import REPOSITORY, load, outcome
 
@@ -63,12 +64,25 @@ def test_real_runs(tmp_path):
         assert held.startswith("[")
 
 
-def test_pictures_and_mistakes(tmp_path):
+def test_pictures_and_mistakes(tmp_path, tool):
     for suffix in (".svg", ".png"):
         file = tmp_path / f"picture{suffix}"
         done = outcome(tmp_path, TOOL, "1f1b", "-p", 2, "-m", 3, "-o", file)
         assert done == (0, "bubble: 25.0 %; in flight: [2, 1]\n")
         assert file.stat().st_size > 1000
+    assert tool.shades(tool.simulate("1f1b", 2, 4)) is None
+    for schedule in ("interleaved", "zbv"):  # a rank has cells of two shades
+        shades = "dark: first stage of a rank, light: second stage"
+        assert tool.shades(tool.simulate(schedule, 2, 4)) == shades
     status, output = outcome(tmp_path, TOOL, "1f1b", "-p", 4, "-m", 2)
     assert status == 1
     assert output.startswith("error: 1f1b cannot do this: ")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
+def test_the_pictures_of_chapter_7_are_those_of_the_tool(tmp_path, tool, schedule):
+    if f"matplotlib=={mpl.__version__}\n" not in (REPOSITORY / "constraints.txt").read_text():
+        pytest.skip("the pictures were drawn with the matplotlib of constraints.txt")
+    name = f"schedule-{schedule}.svg"
+    tool.draw(tool.simulate(schedule, 4, 8), tmp_path / name)
+    assert (tmp_path / name).read_text() == (REPOSITORY / "docs" / name).read_text()

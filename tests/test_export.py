@@ -269,7 +269,7 @@ def test_mistakes(run, tmp_path):
     (tmp_path / "other" / "my-run" / "metrics.jsonl").write_text("text\n")
     other = tmp_path / "other" / "my-run"
     assert_one_sentence(export(run, other, "--to", "csv", *output, status=1), "the same name")
-    assert_one_sentence(export(other, "--to", "csv", *output, status=1), "not the record of a run")
+    assert_one_sentence(export(other, "--to", "csv", *output, status=1), "line 1 of")
     command = [run, tmp_path / "r", "--to", "comet", "--follow"]
     write(tmp_path / "r", RECORDS)
     assert_one_sentence(export(*command, *output, status=1), "follow each run by its own command")

@@ -142,8 +142,7 @@ def test_demo(tmp_path, trainer):
     flags = [final, "--prompt", "def ", "--max-new-tokens", 5]
     processes["generate"] = Run(TOOLS / "generate.py", flags, tmp_path / "generate.txt")
     flags = [final, "-d", TOOLS / "generate.py", "-s", 64]
-    imports = {"before": f"import sys; sys.path.insert(0, {str(TOOLS)!r})"}
-    processes["perplexity"] = Run(TOOLS / "perplexity.py", flags, tmp_path / "p.txt", **imports)
+    processes["perplexity"] = Run(TOOLS / "perplexity.py", flags, tmp_path / "p.txt")
     for process in processes.values():
         assert process.wait(300) == 0, process.output
     folders = [file.parent for file in sorted(tmp_path.glob("9/**/metrics.jsonl"))]

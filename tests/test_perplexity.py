@@ -48,9 +48,7 @@ def trained(model, dataset, held_out, tmp_path_factory):
 @pytest.fixture(scope="module")
 def tool():
     """The script as a module, whose figures have all digits."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(PERPLEXITY.parent)
-        return load(PERPLEXITY)
+    return load(PERPLEXITY)
 
 
 @pytest.fixture
@@ -187,10 +185,9 @@ def test_mistakes(trained, held_out, tmp_path):
     (tmp_path / "later.json.gz").write_bytes(gzip.compress(later)[:-1000])
     places = {"tmp": tmp_path, "held_out": held_out, "damaged": damaged}
     places["final"] = trained.folder / "final"
-    before = f"import sys; sys.path.insert(0, {str(PERPLEXITY.parent)!r})"  # as python does
     for name, (flags, status, sentence) in MISTAKES.items():
         flags = ["-s", LENGTH, *(str(flag).format(**places) for flag in flags)]
-        run = Run(PERPLEXITY, flags, tmp_path / f"{name}.txt", before=before)
+        run = Run(PERPLEXITY, flags, tmp_path / f"{name}.txt")
         assert run.wait() == status, run.output
         assert_one_sentence(run.output, sentence)
         assert not re.search("^loss", run.output, re.MULTILINE)

@@ -11,6 +11,7 @@ from argparse import Namespace
 
 import pytest
 from conftest import LLAMA, TINY_LLAMA, assert_one_sentence, write_model
+from PIL import Image
 from runner import CHAPTER_6, CHAPTER_7, REPOSITORY
 
 SLOW_LINKS = REPOSITORY / "benchmarks" / "slow-links.py"
@@ -357,6 +358,10 @@ def test_command_line(tmp_path):
     assert "| PP | reduce, tied gradients | 1 |" in done.stdout
     assert tool.FORMULAE in done.stdout
     assert {p.name for p in tmp_path.iterdir()} == {"scaling.png", "scaling.svg"}
+    picture = Image.open(tmp_path / "scaling.png").convert("L")
+    for left in (0, picture.width - 4):
+        strip = picture.crop((left, 0, left + 4, picture.height))
+        assert strip.getextrema() == (255, 255), "a line is cut"
     done = subprocess.run([*map(str, command), "--link", "0"], **options)
     assert done.returncode == 2
     assert_one_sentence(done.stderr, "0 is not above 0")

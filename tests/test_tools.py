@@ -82,8 +82,10 @@ def test_generate(trainer, tmp_path):
 
 @pytest.mark.parametrize("tool", ["plot-runs.py", "side-by-side.py"])
 def test_a_package_that_is_missing_is_named(tool):
+    folder = REPOSITORY / "tools"
     code = "import runpy, sys; sys.modules |= {'matplotlib': None, 'pygments': None}; "
-    code += f"sys.argv = ['tool', 'run']; runpy.run_path({str(REPOSITORY / 'tools' / tool)!r})"
+    code += f"sys.argv = ['tool', 'run']; sys.path.insert(0, {str(folder)!r}); "
+    code += f"runpy.run_path({str(folder / tool)!r})"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
     assert_one_sentence(result.stderr, '".[tools]"')

@@ -92,6 +92,15 @@ def in_flight(timeline: list) -> list[int]:
     return peaks
 
 
+def shades(timeline: list) -> str | None:
+    """What dark and light cells are, if the ranks have several stages."""
+    stages = 1 + max(stage for passes in timeline for _, stage, *_ in passes)
+    if stages == len(timeline):
+        return None
+    light = "second stage" if stages == 2 * len(timeline) else "later stages"
+    return f"dark: first stage of a rank, light: {light}"
+
+
 def draw(timeline: list, file: Path) -> None:
     try:
         import matplotlib as mpl
@@ -103,7 +112,8 @@ def draw(timeline: list, file: Path) -> None:
     end = max(passes[-1][4] for passes in timeline)
     look = {"font.size": 9, "svg.hashsalt": "schedule", "svg.fonttype": "path"}
     with mpl.rc_context(look | {"figure.facecolor": "white"}):
-        figure = Figure(figsize=(1 + 0.24 * end, 0.9 + 0.36 * len(timeline)), layout="constrained")
+        height = 0.9 + 0.36 * len(timeline) + 0.2 * bool(shades(timeline))
+        figure = Figure(figsize=(1 + 0.24 * end, height), layout="constrained")
         axes = figure.subplots()
         kinds = {}
         for rank, passes in enumerate(timeline):
@@ -120,7 +130,8 @@ def draw(timeline: list, file: Path) -> None:
         axes.set_yticklabels([f"rank {rank}" for rank in range(len(timeline))])
         for side in ("top", "right", "left", "bottom"):
             axes.spines[side].set_visible(False)
-        figure.legend(handles=[*kinds.values()], loc="outside lower right", ncols=3, frameon=False)
+        legend = {"loc": "outside lower right", "ncols": 3, "frameon": False}
+        figure.legend(handles=[*kinds.values()], title=shades(timeline), **legend)
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
 
 

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import sys
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -340,7 +341,7 @@ def details(estimates: list[Estimate], cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def draw(estimates: list[Estimate], title: str, output: Path) -> None:
+def draw(estimates: list[Estimate], facts: list[str], output: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -359,7 +360,8 @@ def draw(estimates: list[Estimate], title: str, output: Path) -> None:
     nodes = sorted({e.nodes for e in estimates})
     axes.set_xticks(nodes, [f"{n:,}" for n in nodes])
     axes.minorticks_off()
-    axes.set_title(title, fontsize=11)
+    lines = [line for fact in facts for line in textwrap.wrap(fact, 100)]  # as the picture is wide
+    axes.set_title("\n".join(lines), fontsize=10)
     axes.grid(color="#dddddd")
     axes.legend()
     for suffix in (".png", ".svg"):
@@ -463,7 +465,7 @@ def main() -> None:
     if args.explain:
         print(f"\n{FORMULAE}")
     if args.output:
-        draw(estimates, f"Computed, not measured. {size}\n{batch}, {links}", args.output)
+        draw(estimates, [f"Computed, not measured. {size}", batch, links], args.output)
 
 
 if __name__ == "__main__":

@@ -23,18 +23,9 @@ import sys
 import time
 from pathlib import Path
 
+from records import read_records
+
 PAUSE = 2  # seconds between two looks at a run that goes on
-
-
-def read_records(run: Path) -> list[dict]:
-    """The complete lines of `metrics.jsonl`; a value that was not finite is None."""
-    try:
-        lines = (run / "metrics.jsonl").read_text("utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
-    except OSError as error:
-        fail(f"cannot read the run {run}: {error}")
-    except ValueError as error:
-        fail(f"{run / 'metrics.jsonl'} is not the record of a run: {error}")
 
 
 def read_parameters(run: Path) -> dict:

@@ -7,10 +7,11 @@ Loss and held-out loss, tokens per second, memory of the devices, and where the 
 """
 
 import argparse
-import json
 import statistics
 import sys
 from pathlib import Path
+
+from records import read_records
 
 try:
     import matplotlib as mpl
@@ -32,23 +33,10 @@ LOOK |= {"axes.axisbelow": True, "svg.hashsalt": "runs", "svg.fonttype": "path"}
 
 
 def read_run(folder: Path) -> list[dict]:
-    """The records of a run; a last line that is still being written is left out."""
-    file = folder / "metrics.jsonl" if folder.is_dir() else folder
-    try:
-        lines = file.read_text("utf-8").splitlines(keepends=True)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: cannot read the run {folder}: {error}")
-    records = []
-    for number, line in enumerate(lines, 1):
-        if line.endswith("\n"):
-            try:
-                records.append(json.loads(line))
-                values = [records[-1]["step"], *records[-1].values()]
-                assert all(x is None or isinstance(x, (int, float)) for x in values)
-            except (ValueError, TypeError, KeyError, AssertionError, AttributeError):
-                sys.exit(f"error: line {number} of {file} is no record of a run")
+    """The records of a run that has logged a step."""
+    records = read_records(folder)
     if not any("loss" in record for record in records):
-        sys.exit(f"error: {file} has no logged step yet")
+        sys.exit(f"error: {folder} has no logged step yet")
     return records
 
 
