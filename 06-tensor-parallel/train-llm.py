@@ -964,11 +964,13 @@ DEMO = {
 
 def at_least(minimum, kind=int, below=math.inf):
     """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
+    limits = f"{minimum} or larger"
+    if below < math.inf:
+        limits += f" and below {below}"
 
     def number(text):
         value = kind(text)
         if not minimum <= value < below:
-            limits = f"at least {minimum} and below {below}"
             raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
