@@ -340,8 +340,12 @@ FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compress
 
 def load_config_and_tokenizer(args):
     name = args.model_name
-    gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
-    remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
+    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    if is_path or os.path.isdir(name):
+        remedy = "check that this folder has config.json and the files of a tokenizer"
+    else:
+        gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
+        remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
     with explain(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -1055,15 +1059,36 @@ DEMO = {
 
 def at_least(minimum, kind=int, below=math.inf):
     """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
+    limits = f"{minimum} or larger"
+    if below < math.inf:
+        limits += f" and below {below}"
 
     def number(text):
         value = kind(text)
         if not minimum <= value < below:
-            limits = f"at least {minimum} and below {below}"
             raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
     return number
+
+
+def read_config(path):
+    """The flags of a YAML file, in the form of the command line."""
+    with explain(f"cannot read {path}"):
+        file = yaml.safe_load(path.read_text())
+    if not isinstance(file, dict):
+        fail(f"cannot read {path}: each line must have a flag and its value, as in batch-size: 8")
+    flags = []
+    for key, value in file.items():
+        if value is True:
+            flags.append(f"--{key}")
+        elif value is False:
+            flags.append(f"--no-{key}")
+        elif isinstance(value, list):
+            flags.append(f"--{key}={','.join(map(str, value))}")
+        else:
+            flags.append(f"--{key}={value}")
+    return flags
 
 
 def parse_args():
@@ -1100,7 +1125,7 @@ def parse_args():
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
-    add("--activation-checkpointing", action="store_true", help="less memory, more compute")
+    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
     add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
@@ -1115,18 +1140,16 @@ def parse_args():
     add("--shard-size", type=positive, default=node, help="ranks that share a copy of the model")
     formats = ["shard", "full", "local"]
     add("--checkpoint-format", choices=formats, default="shard", help="who writes which files")
-    add("--async-checkpoint", action="store_true", help="train on while files are written")
+    add("--async-checkpoint", action=switch, default=False, help="train on while files are written")
     add("--resume-dir", type=Path, help="checkpoint of any run, where this run begins")
-    add("--skip-optimizer", action="store_true", help="take only the weights from --resume-dir")
+    add("--skip-optimizer", action=switch, default=False, help="only weights from --resume-dir")
     # FSDP: These two flags choose between speed and memory.
-    add("--cpu-offload", action="store_true", help="keep shards and AdamW state in CPU memory")
+    add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
-    add("--demo", action="store_true", help="a small preset; other flags override it")
+    add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
     config = parser.parse_known_args()[0].config
-    with explain(f"cannot read {config}"):
-        file = yaml.safe_load(config.read_text()) if config else {}
-        given = [f"--{key}" if value is True else f"--{key}={value}" for key, value in file.items()]
+    given = read_config(config) if config else []
     if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])

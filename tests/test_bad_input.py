@@ -44,6 +44,9 @@ CASES = {
     "too small for the batch": (["-b", 10_000], 1, "--batch-size"),
     # model
     "no weights": (["--no-from-scratch"], 1, "--from-scratch"),
+    "mistyped folder": (["-m", "{tmp}/lama"], 1, "check that this folder has config.json"),
+    "mistyped relative folder": (["-m", "./lama"], 1, "check that this folder has config.json"),
+    "folder without a model": (["-m", "{tmp}/empty"], 1, "check that this folder has config.json"),
     "beyond the positions": (["-s", 129], 1, "128 positions"),
     "no end of text": (["-m", "{tmp}/endless"], 1, "has no end-of-text token"),
     "tokens outside the vocabulary": (["-m", "{tmp}/few"], 1, "vocabulary of 1000 tokens"),
@@ -56,6 +59,9 @@ CASES = {
     "no config file": (["--config", "{tmp}/none.yaml"], 1, "cannot read"),
     "config that is no YAML": (["--config", "{tmp}/broken.yaml"], 1, "cannot read"),
     "empty config": (["--config", "{tmp}/empty.jsonl"], 1, "cannot read"),
+    "config of comments": (["--config", "{tmp}/comments.yaml"], 1, "as in batch-size: 8"),
+    "config that is a list": (["--config", "{tmp}/list.yaml"], 1, "as in batch-size: 8"),
+    "no switch": (["--config", "{tmp}/false.yaml"], 2, "--no-max-steps"),
     "unknown key": (["--config", "{tmp}/unknown.yaml"], 2, "--batchsize"),
     "bad value of a key": (["--config", "{tmp}/zero.yaml"], 2, "--batch-size"),
     # disk
@@ -75,6 +81,9 @@ def files(tmp_path_factory):
     (folder / "broken.yaml").write_text("batch-size: [8")
     (folder / "unknown.yaml").write_text("batchsize: 8")
     (folder / "zero.yaml").write_text("batch-size: 0")
+    (folder / "comments.yaml").write_text("# batch-size: 8\n")
+    (folder / "list.yaml").write_text("- batch-size: 8\n")
+    (folder / "false.yaml").write_text("max-steps: false\n")
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": ')
     (folder / "small.txt").write_text("a few words")
     (folder / "only-test").mkdir()
@@ -100,6 +109,7 @@ def test_one_sentence(trainer, files, case):
     result = trainer("--max-steps", 2, *flags, status=None)
     assert result.status == status, result.output
     assert_one_sentence(result.output, part)
+    assert "https://huggingface.co//" not in result.output
     assert [*(trainer.folder / "run").rglob("*")] == []  # nothing is written
 
 

@@ -414,7 +414,7 @@ def test_every_chapter_is_in_the_table():
 
 
 # What a reader of chapter 1 has to read at most
-FIGURES = {"tokens": 5_600, "lines": 860, "tokens per line of code": 10.5}
+FIGURES = {"tokens": 5_600, "lines": 870, "tokens per line of code": 10.5}
 COMMENTS = 0.22  # lines with comments or docstrings per line of code, at least
 
 

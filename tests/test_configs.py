@@ -96,6 +96,19 @@ def test_commands_in_the_comments(tmp_path, config):
         assert_one_sentence(run.output, "--log-freq")
 
 
+def test_natural_yaml(understood, tmp_path):
+    """A switch that is false, and a list for a flag with several values."""
+    config = tmp_path / "flags.yaml"
+    config.write_text("compile: false\nfrom-scratch: false\nactivation-checkpointing: false\n")
+    flags = understood("--config", config, "--demo")
+    for name in ("compile", "from_scratch", "activation_checkpointing"):
+        assert flags[name] == "False"
+    config.write_text("layers-per-stage: [2, 2]\ncpu-offload: false\ndemo: false\n")
+    flags = understood("--config", config, chapter=CHAPTER_7)
+    assert flags["layers_per_stage"] == "[2, 2]"
+    assert flags["cpu_offload"] == flags["demo"] == "False"
+
+
 def test_precedence(understood, tmp_path):
     """The command line, then the file, then --demo, then the default."""
     config = tmp_path / "flags.yaml"

@@ -6,13 +6,15 @@ from collections import Counter
 
 import pytest
 from conftest import (
+    LLAMA,
     assert_one_sentence,
     assert_same_losses,
     assert_same_model,
     exact,
     take_over,
+    write_model,
 )
-from runner import CHAPTER_2, Run
+from runner import CHAPTER_2, CHAPTER_8, Run
 
 # Put before the script: each rank then tells, at its end, a digest of its weights, how many buckets
 # its backward passes have averaged, how many pieces of memory hold its gradients, and which samples
@@ -43,12 +45,21 @@ class Watched(torch.nn.parallel.DistributedDataParallel):
         samples.extend(digest(row) for row in input_ids)
         return super().forward(input_ids=input_ids, **options)
 
+clip = torch.nn.utils.clip_grad_norm_
+
+def watched_clip(parameters, *args, **options):
+    parameters = list(parameters)
+    counts["pieces"] = len({p.grad.untyped_storage().data_ptr() for p in parameters})
+    return clip(parameters, *args, **options)
+
+torch.nn.utils.clip_grad_norm_ = watched_clip
+
 def tell():
     weights = "".join(digest(p) for p in counts["ddp"].parameters())
     print("\\nweights", hashlib.sha256(weights.encode()).hexdigest())
     print("buckets", counts["buckets"])
-    gradients = [p.grad for p in counts["ddp"].parameters() if p.grad is not None]
-    print("gradients in", len({g.untyped_storage().data_ptr() for g in gradients}))
+    print("gradients in", counts["pieces"])
+    print("gradients kept", any(p.grad is not None for p in counts["ddp"].parameters()))
     print("samples", *samples)
     destroy()
 
@@ -86,8 +97,9 @@ def test_losses_are_those_of_chapter_1(trainer, accumulation):
         assert len(set(told(ddp, "weights"))) == 1
         # One bucket holds this model: averaged once per step, whatever the accumulation
         assert told(ddp, "buckets") == ["30"] * processes
-        # Gradients lie in the bucket, also while they accumulate, and nowhere else
+        # Gradients lie in the bucket. While they accumulate, they also stay there.
         assert told(ddp, "gradients in") == ["1"] * processes
+        assert told(ddp, "gradients kept") == [str(accumulation == 2)] * processes
 
 
 def test_accumulation_and_ranks_are_the_same_to_the_bit_of_dropout(trainer, dropout_model):
@@ -104,6 +116,38 @@ def test_compiled_layers_and_activation_checkpointing(trainer):
     eager = trainer(*flags, name="eager", processes=2)
     fast = trainer(*flags, "--compile", "--activation-checkpointing", name="compiled", processes=2)
     assert_same_losses(eager, fast, 3)
+
+
+COUNT_GRAPHS = """
+import atexit
+import torch
+import torch._dynamo
+
+sizes = []
+compile = torch.compile
+
+def count(graph, example_inputs):
+    sizes.append(sum(x.nbytes for x in example_inputs if isinstance(x, torch.nn.Parameter)))
+    return graph.forward
+
+torch.compile = lambda function: compile(function, backend=count)
+atexit.register(lambda: print("\\ngraphs", len(sizes), "largest", max(sizes)))
+"""
+
+
+@pytest.mark.parametrize("chapter", [CHAPTER_2, CHAPTER_8], ids=lambda path: path.parent.name)
+def test_a_compiled_layer_is_one_graph(trainer, tmp_path, chapter):
+    """Also a layer that is larger than a bucket, which is 25 MB."""
+    wide = LLAMA | {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 1}
+    folder = write_model(tmp_path / "wide", **wide)
+    flags = ["-m", folder, "--compile", "--max-steps", 2, "--eval-freq", 0, "-b", 1]
+    found = []
+    for name, options in (("one", {}), ("ddp", {"processes": 1, "script": chapter})):
+        result = trainer(*flags, name=name, before=COUNT_GRAPHS, **options)
+        (graphs,) = re.findall(r"^graphs (\d+) largest (\d+)", result.output, re.MULTILINE)
+        found.append(graphs)
+    assert found[0] == found[1]
+    assert int(found[0][1]) > 25 * 2**20
 
 
 def test_each_sample_is_used_once(trainer):

@@ -59,7 +59,7 @@ def check_collectives(ranks, seen):
     assert 2**20 < size < 25 * 2**20  # so a first bucket, which is small, and a second one
     for rank, events in zip(ranks, seen, strict=True):
         kinds = Counter(kind for kind, *_ in rank["communicating"])
-        assert kinds == {"broadcast": 1, "all-reduce": 2}  # the broadcast: DDP sends the buffers
+        assert kinds == {"all-reduce": 2}  # no broadcast: the buffers never change
         ends = {end for name, _, end, _ in events if name.startswith("gloo:")}
         for _, begin, end in rank["communicating"]:
             assert end in ends
