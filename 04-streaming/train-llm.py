@@ -114,9 +114,10 @@ def main():
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    tokens = []  # STREAM: in each step since the last logged one, without padding
-    rows_per_step = args.batch_size * accumulation
-    place = state.places[RANK]  # STREAM: of this rank in its stream, after its last step
+    saved_step = state.step  # STREAM: a run that has no checkpoint need not save its first weights
+    token_counts = []  # STREAM: of each step since the last logged one, without padding
+    rows_per_step = args.batch_size * accumulation  # STREAM: of each rank
+    place = state.places[RANK]  # STREAM: where this rank was in its stream after the last step
     passes_without_step = 0
     timer = PhaseTimer(device)
     # disable=None: a progress bar in terminals only.
@@ -129,36 +130,42 @@ def main():
         with timer("data"):
             rows = train_samples.read(rows_per_step)
         # STREAM 3: One small message tells all ranks whether all of them can make the step.
-        row_tokens = np.sum(np.array(rows) >= 0)
+        tokens_here = sum(np.count_nonzero(row >= 0) for row in rows)
+        is_broken = train_samples.error is not None
         signal_here = max(stop_signals, default=0)
-        report = torch.tensor([len(rows), row_tokens, train_samples.is_broken, signal_here])
-        reports = [torch.empty_like(report) for _ in range(WORLD_SIZE)]
-        dist.all_gather(reports, report)
-        row_counts, token_counts, broken, signals = torch.stack(reports).T.tolist()
+        reports = gather_numbers([len(rows), tokens_here, is_broken, signal_here])
+        row_counts, rank_tokens, broken, signals = reports
         if any(broken):
-            if run_folder and not (run_folder / f"step-{state.step:08d}").exists():
+            if run_folder and state.step > saved_step:
                 state.places = gather(place)
                 save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
-            fail(f"a stream broke off after step {state.step}: the warning above says why")
+            reasons = [error for error in gather(train_samples.error) if error]
+            fail(f"a stream broke off after step {state.step}: {reasons[0]}")
         # STREAM 4: A pass ends for all if one rank has too few rows, since a step needs all ranks.
         if min(row_counts) < rows_per_step:
             rows_left = len(rows)
-            if rows_left == rows_per_step:
+            if rows_left == rows_per_step:  # this rank may have more rows
                 rows_left += train_samples.skip_pass()
             passes = train_samples.place["pass"]
             say(f"Pass {passes} is over: {sum(gather(rows_left))} rows are left out")
+            # The next pass gives other files to each rank, so it may have enough rows.
             passes_without_step += 1
             if passes_without_step == 10:
                 few = (
-                    f"one rank has {min(row_counts)} rows, and a step takes {rows_per_step} of each"
+                    f"in each of 10 passes, a rank had less than the {rows_per_step} rows of a step"
                 )
                 fail(f"{args.dataset_name} is too small: {few}; lower --batch-size or the ranks")
             continue
         passes_without_step = 0
         place = train_samples.place
         stop_signal = max(signals)  # STREAM: all ranks stop after this step, whose rows are read
-        tokens.append(sum(token_counts))
-        labels = tokens[-1] - global_batch  # the last token of a row has no label: nothing follows
+        tokens = sum(rank_tokens)
+        token_counts.append(tokens)
+        labels = tokens - global_batch  # the last token of a row has no label: nothing follows
+        # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
+        # A tensor, because the loss would be compiled again for each new Python number.
+        # At least 1, because a step may consist of rows with a single token, whose loss is 0.
+        labels_per_rank = torch.full((), max(labels, 1) / WORLD_SIZE, device=device)
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # STREAM: The stream has chosen the rows. This number only seeds the dropout masks.
@@ -174,9 +181,6 @@ def main():
                 indices = range(begin, begin + args.batch_size)
                 input_ids = read_batch(rows, indices, device)
             with timer("forward"), autocast:
-                # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
-                # A tensor, because the loss would be compiled again for each new Python number.
-                labels_per_rank = loss_sum.new_full((), labels / WORLD_SIZE)
                 # STREAM 6: The label of padding is -100, and this label has no loss.
                 # Padding comes last, so no other token attends to padding. So padding needs no
                 # mask, and may have any token id.
@@ -216,8 +220,9 @@ def main():
                 "loss": mean_loss,
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
-                "padding": 1 - np.mean(tokens) / global_batch / args.seq_length,  # STREAM: a share
-                **timer.read(tokens_per_step=np.mean(tokens)),
+                # STREAM: the share of padding in the rows
+                "padding": 1 - np.mean(token_counts) / (global_batch * args.seq_length),
+                **timer.read(tokens_per_step=np.mean(token_counts)),
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
             if run_log:
@@ -229,7 +234,7 @@ def main():
             if not (math.isfinite(mean_loss) and finite_gradient):
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
-            tokens.clear()  # STREAM: together with loss_sum
+            token_counts.clear()  # STREAM: together with loss_sum
             logged_step = state.step
         if eval_now:
             with autocast:
@@ -243,6 +248,7 @@ def main():
             # STREAM 7: A checkpoint has the places of all ranks, since ranks read other documents.
             state.places = gather(place)
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+            saved_step = state.step
 
     if run_folder and state.step >= total_steps:
         with new_folder(run_folder / "final") as folder:
@@ -421,16 +427,20 @@ def load_documents(name, subset):
     with explain(f"cannot load the dataset {name}: {remedy}"):
         # STREAM 8: Open each file when the rank needs it, so that the corpus may exceed the disk.
         splits = datasets.load_dataset(**spec, streaming=True, storage_options=time_limits())
-        # STREAM: The first document of a split shows the columns.
-        return {name: documents._resolve_features() for name, documents in splits.items()}
+        try:
+            # STREAM: The first documents of a split show its columns.
+            return {split: documents._resolve_features() for split, documents in splits.items()}
+        except StopIteration:
+            fail(f"{name} has a split without documents")
 
 
 def time_limits():
-    """Options of `datasets`: a server that accepts and never answers is an error after a minute."""
-    # STREAM: The thread of a stream repeats a failed read, so `datasets` need not repeat it, too.
+    """Options of `datasets`, so that a silent server is an error after half a minute."""
+    # STREAM: While one rank repeats a read, the other ranks wait, but for at most 30 minutes.
+    # `text_windows` repeats a read, so `datasets` must not repeat it 20 times itself.
     datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
     datasets.config.STREAMING_READ_MAX_RETRIES = 1
-    timeout = ClientTimeout(total=None, sock_connect=60, sock_read=60)
+    timeout = ClientTimeout(total=None, sock_connect=30, sock_read=30)  # seconds without a byte
     return {scheme: {"client_kwargs": {"timeout": timeout}} for scheme in ("http", "https")}
 
 
@@ -463,13 +473,14 @@ def load_samples(args, tokenizer, state):
     splits = load_documents(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
-    documents = splits["train"]
-    if args.max_documents:
-        first = documents.take(args.max_documents)  # in the order of the files
-        features = documents.features
-        documents = datasets.IterableDataset.from_generator(first.__iter__, features=features)
     if len(state.places) != WORLD_SIZE:
         fail(f"this run needs {len(state.places)} ranks: each rank goes on from its own place")
+    documents = splits["train"]
+    if args.max_documents:
+        # As a single file. Otherwise each rank would take the first documents of its own files.
+        first = documents.take(args.max_documents)
+        features = documents.features
+        documents = datasets.IterableDataset.from_generator(first.__iter__, features=features)
     # STREAM 9: Each rank reads other files, because equal documents give equal gradients.
     if documents.num_shards % WORLD_SIZE:
         say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
@@ -490,8 +501,9 @@ def load_eval_samples(args, tokenizer, splits):
     held_out = [splits[name] for name in names if name in splits]
     if not held_out:
         fail("there are no documents to evaluate on: give --eval-dataset, or --eval-freq 0")
-    documents = held_out[0].take(args.eval_documents)
-    ids = [document["input_ids"] for document in tokenized(documents, tokenizer)]
+    documents = tokenized(held_out[0].take(args.eval_documents), tokenizer)
+    with explain("cannot read the held-out documents"):
+        ids = [document["input_ids"] for document in documents]
     eval_samples, _ = to_rows(ids, [], "overflow", args.seq_length)
     say(f"{len(ids)} documents held out, in {len(eval_samples)} rows")
     if not eval_samples:
@@ -522,7 +534,7 @@ class Stream:
 
     def __init__(self, windows, place):
         self.place = place  # after the last row that was read
-        self.is_broken = False
+        self.error = None  # why no more rows can be read
         self.rows = self.read_ahead(windows)
 
     def __len__(self):
@@ -532,13 +544,16 @@ class Stream:
         """Yields each row, and None at the end of each pass."""
         thread = ThreadPoolExecutor(1)
         # STREAM 11: The thread is a window ahead, so that the devices need not wait for text.
-        reading = thread.submit(next, windows, None)
-        while (window := reading.result()) is not None:
-            reading = thread.submit(next, windows, None)
-            for row, place in window:
-                self.place = place
-                yield row
-        self.is_broken = True
+        reading = thread.submit(next, windows)
+        try:
+            while True:
+                window = reading.result()  # waits for the thread, and raises its error
+                reading = thread.submit(next, windows)
+                for row, place in window:
+                    self.place = place
+                    yield row
+        except Exception as error:
+            self.error = f"rank {RANK} cannot read on ({error.__cause__ or error!r:.300})"
 
     def read(self, count):
         """The next `count` rows; fewer rows if the pass ends or the stream breaks before."""
@@ -563,47 +578,57 @@ START = {"pass": 0, "window": 0, "position": None, "rest": [], "used": 0}
 
 
 def text_windows(documents, place, args):
-    """Yields windows: lists of shuffled rows, each row with the place after it."""
-    pause = 1
+    """Yields the windows of all passes, from a place on. Reads again what could not be read."""
+    pause = 1  # seconds
     while True:
-        documents.set_epoch(place["pass"])
-        if place["position"]:
-            documents.load_state_dict(place["position"])
         try:
-            opened = iter(documents)
-            pass_is_over = False
-            while not pass_is_over:
-                # STREAM 12: A resumed run makes the same window again, from the place before it.
-                # A buffer of shuffled documents would lose some of them, and read others twice.
-                rows = []
-                rest = place["rest"]
-                while len(rows) < args.shuffle_window and not pass_is_over:
-                    batch = list(islice(opened, 32))
-                    ids = [document["input_ids"] for document in batch]
-                    more, rest = to_rows(ids, rest, args.packing, args.seq_length)
-                    rows += more
-                    pass_is_over = not batch
-                np.random.RandomState((args.seed, place["window"])).shuffle(rows)
-                window = [(row, place | {"used": n}) for n, row in enumerate(rows, start=1)]
-                window = window[place["used"] :]
-                place = START | {"pass": place["pass"], "window": place["window"] + 1, "rest": rest}
-                if pass_is_over:
-                    place["pass"] += 1
-                    window.append((None, place))
-                else:
-                    place["position"] = documents.state_dict()
+            for window, next_place in windows_of_pass(documents, place, args):
                 yield window
+                place = next_place
                 pause = 1
-        except (ValueError, TypeError) as error:  # in the text itself, so it would come again
-            tqdm.write(f"warning: a document cannot be read ({error!r:.300})", sys.stderr)
-            return
+        except (ValueError, TypeError):  # in the text itself, so the error would come again
+            raise
         except Exception as error:  # such as a server that does not answer
-            if pause > 256 or "shutdown" in str(error):  # the script comes to its end
-                return
+            script_ends = "shutdown" in str(error)  # Python then refuses new threads
+            if script_ends or pause > 256:
+                raise
             if pause == 1:
-                tqdm.write(f"warning: a stream is opened again ({error!r:.300})", sys.stderr)
+                reason = f"{error.__cause__ or error!r:.300}"
+                tqdm.write(f"warning: rank {RANK} opens its files again ({reason})", sys.stderr)
             time.sleep(pause)
             pause *= 2
+
+
+def windows_of_pass(documents, place, args):
+    """Yields each window from `place` to the end of the pass, and the place after the window.
+
+    A window is a list of shuffled rows, each with the place after it. None ends the last window.
+    """
+    documents.set_epoch(place["pass"])  # another order of the files; begins with the first file
+    if place["position"]:
+        documents.load_state_dict(place["position"])
+    opened = iter(documents)
+    pass_is_over = False
+    while not pass_is_over:
+        # STREAM 12: A resumed run makes the same window again, from the place before it.
+        # A buffer of shuffled documents would lose some of them, and read others twice.
+        rows = []
+        rest = place["rest"]
+        while len(rows) < args.shuffle_window and not pass_is_over:
+            batch = [document["input_ids"] for document in islice(opened, 32)]
+            pass_is_over = not batch
+            more, rest = to_rows(batch, rest, args.packing, args.seq_length)
+            rows += more
+        np.random.RandomState((args.seed, place["window"])).shuffle(rows)
+        window = [(row, place | {"used": n}) for n, row in enumerate(rows, start=1)]
+        window = window[place["used"] :]  # the run has read the others before it was stopped
+        place = {"pass": place["pass"], "window": place["window"] + 1, "rest": rest, "used": 0}
+        if pass_is_over:
+            place |= {"pass": place["pass"] + 1, "position": None}
+            window.append((None, place))
+        else:
+            place["position"] = documents.state_dict()
+        yield window, place
 
 
 def read_batch(samples, indices, device):
@@ -763,6 +788,14 @@ def gather(value):
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
+
+
+def gather_numbers(numbers):
+    """The integers of all ranks in one small message: for each integer, a list of all ranks."""
+    of_this_rank = torch.tensor(numbers)
+    of_ranks = [torch.empty_like(of_this_rank) for _ in range(WORLD_SIZE)]
+    dist.all_gather(of_ranks, of_this_rank)
+    return torch.stack(of_ranks).T.tolist()
 
 
 def of_all_ranks(metrics):

@@ -28,7 +28,11 @@ CASES = {
     "empty glob": (["-d", "{tmp}/*.md"], 1, "no file matches"),
     "folder without text": (["-d", "{tmp}/empty"], 1, "cannot load the dataset"),
     "several kinds": (["-d", "{tmp}/mixed/*"], 1, "cannot load the dataset"),
-    "no text column": (["-d", "{tmp}/numbers.csv"], 1, "a text in every row"),
+    "no text column": (
+        ["-d", "{tmp}/numbers.csv"],
+        1,
+        "no column of the dataset has a text in every row",
+    ),
     "broken file": (["-d", "{tmp}/broken.jsonl"], 1, "JSON parse error"),
     "empty file": (["-d", "{tmp}/empty.jsonl"], 1, "empty.jsonl is empty"),
     "no split to train on": (["-d", "{tmp}/only-test"], 1, "no split named train, only test"),

@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -251,7 +252,7 @@ def test_packing_strategies(packing):
     windows = chapter.text_windows(stream, chapter.START, args)
     rows = chapter.Stream(windows, chapter.START).rows
     taken = []
-    while len(row := next(rows)):
+    while (row := next(rows)) is not None:
         taken.append(row.tolist())
     expected = reference_rows(documents, packing, 8)
     assert sorted(taken) == sorted(expected)
@@ -264,7 +265,7 @@ def test_packing_strategies(packing):
     rest = [i for ids in documents for i in ids][len(expected) * 8 :]
     again = reference_rows([rest, *documents] if packing == "pack" else documents, packing, 8)
     second = []
-    while len(row := next(rows)):
+    while (row := next(rows)) is not None:
         second.append(row.tolist())
     assert sorted(second) == sorted(again)
 
@@ -291,15 +292,35 @@ def test_sigkill_while_reading(stream, trainer, files):
 
 
 class Server(http.server.SimpleHTTPRequestHandler):
-    """A folder by HTTP; answers 503 where `refuse` says so."""
+    """A folder by HTTP. `answer` says how a request ends."""
 
-    refuse = staticmethod(lambda path: False)
+    answer = None  # a function of the path: "complete", "refused", "silent" or "half"
+    running = threading.Event()
+
+    def do_HEAD(self):
+        self.do_GET()
 
     def do_GET(self):
-        if self.refuse(self.path):
+        answer = Server.answer(self.path)
+        if answer == "refused":
             self.send_error(503)
+        elif answer == "silent":
+            self.wait_for_ever()
+        elif answer == "half" and self.command == "GET":
+            content = Path(self.translate_path(self.path)).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", len(content))
+            self.end_headers()
+            self.wfile.write(content[: len(content) // 2])
+            self.wait_for_ever()
+        elif self.command == "HEAD":
+            super().do_HEAD()
         else:
             super().do_GET()
+
+    def wait_for_ever(self):
+        while Server.running.is_set():
+            time.sleep(0.1)
 
     def log_message(self, *_):
         pass
@@ -312,9 +333,10 @@ def server(files):
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        Server.running.set()
         yield f"http://127.0.0.1:{server.server_port}"
+        Server.running.clear()
         server.shutdown()
-    Server.refuse = staticmethod(lambda path: False)
 
 
 def test_bad_flags(trainer, dataset, held_out):
@@ -325,19 +347,80 @@ def test_bad_flags(trainer, dataset, held_out):
         (["--max-steps", 1, "-d", held_out, "--eval-freq", 1], 1, "no documents to evaluate on"),
         (["--max-steps", 1, *flags, "--packing", "fold"], 2, "invalid choice: 'fold'"),
         (["--max-steps", 1, *flags, "--shuffle-window", 0], 2, "must be a number, 1 or larger"),
-        (["--max-steps", 1, *flags, "-b", 5000], 1, "too small: lower --batch-size"),
+        (["--max-steps", 1, *flags, "--seed", 5_000_000_000], 2, "--seed must be below"),
+        (["--max-steps", 1, *flags, "-b", 5000], 1, "too small: in each of 10 passes"),
         (
             ["--max-steps", 1, *flags, "-d", "http://127.0.0.1:9/a.jsonl"],
             1,
             "cannot load the dataset",
         ),
     ]
-    (trainer.folder / "a.csv").write_text("text\n")
-    flags = ["--max-steps", 1, "-d", trainer.folder / "a.csv", "--eval-freq", 0]
-    cases.append((flags, 1, "cannot read the first document"))
     for flags, status, sentence in cases:
         result = trainer(*flags, script=CHAPTER_4, processes=1, status=status)
         assert_one_sentence(result.output, sentence)
+
+
+def jsonl(file, documents, column="text"):
+    file.write_text("".join(json.dumps({column: document}) + "\n" for document in documents))
+    return file
+
+
+def test_bad_corpora(trainer, tmp_path, texts):
+    """One sentence each, without repeated reads; nothing is saved."""
+    (tmp_path / "header.csv").write_text("text\n")
+    (tmp_path / "nothing.jsonl").write_text("")
+    (tmp_path / "one.txt").write_text("A single document.")
+    (tmp_path / "tests").mkdir()
+    jsonl(tmp_path / "tests" / "test.jsonl", texts[:9])
+    jsonl(tmp_path / "number.jsonl", ["a", 5, *texts[:9]])
+    long = ["word " * 4000] * 600  # 12 MB: `datasets` reads 10 MB at a time
+    jsonl(tmp_path / "late-number.jsonl", [*long, 5])
+    jsonl(tmp_path / "late-column.jsonl", long)
+    with (tmp_path / "late-column.jsonl").open("a") as file:
+        file.write('{"words": "a"}\n')
+    cases = [
+        ("header.csv", 1, "has a split without documents"),
+        ("nothing.jsonl", 1, "nothing.jsonl is empty"),
+        ("one.txt", 2, "too small: in each of 10 passes, a rank had less than the 4 rows"),
+        ("*.parquet", 1, "no file matches"),
+        ("tests", 1, "no split named train, only test"),
+        ("number.jsonl", 1, "changed from string to number in row 1"),
+        ("late-number.jsonl", 1, "changed from string to number in row"),
+        ("late-column.jsonl", 1, "words"),
+    ]
+    for name, processes, sentence in cases:
+        flags = ["-d", tmp_path / name, "--max-steps", 4000, "--eval-freq", 0, "--ckpt-freq", 5000]
+        flags += ["--packing", "trunc", "--shuffle-window", 10_000]
+        begin = time.monotonic()
+        options = {"script": CHAPTER_4, "processes": processes, "name": name, "status": 1}
+        result = trainer(*flags, **options)
+        assert time.monotonic() - begin < 60
+        assert_one_sentence(result.run.ranks[0].output, sentence)
+        assert "opens its files again" not in result.output
+        assert result.checkpoints == []
+
+
+def test_brackets_in_a_name_and_empty_documents(trainer, tmp_path, texts):
+    """They train; of the held-out documents, the first ones are taken, empty or not."""
+    file = jsonl(tmp_path / "data[1].jsonl", ["", None, *texts[:40]])
+    held_out = jsonl(tmp_path / "held-out.jsonl", ["", None, *texts[40:60]])
+    flags = ["-d", file, "--max-steps", 2, "--eval-dataset", held_out, "--eval-documents", 7]
+    run = trainer(*flags, script=CHAPTER_4, processes=1)
+    assert "5 documents held out" in run.output
+    jsonl(held_out, ["a", 5])
+    run = trainer(*flags, script=CHAPTER_4, processes=1, name="number", status=1)
+    assert_one_sentence(run.output, "changed from string to number in row 1")
+
+
+def test_rows_of_a_single_token(trainer, tmp_path, texts, model):
+    """A row of one token has no label. A step with such rows only has no loss, but goes on."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    fits = [text for text in texts if len(tokenizer(text)["input_ids"]) % 32 == 0]
+    file = jsonl(tmp_path / "fits.jsonl", fits)
+    flags = ["-d", file, "--packing", "overflow", "-b", 1, "--max-steps", 2 * len(fits)]
+    run = trainer(*flags, "--eval-freq", 0, script=CHAPTER_4, processes=1)
+    assert 0 in run.column("loss")
+    assert max(run.column("loss")) > 1
 
 
 def test_another_number_of_ranks_is_refused(stream):
@@ -347,7 +430,21 @@ def test_another_number_of_ranks_is_refused(stream):
         assert_one_sentence(result.run.ranks[0].output, "needs 2 ranks")
     # Nor do passes without a step follow each other for ever
     result = stream("--max-steps", 4, "--eval-freq", 0, "-b", 5000, status=1)
-    assert_one_sentence(result.run.ranks[0].output, "too small: lower --batch-size")
+    assert_one_sentence(result.run.ranks[0].output, "too small: in each of 10 passes")
+
+
+# Pauses and time limits are a hundredth
+HASTY = """
+import aiohttp, time
+
+def limits(total, sock_connect, sock_read):
+    return ClientTimeout(total=total, sock_connect=sock_connect / 100, sock_read=sock_read / 100)
+
+ClientTimeout = aiohttp.ClientTimeout
+aiohttp.ClientTimeout = limits
+sleep = time.sleep
+time.sleep = lambda seconds: sleep(seconds / 100)
+"""
 
 
 def test_a_stream_that_breaks(stream, server, files):
@@ -355,36 +452,39 @@ def test_a_stream_that_breaks(stream, server, files):
     flags = ["--max-steps", 22, "--eval-freq", 0, "--shuffle-window", 4, "--ckpt-freq", 99]
     local = stream(*flags, "-d", files / "0.jsonl", name="local", processes=1)
     assert local.column("epoch")[-1] >= 2
-    hasty = "import time; sleep = time.sleep; time.sleep = lambda seconds: sleep(seconds / 100)\n"
-    options = {"processes": 1, "before": hasty}
     requests = []
 
-    def refuse_some(path):
+    def answer(path):
         requests.append(path)
-        return len(requests) in refused
+        return fault if len(requests) in faults else "complete"
 
-    Server.refuse = staticmethod(refuse_some)
-    refused = ()
-    remote = stream(*flags, "-d", f"{server}/0.jsonl", name="remote", **options)
-    assert exact(remote.records) == exact(local.records)
-    assert "opened again" not in remote.output
+    def remote(name, status=0):
+        requests.clear()
+        options = {"name": name, "processes": 1, "before": HASTY, "status": status}
+        return stream(*flags, "-d", f"{server}/0.jsonl", **options)
+
+    Server.answer = staticmethod(answer)
+    faults = ()
+    undisturbed = remote("remote")
+    assert exact(undisturbed.records) == exact(local.records)
+    assert "again" not in undisturbed.output
     needed = len(requests)
 
-    requests.clear()
-    refused = (needed - 1, needed)
-    remote = stream(*flags, "-d", f"{server}/0.jsonl", name="twice", **options)
-    assert exact(remote.records) == exact(local.records)
-    assert remote.output.count("warning: a stream is opened again") == 1
-    assert len(requests) > needed
+    for fault in ("refused", "silent", "half"):
+        faults = (needed - 1, needed)
+        again = remote(f"{fault}-twice")
+        assert exact(again.records) == exact(local.records)
+        assert again.output.count("warning: rank 0 opens its files again") == 1
+        assert len(requests) > needed
 
-    requests.clear()
-    refused = range(needed - 1, 10_000)
-    broken = stream(*flags, "-d", f"{server}/0.jsonl", name="broken", status=1, **options)
-    assert_one_sentence(broken.output, "broke off after step ")
-    (step,) = re.findall(r"broke off after step (\d+)", broken.output)
-    assert broken.checkpoints == [f"step-{int(step):08d}"]
-    assert 0 < int(step) < 22
-    refused = ()
-    resumed = stream(*flags, "-d", f"{server}/0.jsonl", name="broken", **options)
-    losses = {r["step"]: r["loss"] for r in resumed.records}
-    assert losses == {r["step"]: r["loss"] for r in local.records}
+        faults = range(needed - 1, 10_000)
+        broken = remote(f"{fault}-always", status=1)
+        assert_one_sentence(broken.output, "broke off after step ")
+        assert broken.output.count("warning: rank 0 opens its files again") == 1
+        (step,) = re.findall(r"broke off after step (\d+)", broken.output)
+        assert broken.checkpoints == [f"step-{int(step):08d}"]
+        assert 0 < int(step) < 22
+        faults = ()
+        resumed = remote(f"{fault}-always")
+        losses = {r["step"]: r["loss"] for r in resumed.records}
+        assert losses == {r["step"]: r["loss"] for r in local.records}
