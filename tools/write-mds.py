@@ -1,4 +1,4 @@
-"""Tokenizes and packs a dataset into MDS shards, for chapter 4 on any number of ranks.
+"""Tokenizes and packs a dataset into MDS shards, for chapter 10 on any number of ranks.
 
     python tools/write-mds.py -o /data/c4 -d allenai/c4 --dataset-subset en --compression zstd
     python tools/write-mds.py -o outputs/mds --demo     # the text of the chapters' --demo
@@ -142,7 +142,7 @@ def write(args: argparse.Namespace) -> int:
     """Writes the parts that are missing, then the index of all; returns the number of rows."""
     chapter = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")
     with chapter["explain"](
-        "MDS needs a package that is not installed: see 04-streaming/README.md"
+        "MDS needs a package that is not installed: see 10-mds-shards/README.md"
     ):
         from streaming.base.util import merge_index
     with chapter["explain"](f"cannot load the tokenizer of {args.model_name}"):
