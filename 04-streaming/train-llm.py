@@ -114,7 +114,7 @@ def main():
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    saved_step = state.step  # STREAM: a run that has no checkpoint need not save its first weights
+    saved_step = state.step  # STREAM: of the newest checkpoint; 0 without one
     token_counts = []  # STREAM: of each step since the last logged one, without padding
     rows_per_step = args.batch_size * accumulation  # STREAM: of each rank
     place = state.places[RANK]  # STREAM: where this rank was in its stream after the last step
@@ -151,9 +151,7 @@ def main():
             # The next pass gives other files to each rank, so it may have enough rows.
             passes_without_step += 1
             if passes_without_step == 10:
-                few = (
-                    f"in each of 10 passes, a rank had less than the {rows_per_step} rows of a step"
-                )
+                few = f"in each of 10 passes, a rank had less than {rows_per_step} rows for a step"
                 fail(f"{args.dataset_name} is too small: {few}; lower --batch-size or the ranks")
             continue
         passes_without_step = 0
@@ -422,7 +420,10 @@ def load_documents(name, subset):
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
         spec["encoding_errors"] = "replace"
     elif len(kinds) == 1 and not os.path.isdir(name):
-        spec = {"path": kinds.pop(), "data_files": files}
+        spec = {"path": min(kinds), "data_files": files}
+    if kinds == {"json"}:
+        # A number among texts is an error. By default, the texts would get quotation marks.
+        spec["on_mixed_types"] = None
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
         # STREAM 8: Open each file when the rank needs it, so that the corpus may exceed the disk.
@@ -470,6 +471,7 @@ def tokenized(documents, tokenizer):
 
 def load_samples(args, tokenizer, state):
     """The stream of this rank; and the first held-out documents, each in rows of its own."""
+    # STREAM: The last 1 % cannot be held out, because the length of a stream is unknown.
     splits = load_documents(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
@@ -792,6 +794,7 @@ def gather(value):
 
 def gather_numbers(numbers):
     """The integers of all ranks in one small message: for each integer, a list of all ranks."""
+    # STREAM: As a tensor, because `gather` would send twice, and pickle the numbers before.
     of_this_rank = torch.tensor(numbers)
     of_ranks = [torch.empty_like(of_this_rank) for _ in range(WORLD_SIZE)]
     dist.all_gather(of_ranks, of_this_rank)

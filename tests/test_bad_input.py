@@ -36,7 +36,12 @@ CASES = {
     "broken file": (["-d", "{tmp}/broken.jsonl"], 1, "JSON parse error"),
     "empty file": (["-d", "{tmp}/empty.jsonl"], 1, "empty.jsonl is empty"),
     "no split to train on": (["-d", "{tmp}/only-test"], 1, "no split named train, only test"),
-    "a number among texts": (["-d", "{tmp}/number.jsonl"], 1, "has a text in every row"),
+    "a number among texts": (
+        ["-d", "{tmp}/number.jsonl"],
+        1,
+        "changed from string to number in row 1",
+    ),
+    "a number far below": (["-d", "{tmp}/late.jsonl"], 1, "changed from string to number in row"),
     "too small": (["-d", "{tmp}/small.txt"], 1, "too small"),
     "too small for the batch": (["-b", 10_000], 1, "--batch-size"),
     # model
@@ -74,6 +79,8 @@ def files(tmp_path_factory):
     (folder / "only-test").mkdir()
     (folder / "only-test" / "test.jsonl").write_text('{"text": "a"}\n')
     (folder / "number.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
+    long = '{"text": "' + "a" * 1_000_000 + '"}\n'  # `datasets` reads 10 MB at a time
+    (folder / "late.jsonl").write_text(12 * long + '{"text": 5}\n')
     vit = {"image_size": 32, "patch_size": 16, "hidden_size": 32, "num_hidden_layers": 1}
     write_model(folder / "vit", model_type="vit", num_attention_heads=2, **vit)
     return folder

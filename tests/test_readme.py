@@ -300,7 +300,7 @@ def test_pages_link_forward_and_back(file):
 
 
 @pytest.mark.parametrize(
-    ("readme", "count"), [*zip(READMES, (4, 5, 3, 5, 2, 3, 3, 3), strict=True)]
+    ("readme", "count"), [*zip(READMES, (4, 5, 3, 3, 2, 3, 3, 3), strict=True)]
 )
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""

@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -367,6 +368,8 @@ def jsonl(file, documents, column="text"):
 
 def test_bad_corpora(trainer, tmp_path, texts):
     """One sentence each, without repeated reads; nothing is saved."""
+    trainer.folder = tmp_path / "runs"
+    trainer.folder.mkdir()
     (tmp_path / "header.csv").write_text("text\n")
     (tmp_path / "nothing.jsonl").write_text("")
     (tmp_path / "one.txt").write_text("A single document.")
@@ -381,7 +384,7 @@ def test_bad_corpora(trainer, tmp_path, texts):
     cases = [
         ("header.csv", 1, "has a split without documents"),
         ("nothing.jsonl", 1, "nothing.jsonl is empty"),
-        ("one.txt", 2, "too small: in each of 10 passes, a rank had less than the 4 rows"),
+        ("one.txt", 2, "too small: in each of 10 passes, a rank had less than 4 rows"),
         ("*.parquet", 1, "no file matches"),
         ("tests", 1, "no split named train, only test"),
         ("number.jsonl", 1, "changed from string to number in row 1"),
@@ -433,7 +436,7 @@ def test_another_number_of_ranks_is_refused(stream):
     assert_one_sentence(result.run.ranks[0].output, "too small: in each of 10 passes")
 
 
-# Pauses and time limits are a hundredth
+# Shorter time limits and pauses
 HASTY = """
 import aiohttp, time
 
@@ -443,7 +446,7 @@ def limits(total, sock_connect, sock_read):
 ClientTimeout = aiohttp.ClientTimeout
 aiohttp.ClientTimeout = limits
 sleep = time.sleep
-time.sleep = lambda seconds: sleep(seconds / 100)
+time.sleep = lambda seconds: sleep(seconds / 400)
 """
 
 
@@ -488,3 +491,137 @@ def test_a_stream_that_breaks(stream, server, files):
         resumed = remote(f"{fault}-always")
         losses = {r["step"]: r["loss"] for r in resumed.records}
         assert losses == {r["step"]: r["loss"] for r in local.records}
+
+
+# Sends SIGTERM to one rank in one of its optimizer steps
+STOP = """
+import os, signal, torch
+
+def step(*arguments, **options):
+    steps.append(None)
+    if (int(os.environ["RANK"]), len(steps)) in {moments}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return original_step(*arguments, **options)
+
+steps = []
+original_step = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+"""
+
+
+def test_signals(stream):
+    """To one rank only, to two ranks in different steps, and in the last step of a pass.
+
+    All ranks stop after the same step, and the next run reads what an undisturbed run reads.
+    """
+    flags = ["--max-steps", 30, "--eval-freq", 0, "--shuffle-window", 20, "-b", 4]
+    origin = stream(*flags, name="origin")
+    turn = origin.column("epoch").index(1)  # so many steps are in pass 0
+    cases = {
+        "one rank": ({(1, 3)}, 4),
+        "two ranks": ({(0, 5), (1, 4)}, 5),
+        "end of a pass": ({(1, turn)}, turn + 1),
+    }
+    for name, (moments, stop) in cases.items():
+        before = STOP.replace("{moments}", repr(moments))
+        stopped = stream(*flags, name=name, before=before, status=128 + signal.SIGTERM)
+        assert f"Stopped after step {stop}:" in stopped.output
+        assert stopped.checkpoints == [f"step-{stop:08d}"]
+        resumed = stream(*flags, name=name)
+        assert exact(resumed.records) == exact(origin.records)
+        for rank in range(2):
+            rows = torch.cat([stopped.seen[rank], resumed.seen[rank]])
+            assert torch.equal(rows, origin.seen[rank])
+
+
+# From its third step on, rank 1 cannot read. Each save prints a line.
+BREAK = """
+import os, torch
+
+if os.environ["RANK"] == "1":
+    import datasets.iterable_dataset
+
+    def examples(self):
+        for example in original_examples(self):
+            if len(steps) >= 3:
+                raise OSError("the disk is gone")
+            yield example
+
+    original_examples = datasets.iterable_dataset.IterableDataset.__iter__
+    datasets.iterable_dataset.IterableDataset.__iter__ = examples
+    step = torch.optim.AdamW.step
+    torch.optim.AdamW.step = lambda *a, **o: (steps.append(None), step(*a, **o))[1]
+
+steps = []
+sync = os.sync
+os.sync = lambda: (print("saved", flush=True), sync())
+"""
+
+
+def test_one_rank_of_two_breaks(stream):
+    """All ranks save their places, once, and the next run reads what an undisturbed run reads."""
+    flags = ["--max-steps", 30, "--eval-freq", 0, "--shuffle-window", 4, "-b", 4]
+    origin = stream(*flags, name="origin")
+    step = 99
+    for name in ("not saved yet", "saved before"):
+        more = ["--ckpt-freq", step, "--keep-checkpoints", 99]
+        broken = stream(*flags, *more, name=name, before=HASTY + BREAK, status=1)
+        first, second = (rank.output for rank in broken.run.ranks)
+        assert_one_sentence(first, "rank 1 cannot read on (OSError('the disk is gone'))")
+        assert "opens its files again" not in first
+        assert second.count("warning: rank 1 opens its files again") == 1
+        (step,) = map(int, re.findall(r"broke off after step (\d+)", first))
+        assert 2 < step < 30
+        assert first.count("saved") == len(broken.checkpoints)
+        assert broken.checkpoints[-1] == f"step-{step:08d}"
+        resumed = stream(*flags, name=name)
+        assert resumed.column("loss") == origin.column("loss")
+        for rank in range(2):
+            assert torch.equal(resumed.seen[rank], origin.seen[rank][step:])
+
+
+# Notes each optimizer step, and the messages between the ranks before it
+MESSAGES = """
+import os, torch
+import torch.distributed as dist
+
+def note(text):
+    with open(os.environ["SEEN"] + "messages" + os.environ["RANK"], "a") as file:
+        file.write(text + "\\n")
+
+def noted(function, text):
+    def call(*arguments, **options):
+        note(text(arguments))
+        return function(*arguments, **options)
+    return call
+
+torch.optim.AdamW.step = noted(torch.optim.AdamW.step, lambda _: "step")
+dist.all_gather = noted(dist.all_gather, lambda arguments: f"{arguments[1].nbytes} bytes")
+dist.all_gather_object = noted(dist.all_gather_object, lambda _: "object")
+dist.all_reduce = noted(dist.all_reduce, lambda _: "sum")
+"""
+
+
+def test_a_small_message_per_step(stream, trainer):
+    """Four integers between two steps that are not saved, and no pickled objects."""
+    flags = ["--max-steps", 12, "--eval-freq", 0, "--ckpt-freq", 99, "--log-freq", 99, "-b", 4]
+    stream(*flags, before=MESSAGES)
+    for rank in range(2):
+        notes = (trainer.folder / f"seen-run-messages{rank}").read_text()
+        assert "object\n" in notes  # such as the flags of all ranks, before the first step
+        *steps, _ = notes.split("step\n")
+        assert len(steps) == 12
+        assert set(steps[1:]) == {"32 bytes\n"}
+
+
+def test_passes_without_a_step(stream, texts, tmp_path):
+    """Two of four files are tiny. A pass that gives both to one rank has no step; others train."""
+    for number, count in enumerate((40, 40, 1, 1)):
+        jsonl(tmp_path / f"{number}.jsonl", texts[number * 40 :][:count])
+    flags = ["-d", f"{tmp_path}/?.jsonl", "--packing", "trunc", "--max-steps", 60, "-b", 8]
+    run = stream(*flags, "--eval-freq", 0)
+    ends = [int(n) for n in re.findall(r"Pass (\d+) is over", run.output)]
+    assert ends == [*range(1, len(ends) + 1)]
+    trained = set(run.column("epoch"))
+    assert len(trained) > 2
+    assert set(range(max(trained))) - trained  # passes without a step

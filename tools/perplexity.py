@@ -80,15 +80,15 @@ def load_held_out(name: str, subset: str | None) -> datasets.IterableDataset:
 
 
 def tokenized(documents, tokenizer, count: int) -> list[list[int]]:
-    """The token ids of the first `count` documents that are not empty."""
+    """The token ids of the first `count` documents, without those that are empty."""
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
     if not columns:
         sys.exit(f"error: the dataset has no text column, only {', '.join(features)}")
     column = "text" if "text" in columns else columns[0]
-    texts = (document[column] for document in documents if document[column])
+    texts = (document[column] for document in islice(documents, count) if document[column])
     token_ids = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
-    return [[*ids, tokenizer.eos_token_id] for ids in islice(filter(None, token_ids), count)]
+    return [[*ids, tokenizer.eos_token_id] for ids in filter(None, token_ids)]
 
 
 @torch.no_grad()
