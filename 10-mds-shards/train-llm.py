@@ -412,7 +412,10 @@ def load_documents(name, subset):
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
         spec["encoding_errors"] = "replace"
     elif len(kinds) == 1 and not os.path.isdir(name):
-        spec = {"path": kinds.pop(), "data_files": files}
+        spec = {"path": min(kinds), "data_files": files}
+    if kinds == {"json"}:
+        # A number among texts is an error. By default, the texts would get quotation marks.
+        spec["on_mixed_types"] = None
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with explain(f"cannot load the dataset {name}: {remedy}"):
         # MDS: Held-out documents alone are text. Open their files, and read the first ones only.
