@@ -301,7 +301,7 @@ def test_formats_become_each_other(train, trainer, convert):
     output = convert("local/3", "no/3", "--to", "full", status=1)
     assert_one_sentence(output, "collect step-00000003 of all ranks: only [0]")
     output = convert("hub/6", "no/4", "--to", "full", status=1)
-    assert_one_sentence(output, "is no checkpoint of chapters 1 to 6")
+    assert_one_sentence(output, "is no checkpoint of chapters 1 to 6 and 10")
     for taken in ("origin/3", "own/3"):  # the second one in another format
         output = convert("origin/6", taken, "--to", "full", status=1)
         assert_one_sentence(output, "step-00000003 exists")
@@ -466,7 +466,8 @@ def test_global_batch_size(train):
 
 def test_the_merge_with_chapter_4(train, trainer, texts, tmp_path):
     """The command of the README makes a script with the losses of chapter 4."""
-    (command,) = re.findall("^git merge-file .*", CHAPTER_5.with_name("README.md").read_text(), re.M)
+    readme = CHAPTER_5.with_name("README.md").read_text()
+    (command,) = re.findall("^git merge-file .*", readme, re.MULTILINE)
     for script in (CHAPTER_3, CHAPTER_4, CHAPTER_5):
         shutil.copytree(script.parent, tmp_path / script.parent.name)
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
