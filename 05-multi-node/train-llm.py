@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 # Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
@@ -599,7 +599,7 @@ THREAD = ThreadPoolExecutor(1)
 UNFINISHED = []
 
 
-@lru_cache
+@cache
 def writers():
     """A process group for the thread, because training sends messages at the same time."""
     return dist.new_group(backend="gloo")

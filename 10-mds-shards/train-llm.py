@@ -27,7 +27,7 @@ from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -752,7 +752,7 @@ THREAD = ThreadPoolExecutor(1)
 UNFINISHED = []
 
 
-@lru_cache
+@cache
 def writers():
     """A process group for the thread, because training sends messages at the same time."""
     return dist.new_group(backend="gloo")

@@ -12,7 +12,7 @@ Streams: from the source of the standard library, in documents of 2,000 characte
 run. The stream reads, tokenizes, packs and shuffles, with each `--packing`. Nothing is trained.
 
 Rows: ready rows of 1,024 tokens, read in shuffled order from the cache and from MDS shards. Then
-`--steps` of the demo on two processes: chapter 3, chapter 4 on text, and chapter 4 on MDS shards.
+`--steps` of the demo on two processes: chapter 3, chapter 4, and chapter 10 on MDS shards.
 """
 
 import argparse
@@ -63,11 +63,12 @@ def write_documents(folder: str) -> int:
 
 
 def rows_of_a_pass(windows) -> int:
-    """Reads windows up to the empty row that ends the first pass."""
+    """Reads windows up to the None that ends the first pass."""
     count = 0
-    for rows, _ in windows:
-        count += len(rows)
-        if not len(rows[-1]):
+    for window in windows:
+        count += len(window)
+        last_row, _ = window[-1]
+        if last_row is None:
             return count - 1
 
 
@@ -121,11 +122,9 @@ def write_mds(output: str, *flags) -> None:
 def compare_rows(rounds: int) -> None:
     """Rows per second: a slice of the cached tokens, and a sample of an MDS shard."""
     import datasets
-    import streaming
     from transformers import AutoConfig, AutoTokenizer
 
-    cached, streamed = load_chapter("01-single-gpu"), load_chapter("04-streaming")
-    args = SimpleNamespace(shuffle_window=1024, seed=0)
+    cached, sharded = load_chapter("01-single-gpu"), load_chapter("10-mds-shards")
     times = {"cached": [], "mds": []}
     with tempfile.TemporaryDirectory() as folder:
         write_documents(folder)
@@ -136,8 +135,11 @@ def compare_rows(rounds: int) -> None:
         config = AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
         samples = cached.PackedSamples(cached.tokenized(whole, tokenizer, config), 1024)
-        mds = streaming.StreamingDataset(local=f"{folder}/mds", batch_size=1)
-        assert mds.size == len(samples)
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        args = {"dataset_name": f"{folder}/mds", "seq_length": 1024, "shuffle_window": 1024}
+        args = SimpleNamespace(**args, seed=0, cache_limit="1gb")
+        mds = sharded.MdsRows(args, tokenizer)
+        assert len(mds) == len(samples)
         for number in range(rounds):
             for name in [*times][:: 1 if number % 2 == 0 else -1]:
                 begin = time.perf_counter()
@@ -145,10 +147,7 @@ def compare_rows(rounds: int) -> None:
                     order = cached.sample_order(0, len(samples), len(samples), number)
                     rows = [samples[i].copy() for i in order]
                 else:
-                    windows = streamed.mds_windows(mds, 0, args)
-                    rows = []
-                    while len(rows) < mds.size:
-                        rows += next(windows)[0]
+                    rows = [mds.read(n) for n in range(len(mds))]
                 times[name].append((time.perf_counter() - begin) / len(rows))
     print(f"\nready rows of 1,024 tokens, {len(samples):,} of them; {rounds} rounds\n")
     print("| | rows/s |\n|---|---|")
@@ -165,7 +164,7 @@ def compare_training(steps: int) -> None:
         runs = {
             "chapter 3, cache": ["03-fsdp"],
             "chapter 4, text": ["04-streaming"],
-            "chapter 4, MDS": ["04-streaming", "-d", f"{folder}/mds"],
+            "chapter 10, MDS": ["10-mds-shards", "-d", f"{folder}/mds"],
         }
         for number, (label, (chapter, *flags)) in enumerate(runs.items()):
             command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

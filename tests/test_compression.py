@@ -183,7 +183,8 @@ for case in json.loads(sys.argv[3]):
         averages.append([p.grad.clone() for p in model.parameters()])
         for p in model.parameters():
             p.grad.zero_()
-    residuals = [compression.powersgd.error_dict.get(name, 0) for name, _ in model.named_parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    residuals = [compression.powersgd.error_dict.get(name, 0) for name in names]
     results[json.dumps(case)] = (averages, residuals, compression.volume)
 
 # The memory of a job with one rank more, and then that of a job with as many ranks as this one.

@@ -5,6 +5,7 @@ The nodes are ranks of this machine. A disk of a node is a folder of a rank.
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,7 @@ from conftest import (
     require,
     take_over,
 )
-from runner import CHAPTER_1, CHAPTER_3, CHAPTER_5, REPOSITORY, Run, outcome
+from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run, outcome
 from safetensors.torch import load_file
 from test_fsdp import OFF, assert_same_checkpoint, told
 from test_torchrun import OWN_STORE, nodes
@@ -307,7 +308,7 @@ def test_formats_become_each_other(train, trainer, convert):
     output = convert("local/3", "no/3", "--to", "full", status=1)
     assert_one_sentence(output, "collect step-00000003 of all ranks: only [0]")
     output = convert("hub/6", "no/4", "--to", "full", status=1)
-    assert_one_sentence(output, "is no checkpoint of chapters 1 to 6")
+    assert_one_sentence(output, "is no checkpoint of chapters 1 to 6 and 10")
     for taken in ("origin/3", "own/3"):  # the second one in another format
         output = convert("origin/6", taken, "--to", "full", status=1)
         assert_one_sentence(output, "step-00000003 exists")
@@ -465,6 +466,42 @@ def test_global_batch_size(train):
         options = {"processes": processes, "name": f"on-{processes}"}
         run = train(*flags, "-b", 2, "--global-batch-size", 16, **options)
         assert_same_losses(one, run, 4, **OFF)
+
+
+# -- Text streams on many nodes --------------------------------------------------------------------
+
+
+def test_the_merge_with_chapter_4(train, trainer, texts, tmp_path):
+    """The command of the README makes a script with the losses of chapter 4."""
+    readme = CHAPTER_5.with_name("README.md").read_text()
+    (command,) = re.findall("^git merge-file .*", readme, re.MULTILINE)
+    for script in (CHAPTER_3, CHAPTER_4, CHAPTER_5):
+        shutil.copytree(script.parent, tmp_path / script.parent.name)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    merged = tmp_path / "05-multi-node" / "stream.py"
+    for n in range(2):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[n * 100 : n * 100 + 100]]
+        (tmp_path / f"{n}.jsonl").write_text("".join(lines))
+    flags = ["-d", f"{tmp_path}/*.jsonl", "--max-steps", 8, "--ckpt-freq", 4, "--eval-freq", 8]
+    flags += ["--eval-dataset", tmp_path / "0.jsonl", "--eval-documents", 9]
+    flags += ["--packing", "overflow", "--shuffle-window", 9, "--keep-checkpoints", 9]
+    four = train(*flags, script=CHAPTER_4, name="chapter-4")
+    both = {"script": merged, "before": WATCH}
+    flags += ["--shard-size", 1, "--global-batch-size", 8]
+    run = train(*flags, "--async-checkpoint", **both, name="merged")
+    assert_same_losses(four, run, 8, **OFF)
+    assert run.column("padding") == four.column("padding")
+    assert max(run.column("padding")) > 0.1
+    held = told(run, "shards ")
+    assert held[0] == held[1]
+    assert told(run, "all-reduces ") == [[str(8 * 3)]] * 2
+    take_over(run, trainer, "resumed", 4)
+    resumed = train(*flags, "--checkpoint-format", "local", **both, name="resumed")
+    assert "step-00000004" in resumed.output
+    assert exact(resumed.records) == exact(run.records)
+    assert_same_model(resumed, run)
+    alone = train(*flags, "-b", 8, **both, name="resumed", processes=1, status=1)
+    assert_one_sentence(alone.output, "this run needs 2 ranks")
 
 
 # -- Nodes that come and go ------------------------------------------------------------------------

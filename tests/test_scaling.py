@@ -66,6 +66,16 @@ def test_bytes_between_two_nodes(tmp_path, processes, methods):
     assert done.stdout.count("\n|") == 2 + len(rows)
 
 
+def test_other_losses_are_found_out():
+    """Of hybrid sharding, too. Compression rounds, so its losses are compared with its own."""
+    runs, others = [{"losses": [7.0, 6.0]}], [{"losses": [7.0, 6.1]}]
+    benchmark.check_losses({("DDP", 0): runs, ("HSDP", 0): runs, ("DDP, bf16", 0): others})
+    for name, rate in (("HSDP", 0), ("DDP, bf16", 100)):
+        results = {("DDP", 0): runs, ("DDP, bf16", 0): runs, (name, rate): others}
+        with pytest.raises(SystemExit, match=f"the losses differ: {name}"):
+            benchmark.check_losses(results)
+
+
 # In the process of a rank: counts the collectives of its second step, by kind and size
 COUNT = """
 import collections, json

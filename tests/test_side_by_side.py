@@ -215,7 +215,8 @@ def test_other_files(tmp_path):
     assert "<nav" not in page  # no markers
     mine.write_text("def broken(:\n")
     for arguments, status, part in [
-        ([CHAPTER_1], 2, "two to nine files"),
+        ([CHAPTER_1], 2, "from two to 14 files"),
+        ([CHAPTER_1] * 15, 2, "from two to 14 files"),
         ([CHAPTER_1, tmp_path / "nothing.py"], 1, "nothing.py"),
         ([CHAPTER_1, mine], 1, "mine.py"),
         (["-o", tmp_path / "no" / "folder.html"], 1, "cannot write"),
@@ -640,6 +641,34 @@ def test_tree_on_a_narrow_screen(open_page, future_page):
     page.click(".chapter >> nth=4")
     assert len(page.evaluate(PLACES)) == 1
     assert page.inner_text("#status") == "2 changes"  # of the chapter that it continues
+
+
+@in_browser
+def test_fourteen_files(open_page, tmp_path):
+    """Each has a colour of its own, and the first ten have keys."""
+    files = [tmp_path / f"file-{number}.py" for number in range(1, 15)]
+    for number, file in enumerate(files):
+        file.write_text("first = 0\n" + "".join(f"x = {i}\n" for i in range(number + 1)))
+    file = tmp_path / "page.html"
+    assert write(tmp_path, *files, "-o", file).returncode == 0
+    page = open_page(file=file)
+    texts = page.eval_on_selector_all(".chapter", "(all) => all.map((x) => x.innerText)")
+    assert [text.split() for text in texts] == [
+        [*"1234567890"[number : number + 1], file.name] for number, file in enumerate(files)
+    ]
+    hue = "(all) => all.map((x) => getComputedStyle(x).getPropertyValue('--hue'))"
+    hues = page.eval_on_selector_all(".chapter", hue)
+    assert len({*hues} - {""}) == 13
+    for key in "230":  # two files leave, and the tenth comes
+        page.keyboard.press(key)
+    numbers = "(all) => all.map((x) => Number(x.dataset.column))"
+    assert page.eval_on_selector_all(".column:not([hidden])", numbers) == [0, 9]
+    assert page.inner_text("#status") == "1 change"
+    page.click(".chapter >> nth=13")
+    assert page.eval_on_selector_all(".column:not([hidden])", numbers) == [0, 9, 13]
+    assert page.evaluate("[...shown]") == [0, 9, 13]
+    page.click(".chapter >> nth=1")  # in the place of the first one
+    assert page.evaluate("[...shown]") == [1, 9, 13]
 
 
 @in_browser

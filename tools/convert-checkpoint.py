@@ -1,4 +1,4 @@
-"""Turns a checkpoint of chapters 1 to 6 into one of another format, or into a Transformers folder.
+"""Turns a checkpoint of chapters 1 to 6 and 10 into another format, or a Transformers folder.
 
     python tools/convert-checkpoint.py outputs/a/step-00000500 outputs/b/step-00000500 --to full
     python tools/convert-checkpoint.py outputs/a/step-00000500 outputs/b/step-00000500 \
@@ -7,16 +7,17 @@
 
 | format | of chapters | files |
 |---|---|---|
-| shard | 3 to 6 | one file for each of --ranks, and an index |
-| full | 5 | one file with all tensors, and an index |
-| local | 5 | a folder of the run for each of --ranks, with the same step in each |
+| shard | 3 to 6, 10 | one file for each of --ranks, and an index |
+| full | 5, 10 | one file with all tensors, and an index |
+| local | 5, 10 | a folder of the run for each of --ranks, with the same step in each |
 | single | 1 and 2 | a Transformers folder and training_state.pt |
 | transformers | none | a Transformers folder: nothing to resume from |
 
 A *local* checkpoint is named like the others: `outputs/a/step-00000500` stands for the folders
 `outputs/a/rank-*/step-00000500`. Collect those of all nodes first. The tool holds the whole state
-in memory, 12 bytes per parameter. A copy of `state.json` tells where the run stands. A run goes on
-exactly in the chapter that saved it. Other chapters may read other samples, and then refuse.
+in memory, 12 bytes per parameter. A copy of `state.json` tells where the run stands. Chapters 1, 2,
+3 and 5 read the same samples, so each of them can go on with a run of the others. Chapters 4 and 10
+read other rows, and refuse such a run.
 """
 
 import argparse
@@ -44,8 +45,8 @@ OWN_FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
 )
-# Flags and state of chapters 4 and 5, which chapters 1 and 2 do not know
-STREAM = {"packing", "shuffle_window", "max_documents"}
+# Flags of chapters 4 and 10, which chapters 1 and 2 do not know
+OF_ROWS = {"packing", "shuffle_window", "max_documents"}
 
 
 def parse_args() -> argparse.Namespace:
@@ -82,7 +83,7 @@ def read(checkpoint: Path) -> dict:
         return read_single(checkpoint)
     if folders := local_folders(checkpoint):
         return read_local(folders)
-    sys.exit(f"error: {checkpoint} is no checkpoint of chapters 1 to 6")
+    sys.exit(f"error: {checkpoint} is no checkpoint of chapters 1 to 6 and 10")
 
 
 def read_dcp(checkpoint: Path) -> dict:
@@ -199,7 +200,7 @@ def copy_other_files(source: Path, folder: Path, to: str) -> None:
     elif to == "single":
         state = json.loads(file.read_text())
         state.pop("places", None)
-        state["flags"] = {n: value for n, value in state["flags"].items() if n not in STREAM}
+        state["flags"] = {n: value for n, value in state["flags"].items() if n not in OF_ROWS}
         file.write_text(json.dumps(state, indent=2))
 
 

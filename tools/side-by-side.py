@@ -36,6 +36,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = Path(__file__).with_name("side-by-side-template.html")
 ALIKE = 0.5  # from this ratio on (difflib's, 0 to 1) a line passes for a new version of another
 MOST_PAIRS = 20_000  # of lines to compare in a changed stretch: beyond, it would take long
+MOST_FILES = 14  # as many as the template has colours
+DIGITS = "0123456789abcd"  # a character for each file
+KEYS = "1234567890"  # of the first files, on the keyboard
 MARKER = r"# ([A-Z]{2,})(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
 
 # The tree of chapters; an import statement takes no file name with a hyphen.
@@ -150,12 +153,12 @@ def align(texts: list[list[str]], parents: list[int | None]) -> list[tuple[int |
 
 
 def versions(row: tuple[int | None, ...], texts: list[list[str]]) -> str:
-    """The first text that has the same line in this row, as a digit per text; `-` for no line.
+    """The first text that has the same line in this row, a character per text; `-` for no line.
 
     `001`: the second text has the first one's line, the third another one.
     """
     lines = [None if i is None else text[i] for text, i in zip(texts, row, strict=True)]
-    return "".join("-" if line is None else str(lines.index(line)) for line in lines)
+    return "".join("-" if line is None else DIGITS[lines.index(line)] for line in lines)
 
 
 def bringer(number: int, kind: str, parents: list[int | None]) -> int:
@@ -299,10 +302,11 @@ def buttons(names: list[str], parents: list[int | None]) -> str:
         title = "" if parent is None else f' title="continues {names[parent]}"'
         classes = f"chapter from-{number}" + " parent" * (number in parents)
         classes += " child" * (parent is not None)
+        key = f"<kbd>{KEYS[number]}</kbd> " if number < len(KEYS) else ""
         result.append(
             f'<button class="{classes}"{title} aria-pressed="true"'
             f' style="grid-area: {row} / {depth + 1}; --up: {row - beside}">'
-            f"<span><kbd>{number + 1}</kbd> {name}</span></button>"
+            f"<span>{key}{name}</span></button>"
         )
     return "".join(result)
 
@@ -347,8 +351,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=output, help=f"[{output}]")
     args = parser.parse_args()
     files = [path.resolve() for path in args.files] or tree.chapters()
-    if not 2 <= len(files) <= 9:
-        parser.error("it takes from two to nine files")
+    if not 2 <= len(files) <= MOST_FILES:
+        parser.error(f"it takes from two to {MOST_FILES} files")
     names = [path.name for path in files]
     titles, texts = [], []
     for path in files:
