@@ -19,6 +19,7 @@ import argparse
 import importlib.util
 import itertools
 import json
+import os
 import platform
 import statistics
 import subprocess
