@@ -61,6 +61,7 @@ CASES = [
     ("FSDP", 1, {}, "-s 16 -b 1"),  # at its fullest, shards and a buffer on its way
     ("no reshard", 2, {}, f"--dtype bf16 {ACCUMULATE}"),
     ("FSDP", 2, {}, HALF),
+    ("FSDP", 2, {}, "-s 16 -b 1 --dtype bf16"),
     ("FSDP", 2, TIED, "-s 16 -b 1"),
     ("no reshard", 2, {}, "-s 16 -b 1"),
     ("HSDP", 2, {}, ACCUMULATE),

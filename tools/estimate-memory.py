@@ -596,8 +596,14 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
         before = place if forward else place - 1
         return size * shards * shard[max(unit for unit in groups if unit <= before)] // 4
 
-    def scatter(unit: int, place: int, row, copies: float, others: float) -> None:
-        held = sum(gradients.values()) + shards * shard[unit] + others
+    def scatter(unit: int, place: int, row, copies: float, left: float, new: float) -> None:
+        """Notes the moment when gradients are in the buffer, and others are left for later."""
+        # PyTorch frees the gradients that are in the buffer, except the last one of the unit.
+        bytes_each = 4 if stays else size
+        after = shard[unit] + (bytes_each * numel(groups[unit][-1:]) if shards > 1 else 0)
+        # Gradients that stay are counted already.
+        more = max(after - gradients[unit], 0) if stays else max(new, after)
+        held = sum(gradients.values()) + shards * shard[unit] + left + more
         name = f"{title('backward', place, head)}, scatter"
         note(name, row, held, copies)
         gradients[unit] = here * shard[unit]
@@ -637,17 +643,16 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
                 new, now[column] = now[column] - left, left
                 if in_pipeline:
                     gradients[unit] = whole_gradients[unit]
-                else:  # gradients that stay are counted already
+                else:
                     copies -= whole[unit] if unit in there(forward, place) else 0
-                    new = 0 if stays else max(new, shard[unit])
-                    scatter(unit, place, now, copies, left + new)
+                    scatter(unit, place, now, copies, left, new)
                     on_its_way = shards * shard[unit]
         if forward:
             in_flight[stage].append(now)
     if in_pipeline:  # FSDP begins with what is in no layer
         for place in sorted(groups, key=lambda place: 0 <= place < head):
             whole[place] = 0
-            scatter(place, place, nothing, sum(whole.values()), 0)
+            scatter(place, place, nothing, sum(whole.values()), 0, 0)
     note("update", nothing, here * all_shards, 0)
     return states, moments
 
