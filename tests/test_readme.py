@@ -249,7 +249,7 @@ def anchors(markdown: str) -> set[str]:
     "file",
     [
         *("README.md", *READMES, "09-hf-trainer/README.md", LAUNCH, *DOCS),
-        *("CONTRIBUTING.md", "outputs/README.md"),
+        *("CONTRIBUTING.md", "outputs/README.md", "by-hand/README.md"),
     ],
 )
 def test_links_lead_somewhere(file):
@@ -295,7 +295,7 @@ def links(file: str) -> set:
     return {(REPOSITORY / file).parent.joinpath(name).resolve() for name in names}
 
 
-@pytest.mark.parametrize("file", [*READMES, LAUNCH, *DOCS, "CONTRIBUTING.md"])
+@pytest.mark.parametrize("file", [*READMES, LAUNCH, *DOCS, "CONTRIBUTING.md", "by-hand/README.md"])
 def test_pages_link_forward_and_back(file):
     """The first page leads to each page, and each page back to it."""
     assert {REPOSITORY / file, REPOSITORY / file.removesuffix("README.md")} & links("README.md")
