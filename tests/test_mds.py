@@ -179,7 +179,7 @@ def test_the_tool_goes_on(write):
     [
         (["-s", 1], 2, "--seq-length must be at least 2"),
         (["--part-rows", 0], 2, "must be at least 1"),
-        (["-d", "/nowhere/*.jsonl"], 1, "cannot load the dataset"),
+        (["-d", "/nowhere/*.jsonl"], 1, "no file matches /nowhere/*.jsonl"),
         (["-s", 100_000], 1, "not a single row"),
         (["-o", str(REPOSITORY)], 1, "has other files"),
     ],
@@ -187,6 +187,15 @@ def test_the_tool_goes_on(write):
 def test_bad_flags_of_the_tool(write, flags, status, sentence):
     run = write(f"bad-{sentence[:9]}", "--processes", 1, *flags, status=status)
     assert_one_sentence(run.output, sentence)
+
+
+def test_a_tokenizer_without_end_of_text(write, tmp_path):
+    """The tool would write no token after a document."""
+    shutil.copytree(TINY_LLAMA, tmp_path / "model")
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": None}))
+    run = write("no-end", "-m", tmp_path / "model", "--processes", 1, status=1)
+    assert_one_sentence(run.output, "has no end-of-text token")
 
 
 @pytest.fixture
@@ -224,11 +233,12 @@ def in_order(steps: list[torch.Tensor]) -> list[list]:
 def test_from_2_to_4_to_1_rank(train, write, few, trainer, weights, packing):
     """With another -b each, across the end of an epoch: the losses of a run that never stops."""
     flags = ["-d", few, "--processes", 1, "--part-rows", 30, "--packing", packing]
+    flags += ["--max-documents", 56]
     data = write(f"elastic-{packing}", *flags).folder
     expected = rows_in(data)
     count = len(expected)
     steps = count // 8 + 6
-    flags = ["-m", weights, "--no-from-scratch", "--max-steps", steps, "--ckpt-freq", 7]
+    flags = ["-m", weights, "--no-from-scratch", "--max-steps", steps, "--ckpt-freq", 5]
     flags += ["--keep-checkpoints", 99, "--lr", 1e-3, "--global-batch-size", 8]
     two = train(data, *flags, "-b", 2, name="two")
     rows = rows_of_steps(two.seen, steps)
@@ -238,13 +248,13 @@ def test_from_2_to_4_to_1_rank(train, write, few, trainer, weights, packing):
     assert (max(padding) > 0.1) == (packing == "overflow")
     assert two.column("epoch") == [step * 8 / count for step in range(1, steps + 1)]
 
-    last = count // 8 // 7 * 7
-    assert 14 < last < count / 8 < steps
-    take_over(two, trainer, "four", 14)
+    last = count // 8 // 5 * 5
+    assert 10 < last < count / 8 < steps
+    take_over(two, trainer, "four", 10)
     four = train(data, *flags, "-b", 1, processes=4, name="four")
     take_over(four, trainer, "one", last)
     one = train(data, *flags, "-b", 4, processes=1, name="one")
-    for run, step in ((four, 14), (one, last)):
+    for run, step in ((four, 10), (one, last)):
         assert "Continuing from" in run.output
         assert in_order(rows_of_steps(run.seen, steps - step)) == in_order(rows[step:])
         for name in ("loss", "grad_norm"):
@@ -568,6 +578,7 @@ def test_the_demo(trainer):
     output = trainer.folder / "out"
     run = Run(WRITE_MDS, [*flags, "--processes", 1], output, before=IMPORTABLE)
     more = ["--save-dir", trainer.folder, "--max-steps", 2, "--log-freq", 1, "--eval-freq", 2]
+    more += ["--eval-documents", 2]
     flags = [*shlex.split(train.partition("train-llm.py ")[2]), *more]
     # The preset reads the rows of the first command in the folder `outputs`.
     elsewhere = trainer.folder / "10-mds-shards" / "train-llm.py"
@@ -583,4 +594,4 @@ def test_the_demo(trainer):
     assert job.wait() == 0, job.output
     records = [*map(json.loads, (trainer.folder / "demo-mds-shards" / "metrics.jsonl").open())]
     assert [record["loss"] for record in records[:2]] == [pytest.approx(7.55, abs=0.15)] * 2
-    assert "documents held out" in job.output
+    assert "2 documents held out" in job.output
