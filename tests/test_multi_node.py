@@ -315,7 +315,7 @@ def test_formats_become_each_other(train, trainer, convert):
 
 
 def test_checkpoints_of_chapters_1_and_3(trainer, convert):
-    """Chapter 3 goes on where chapter 1 was saved, and the other way round."""
+    """Chapters 3 and 5 go on where chapter 1 was saved, and the other way round."""
     flags = ["--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9, "--eval-freq", 0]
     one = trainer(*flags, name="one")
     three = trainer(*flags, name="three", processes=1, script=CHAPTER_3)
@@ -327,6 +327,14 @@ def test_checkpoints_of_chapters_1_and_3(trainer, convert):
     resumed = trainer(*flags, name="to-one")
     assert "step-00000003" in resumed.output
     assert_same_losses(three, resumed, 6, **OFF)
+    # In this chapter, too, on two ranks
+    convert("one/3", "to-five/3", "--to", "local", "--ranks", 2)
+    resumed = trainer(*flags, "-b", 2, name="to-five", processes=2, script=CHAPTER_5)
+    assert "step-00000003" in resumed.output
+    assert_same_losses(one, resumed, 6, **OFF)
+    convert("to-five/6", "from-five/6", "--to", "single")
+    resumed = trainer(*flags, "--max-steps", 7, name="from-five")
+    assert "step-00000006" in resumed.output
     # Back again: nothing has changed
     back = convert("to-three/3", "back/3", "--to", "single")
     before, after = (
