@@ -118,7 +118,8 @@ def main():
         load_training_state(checkpoint, stateful, model)
     elif args.resume_dir:
         # NODES: With --skip-optimizer take only the weights. The rest of the run begins anew.
-        read_state(of_this_rank(args.resume_dir), {"model": model.state_dict()})
+        weights = model.state_dict()  # in the memory of the model, so reading fills the model
+        read_state(of_this_rank(args.resume_dir), {"model": weights})
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
         run_log = RunLog(run_folder, checkpoint, state, args)
@@ -538,12 +539,13 @@ def new_folder(folder):
     """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
     # NODES: With `local`, each rank makes and renames the folders inside its own folder.
-    if RANK > 0 and folder.parent.name != OWN:  # FSDP: one makes the folder, and renames it
-        dist.barrier(writers())
+    is_own = folder.parent.name == OWN
+    if RANK > 0 and not is_own:  # FSDP: one makes the folder, and renames it
+        dist.barrier(writer_group())
         return (yield temporary)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)  # NODES: also the folder of this rank
-    dist.barrier(writers())  # FSDP: the other ranks have waited for the folder
+    dist.barrier(writer_group())  # FSDP: the other ranks have waited for the folder
     yield temporary
     for path in [*temporary.rglob("*"), temporary]:
         sync(path)  # the files are on the disk before the folder gets its name
@@ -574,7 +576,8 @@ def to_rank_0(state):
 
     def whole(shard):
         # NODES 3: Gather one tensor at a time, because no GPU has room for the whole state.
-        return shard.full_tensor().to("cpu" if RANK == 0 else "meta")  # meta takes no memory
+        # All ranks gather it. Only rank 0 keeps it: a tensor on the meta device takes no memory.
+        return shard.full_tensor().to("cpu" if RANK == 0 else "meta")
 
     state = tree_map_only(DTensor, whole, state)
     return state if RANK == 0 else {}
@@ -589,6 +592,7 @@ def own_shards(state):
 def copy_to_cpu(state):
     """A copy of the state, which training does not change."""
     parts = {}
+    # Scheduler and scaler are objects. Model and optimizer are dictionaries already.
     for name, part in state.items():
         parts[name] = part.state_dict() if hasattr(part, "state_dict") else part
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), parts)
@@ -599,9 +603,9 @@ THREAD = ThreadPoolExecutor(1)
 UNFINISHED = []
 
 
-@cache
-def writers():
-    """A process group for the thread, because training sends messages at the same time."""
+@cache  # the first call makes the group
+def writer_group():
+    """All ranks, for messages of the thread that writes, since training sends others meanwhile."""
     return dist.new_group(backend="gloo")
 
 
@@ -615,7 +619,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
     """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
     # NODES 5: One checkpoint at a time, so a killed run loses one checkpoint at most.
     wait_for_checkpoint()
-    writers()  # all ranks make this group now, at their first checkpoint
+    writer_group()  # make the group here, since all ranks have to make it at the same time
     parts = sharded_state(model, stateful)
     if args.checkpoint_format == "full":
         parts = to_rank_0(parts)
@@ -642,23 +646,23 @@ def write_checkpoint(folder, parts, texts, model, tokenizer, args):
     # NODES 7: A folder gets its name after its files are on the disk, because a run may be killed.
     with new_folder(folder) as incomplete:
         # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
-        if parts:
+        if parts:  # with `full`, only rank 0 has any
             alone = args.checkpoint_format != "shard"  # without other ranks
-            dcp.save(parts, checkpoint_id=incomplete, process_group=writers(), no_dist=alone)
+            dcp.save(parts, checkpoint_id=incomplete, process_group=writer_group(), no_dist=alone)
         if RANK > 0 and not local:
             return
         save_model(incomplete, model, tokenizer)
         for name, text in texts.items():
             (incomplete / name).write_text(text)
     if local:
-        dist.barrier(writers())  # NODES: all ranks have the new checkpoint, so old ones may go
+        dist.barrier(writer_group())  # NODES: all ranks have the new checkpoint, so old ones may go
     for old in sorted(folder.parent.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
         shutil.rmtree(old.rename(folder.with_name("incomplete")))
 
 
-def newest_checkpoint(run_folder, args):
-    """The newest checkpoint that all ranks have, or None."""
+def check_shared(run_folder, args):
+    """Refuses a folder that not all nodes share, unless each rank keeps its own checkpoints."""
     # NODES 8: Check now that all nodes share the folder, because at a resume it is too late.
     probe = run_folder / gather(uuid.uuid4().hex)[0]  # the name that rank 0 has chosen
     if RANK == 0:
@@ -669,12 +673,17 @@ def newest_checkpoint(run_folder, args):
         probe.unlink()
     if not is_shared and args.checkpoint_format != "local":
         fail(f"not all nodes see {run_folder}: share --save-dir, or use --checkpoint-format local")
+
+
+def newest_checkpoint(run_folder):
+    """The newest checkpoint that all ranks have, or None."""
     # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
     folders = [*run_folder.glob(CHECKPOINT_NAMES), *run_folder.glob(f"{OWN}/{CHECKPOINT_NAMES}")]
     found = {folder.name: folder for folder in folders}
-    steps = gather(set(found))
-    common = set.intersection(*steps)
-    if any(steps) and not common:
+    names_by_rank = gather(set(found))
+    common = set.intersection(*names_by_rank)
+    some_rank_has_one = any(names_by_rank)
+    if some_rank_has_one and not common:
         fail(f"the ranks share no checkpoint in {run_folder}: take the same nodes or another -e")
     return found[max(common)] if common else None
 
@@ -694,15 +703,16 @@ def open_run(args):
     run_folder = args.save_dir / args.experiment_name
     with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
-    newest = newest_checkpoint(run_folder, args)
+    check_shared(run_folder, args)
+    newest = newest_checkpoint(run_folder)
     # NODES: A new run begins with --resume-dir. Later it resumes from its own checkpoints.
-    is_new = newest is None
-    if is_new and args.resume_dir and not args.skip_optimizer:
+    begins_elsewhere = not newest and args.resume_dir and not args.skip_optimizer
+    if begins_elsewhere:
         newest = of_this_rank(args.resume_dir)
     if not newest:
         return run_folder, None, new_state
-    if is_new and not (newest / ".metadata").exists():
-        # NODES: Checkpoints of chapter 3 can be read: they have the format `shard`.
+    # NODES: Each format has this index, and so do checkpoints of chapter 3, which can be read.
+    if begins_elsewhere and not (newest / ".metadata").exists():
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
     with reading(newest):
         saved = json.loads((newest / "state.json").read_text())
@@ -710,7 +720,7 @@ def open_run(args):
     if unknown or (newest / "training_state.pt").exists():  # FSDP: a file of chapters 1 and 2
         fail(f"{newest} is from another chapter: choose another --experiment-name")
     state = RunState(**saved)
-    if is_new:
+    if begins_elsewhere:
         state.comet_key = new_state.comet_key  # NODES: a new run is a new experiment
     for name, value in state.flags.items():
         if flags.get(name) != value:
@@ -1136,8 +1146,8 @@ def parse_args():
     add("--seed", type=seed, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # NODES: The number of ranks per copy, the format of checkpoints, and the start of a run.
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    add("--shard-size", type=positive, default=node, help="ranks that share a copy of the model")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of a node
+    add("--shard-size", type=positive, default=ranks, help="ranks that share a copy of the model")
     formats = ["shard", "full", "local"]
     add("--checkpoint-format", choices=formats, default="shard", help="who writes which files")
     add("--async-checkpoint", action=switch, default=False, help="train on while files are written")
@@ -1154,21 +1164,28 @@ def parse_args():
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
     # NODES 10: Fewer ranks make more passes, so the global batch does not depend on the nodes.
-    size = args.batch_size * WORLD_SIZE
+    size = args.batch_size * WORLD_SIZE  # samples per pass, of all ranks
     passes = args.gradient_accumulation_steps or 1
-    total = args.global_batch_size or size * passes
-    if total % size:
-        low = max(total // size, 1) * size
-        parser.error(f"--global-batch-size must be a multiple of ranks × -b: {low} or {low + size}")
-    args.gradient_accumulation_steps = total // size
+    if args.global_batch_size:
+        passes, rest = divmod(args.global_batch_size, size)
+        if rest:
+            low = max(passes, 1) * size
+            nearest = f"{low} or {low + size}"
+            parser.error(f"--global-batch-size must be a multiple of ranks × -b: {nearest}")
+    args.gradient_accumulation_steps = passes
     if WORLD_SIZE % args.shard_size:
         parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
     if args.skip_optimizer and not args.resume_dir:
         parser.error("--skip-optimizer needs --resume-dir: the checkpoint with the weights")
-    folders = args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}") if args.resume_dir else []
-    steps = {folder.name for folder in folders}
-    if steps:
-        parser.error(f"--resume-dir is a whole run: name a checkpoint, such as RUN/{max(steps)}")
+    if args.resume_dir and not (args.experiment_name or args.skip_optimizer):
+        parser.error("--resume-dir continues a run: name it with -e, or give --skip-optimizer")
+    if args.resume_dir:
+        inside = [path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")]
+        if inside:  # a checkpoint has no checkpoints inside
+            example = f"RUN/{max(inside)}"
+            parser.error(f"--resume-dir is a whole run: name a checkpoint, such as {example}")
+    if (args.experiment_name or "").startswith("rank-"):
+        parser.error("--experiment-name must not begin with rank-, as folders of ranks do")
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")

@@ -115,7 +115,8 @@ def main():
         load_training_state(checkpoint, stateful, model)
     elif args.resume_dir:
         # NODES: With --skip-optimizer take only the weights. The rest of the run begins anew.
-        read_state(of_this_rank(args.resume_dir), {"model": model.state_dict()})
+        weights = model.state_dict()  # in the memory of the model, so reading fills the model
+        read_state(of_this_rank(args.resume_dir), {"model": weights})
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
         run_log = RunLog(run_folder, checkpoint, state, args)
@@ -126,7 +127,7 @@ def main():
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    tokens = []  # MDS: in each step since the last logged one, without padding
+    token_counts = []  # MDS: of each step since the last logged one, without padding
     # MDS 1: A thread reads the rows of the next step, so that the devices need not wait for them.
     reader = ThreadPoolExecutor(1)
     next_rows = reader.submit(read_step, train_samples, state.samples, args)
@@ -144,10 +145,12 @@ def main():
             next_first = state.samples + global_batch
             next_rows = reader.submit(read_step, train_samples, next_first, args)
         # MDS 2: Count the labels of the whole step first, because its loss is a mean over them.
-        token_count = torch.tensor(np.sum(np.array(rows) >= 0))  # -100 is padding
+        is_token = np.array(rows) >= 0  # padding is -100
+        token_count = torch.tensor(is_token.sum())
         dist.all_reduce(token_count)  # adds the counts of all ranks
-        tokens.append(token_count.item())
-        labels = tokens[-1] - global_batch  # the last token of a row has no label: nothing follows
+        token_counts.append(token_count.item())
+        # The last token of a row has no label, because nothing follows it.
+        label_count = token_count.item() - global_batch
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # MDS: read_step has chosen the rows. Each micro-batch has dropout masks of its own.
@@ -167,7 +170,7 @@ def main():
             with timer("forward"), autocast:
                 # MDS 3: Divide by the labels per rank, because FSDP averages over the ranks.
                 # A tensor, because the loss would be compiled again for each new Python number.
-                labels_per_rank = loss_sum.new_full((), labels / WORLD_SIZE)
+                labels_per_rank = loss_sum.new_full((), label_count / WORLD_SIZE)
                 # MDS 4: The label of padding is -100, and this label has no loss.
                 # Padding comes last, so no other token attends to padding. So padding needs no
                 # mask, and may have any token id.
@@ -212,8 +215,9 @@ def main():
                 "loss": mean_loss,
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
-                "padding": 1 - np.mean(tokens) / global_batch / args.seq_length,  # MDS: a share
-                **timer.read(tokens_per_step=np.mean(tokens)),
+                # MDS: The share of padding. The speed counts tokens alone.
+                "padding": 1 - np.mean(token_counts) / (global_batch * args.seq_length),
+                **timer.read(tokens_per_step=np.mean(token_counts)),
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
             if run_log:
@@ -225,7 +229,7 @@ def main():
             if not (math.isfinite(mean_loss) and finite_gradient):
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
-            tokens.clear()  # MDS: together with loss_sum
+            token_counts.clear()  # MDS: together with loss_sum
             logged_step = state.step
         if eval_now:
             with autocast:
@@ -455,10 +459,10 @@ def load_samples(args, tokenizer, config, global_batch):
         documents = held_out[0]._resolve_features()  # the first document shows the columns
         first = list(islice(documents, args.eval_documents))  # `take` would open one more file
         first = datasets.Dataset.from_list(first, documents.features).to_iterable_dataset()
-        ids = [document["input_ids"] for document in tokenized(first, tokenizer, config)]
+        documents = [document["input_ids"] for document in tokenized(first, tokenizer, config)]
     length = args.seq_length
-    rows = [row[i : i + length] for row in ids for i in range(0, len(row), length)]
-    say(f"{len(ids)} documents held out, in {len(rows)} rows")
+    rows = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
+    say(f"{len(documents)} documents held out, in {len(rows)} rows")
     if not rows:
         fail("the held-out documents are empty: give another --eval-dataset, or --eval-freq 0")
     return train_samples, [np.array(row + [-100] * (length - len(row)), np.int32) for row in rows]
@@ -578,7 +582,7 @@ class RowOrder:
         self.sizes = np.array(shard_sizes)
         self.count = sum(shard_sizes)
         self.seed = args.seed
-        self.window = args.shuffle_window
+        self.window_size = args.shuffle_window
         self.start_epoch(0)
 
     def start_epoch(self, epoch):
@@ -599,13 +603,13 @@ class RowOrder:
         part_begin = part * rows_per_part + min(part, longer_parts)
         part_rows = rows_per_part + 1 if part < longer_parts else rows_per_part
         # The rows of a part are shuffled within windows.
-        window, offset = divmod(turn, self.window)
-        window_begin = window * self.window
-        window_rows = min(self.window, part_rows - window_begin)
-        offset = permutation((self.seed, epoch, part, window), window_rows)[offset]
+        window, offset = divmod(turn, self.window_size)
+        window_begin = window * self.window_size
+        window_rows = min(self.window_size, part_rows - window_begin)
+        shuffled = permutation((self.seed, epoch, part, window), window_rows)
         # Find the shard that has this place.
-        place = part_begin + window_begin + offset
-        i = np.searchsorted(self.ends, place, side="right")
+        place = part_begin + window_begin + shuffled[offset]
+        i = np.searchsorted(self.ends, place, side="right")  # the first shard that ends after it
         shard = self.shards[i]
         shard_begin = self.ends[i] - self.sizes[shard]
         return int(shard), int(place - shard_begin)
@@ -691,12 +695,13 @@ def new_folder(folder):
     """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
     # NODES: With `local`, each rank makes and renames the folders inside its own folder.
-    if RANK > 0 and folder.parent.name != OWN:  # FSDP: one makes the folder, and renames it
-        dist.barrier(writers())
+    is_own = folder.parent.name == OWN
+    if RANK > 0 and not is_own:  # FSDP: one makes the folder, and renames it
+        dist.barrier(writer_group())
         return (yield temporary)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)  # NODES: also the folder of this rank
-    dist.barrier(writers())  # FSDP: the other ranks have waited for the folder
+    dist.barrier(writer_group())  # FSDP: the other ranks have waited for the folder
     yield temporary
     for path in [*temporary.rglob("*"), temporary]:
         sync(path)  # the files are on the disk before the folder gets its name
@@ -727,7 +732,8 @@ def to_rank_0(state):
 
     def whole(shard):
         # NODES 3: Gather one tensor at a time, because no GPU has room for the whole state.
-        return shard.full_tensor().to("cpu" if RANK == 0 else "meta")  # meta takes no memory
+        # All ranks gather it. Only rank 0 keeps it: a tensor on the meta device takes no memory.
+        return shard.full_tensor().to("cpu" if RANK == 0 else "meta")
 
     state = tree_map_only(DTensor, whole, state)
     return state if RANK == 0 else {}
@@ -742,6 +748,7 @@ def own_shards(state):
 def copy_to_cpu(state):
     """A copy of the state, which training does not change."""
     parts = {}
+    # Scheduler and scaler are objects. Model and optimizer are dictionaries already.
     for name, part in state.items():
         parts[name] = part.state_dict() if hasattr(part, "state_dict") else part
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), parts)
@@ -752,9 +759,9 @@ THREAD = ThreadPoolExecutor(1)
 UNFINISHED = []
 
 
-@cache
-def writers():
-    """A process group for the thread, because training sends messages at the same time."""
+@cache  # the first call makes the group
+def writer_group():
+    """All ranks, for messages of the thread that writes, since training sends others meanwhile."""
     return dist.new_group(backend="gloo")
 
 
@@ -768,7 +775,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
     """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
     # NODES 5: One checkpoint at a time, so a killed run loses one checkpoint at most.
     wait_for_checkpoint()
-    writers()  # all ranks make this group now, at their first checkpoint
+    writer_group()  # make the group here, since all ranks have to make it at the same time
     parts = sharded_state(model, stateful)
     if args.checkpoint_format == "full":
         parts = to_rank_0(parts)
@@ -795,23 +802,23 @@ def write_checkpoint(folder, parts, texts, model, tokenizer, args):
     # NODES 7: A folder gets its name after its files are on the disk, because a run may be killed.
     with new_folder(folder) as incomplete:
         # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
-        if parts:
+        if parts:  # with `full`, only rank 0 has any
             alone = args.checkpoint_format != "shard"  # without other ranks
-            dcp.save(parts, checkpoint_id=incomplete, process_group=writers(), no_dist=alone)
+            dcp.save(parts, checkpoint_id=incomplete, process_group=writer_group(), no_dist=alone)
         if RANK > 0 and not local:
             return
         save_model(incomplete, model, tokenizer)
         for name, text in texts.items():
             (incomplete / name).write_text(text)
     if local:
-        dist.barrier(writers())  # NODES: all ranks have the new checkpoint, so old ones may go
+        dist.barrier(writer_group())  # NODES: all ranks have the new checkpoint, so old ones may go
     for old in sorted(folder.parent.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
         shutil.rmtree(old.rename(folder.with_name("incomplete")))
 
 
-def newest_checkpoint(run_folder, args):
-    """The newest checkpoint that all ranks have, or None."""
+def check_shared(run_folder, args):
+    """Refuses a folder that not all nodes share, unless each rank keeps its own checkpoints."""
     # NODES 8: Check now that all nodes share the folder, because at a resume it is too late.
     probe = run_folder / gather(uuid.uuid4().hex)[0]  # the name that rank 0 has chosen
     if RANK == 0:
@@ -822,12 +829,17 @@ def newest_checkpoint(run_folder, args):
         probe.unlink()
     if not is_shared and args.checkpoint_format != "local":
         fail(f"not all nodes see {run_folder}: share --save-dir, or use --checkpoint-format local")
+
+
+def newest_checkpoint(run_folder):
+    """The newest checkpoint that all ranks have, or None."""
     # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
     folders = [*run_folder.glob(CHECKPOINT_NAMES), *run_folder.glob(f"{OWN}/{CHECKPOINT_NAMES}")]
     found = {folder.name: folder for folder in folders}
-    steps = gather(set(found))
-    common = set.intersection(*steps)
-    if any(steps) and not common:
+    names_by_rank = gather(set(found))
+    common = set.intersection(*names_by_rank)
+    some_rank_has_one = any(names_by_rank)
+    if some_rank_has_one and not common:
         fail(f"the ranks share no checkpoint in {run_folder}: take the same nodes or another -e")
     return found[max(common)] if common else None
 
@@ -847,15 +859,16 @@ def open_run(args):
     run_folder = args.save_dir / args.experiment_name
     with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
-    newest = newest_checkpoint(run_folder, args)
+    check_shared(run_folder, args)
+    newest = newest_checkpoint(run_folder)
     # NODES: A new run begins with --resume-dir. Later it resumes from its own checkpoints.
-    is_new = newest is None
-    if is_new and args.resume_dir and not args.skip_optimizer:
+    begins_elsewhere = not newest and args.resume_dir and not args.skip_optimizer
+    if begins_elsewhere:
         newest = of_this_rank(args.resume_dir)
     if not newest:
         return run_folder, None, new_state
-    if is_new and not (newest / ".metadata").exists():
-        # NODES: Checkpoints of chapter 3 can be read: they have the format `shard`.
+    # NODES: Each format has this index, and so do checkpoints of chapter 3, which can be read.
+    if begins_elsewhere and not (newest / ".metadata").exists():
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
     with reading(newest):
         saved = json.loads((newest / "state.json").read_text())
@@ -863,7 +876,7 @@ def open_run(args):
     if unknown or (newest / "training_state.pt").exists():  # FSDP: a file of chapters 1 and 2
         fail(f"{newest} is from another chapter: choose another --experiment-name")
     state = RunState(**saved)
-    if is_new:
+    if begins_elsewhere:
         state.comet_key = new_state.comet_key  # NODES: a new run is a new experiment
     for name, value in state.flags.items():
         if flags.get(name) != value:
@@ -1298,8 +1311,8 @@ def parse_args():
     add("--eval-dataset-subset", help="configuration name on the Hub")
     add("--eval-documents", type=positive, default=1000, help="number of held-out documents")
     # NODES: The number of ranks per copy, the format of checkpoints, and the start of a run.
-    node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    add("--shard-size", type=positive, default=node, help="ranks that share a copy of the model")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of a node
+    add("--shard-size", type=positive, default=ranks, help="ranks that share a copy of the model")
     formats = ["shard", "full", "local"]
     add("--checkpoint-format", choices=formats, default="shard", help="who writes which files")
     add("--async-checkpoint", action=switch, default=False, help="train on while files are written")
@@ -1316,21 +1329,28 @@ def parse_args():
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
     # NODES 10: Fewer ranks make more passes, so the global batch does not depend on the nodes.
-    size = args.batch_size * WORLD_SIZE
+    size = args.batch_size * WORLD_SIZE  # samples per pass, of all ranks
     passes = args.gradient_accumulation_steps or 1
-    total = args.global_batch_size or size * passes
-    if total % size:
-        low = max(total // size, 1) * size
-        parser.error(f"--global-batch-size must be a multiple of ranks × -b: {low} or {low + size}")
-    args.gradient_accumulation_steps = total // size
+    if args.global_batch_size:
+        passes, rest = divmod(args.global_batch_size, size)
+        if rest:
+            low = max(passes, 1) * size
+            nearest = f"{low} or {low + size}"
+            parser.error(f"--global-batch-size must be a multiple of ranks × -b: {nearest}")
+    args.gradient_accumulation_steps = passes
     if WORLD_SIZE % args.shard_size:
         parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
     if args.skip_optimizer and not args.resume_dir:
         parser.error("--skip-optimizer needs --resume-dir: the checkpoint with the weights")
-    folders = args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}") if args.resume_dir else []
-    steps = {folder.name for folder in folders}
-    if steps:
-        parser.error(f"--resume-dir is a whole run: name a checkpoint, such as RUN/{max(steps)}")
+    if args.resume_dir and not (args.experiment_name or args.skip_optimizer):
+        parser.error("--resume-dir continues a run: name it with -e, or give --skip-optimizer")
+    if args.resume_dir:
+        inside = [path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")]
+        if inside:  # a checkpoint has no checkpoints inside
+            example = f"RUN/{max(inside)}"
+            parser.error(f"--resume-dir is a whole run: name a checkpoint, such as {example}")
+    if (args.experiment_name or "").startswith("rank-"):
+        parser.error("--experiment-name must not begin with rank-, as folders of ranks do")
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
