@@ -410,9 +410,11 @@ def test_brackets_in_a_name_and_empty_documents(trainer, tmp_path, texts):
     flags = ["-d", file, "--max-steps", 2, "--eval-dataset", held_out, "--eval-documents", 7]
     run = trainer(*flags, script=CHAPTER_4, processes=1)
     assert "5 documents held out" in run.output
-    jsonl(held_out, ["a", 5])
-    run = trainer(*flags, script=CHAPTER_4, processes=1, name="number", status=1)
-    assert_one_sentence(run.output, "changed from string to number in row 1")
+    jsonl(tmp_path / "held-1.jsonl", texts[:3])
+    jsonl(tmp_path / "held-2.jsonl", texts[:3], "words")
+    flags += ["--eval-dataset", tmp_path / "held-?.jsonl"]
+    run = trainer(*flags, script=CHAPTER_4, processes=1, name="columns", status=1)
+    assert_one_sentence(run.output, "cannot read the held-out documents (CastError")
 
 
 def test_rows_of_a_single_token(trainer, tmp_path, texts, model):
@@ -563,7 +565,7 @@ def test_one_rank_of_two_breaks(stream):
     flags = ["--max-steps", 30, "--eval-freq", 0, "--shuffle-window", 4, "-b", 4]
     origin = stream(*flags, name="origin")
     step = 99
-    for name in ("not saved yet", "saved before"):
+    for name in ("first", "again"):  # the second run has a checkpoint where its stream breaks
         more = ["--ckpt-freq", step, "--keep-checkpoints", 99]
         broken = stream(*flags, *more, name=name, before=HASTY + BREAK, status=1)
         first, second = (rank.output for rank in broken.run.ranks)
