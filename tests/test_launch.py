@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_one_sentence, assert_same_model, exact, require
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, free_port
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_10, REPOSITORY, free_port
 from test_torchrun import Forking, Launch
 from torch.distributed import run as torchrun
 
@@ -74,14 +74,15 @@ def understood(started: list[str]):
     return options, options.training_script, options.training_script_args
 
 
-@pytest.mark.parametrize("name", ["02", "02-ddp", "02-ddp/"])
+@pytest.mark.parametrize("name", ["02", "02-ddp", "02-ddp/", "10"])
 def test_one_node_needs_no_variable(start, tmp_path, name):
     """Flags arrive as they are, and file names in them are still relative to the caller."""
     flags = ["--demo", "-d", "a file.txt", "", "*", "$HOME"]
     started = start(name, *flags)
     assert started[0] == f"python active store 1 folder {tmp_path}"
     options, script, arguments = understood(started)
-    assert (script, arguments) == (str(CHAPTER_2), flags)
+    chapter = CHAPTER_10 if name == "10" else CHAPTER_2
+    assert (script, arguments) == (str(chapter), flags)
     assert options.standalone
     assert (options.nproc_per_node, options.max_restarts) == ("3", 0)
 
