@@ -73,8 +73,7 @@ def launch(name: str, folder, processes: int, text: str | None = None) -> list[s
 
 def results(output: str) -> list[tuple[int, float]]:
     """Bytes and largest difference, for each part of the script."""
-    pattern = r"^rank \d[^:]*: (\d+) bytes sent, largest difference ([-+.e\d]+|nan|inf)$"
-    found = re.findall(pattern, output, re.MULTILINE)
+    found = re.findall(r"(\d+) bytes sent, largest difference ([-+.e\d]+|nan|inf)", output)
     return [(int(sent), float(difference)) for sent, difference in found]
 
 
@@ -134,7 +133,7 @@ def test_gradients_and_bytes(tmp_path, name, processes):
         parts = results(output)
         assert [sent for sent, _ in parts] == expected[rank], output
         assert all(difference < 1e-6 for _, difference in parts), output
-        passed = int(re.search(r"^passed (\d+)$", output, re.MULTILINE)[1])
+        passed = int(re.search(r"passed (\d+)", output)[1])
         if name == "gradient_compression":  # the residuals, for the comparison
             passed -= 2 * (processes - 1) * 512 * NUMBER // processes
         assert passed == sum(expected[rank]), output
