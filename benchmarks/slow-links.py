@@ -128,7 +128,7 @@ def computed(method: Method, model, processes: int, library: str) -> float:
     ranks = NODES * processes
     args = argparse.Namespace(batch_size=SAMPLES // ranks, seq_length=LENGTH, dtype="fp32")
     args.gradient_accumulation_steps, args.activation_checkpointing = 1, False
-    args.schedule = "1f1b"
+    args.schedule, args.gathers = "1f1b", 2
     args.tensor_parallel = args.pipeline_parallel = ranks // (method.groups or ranks)
     cluster = FORMULAE.Cluster(processes, 1e12, 1e9, 1e9)  # the bytes do not depend on speeds
     if method.name == "DDP, bf16":

@@ -24,6 +24,12 @@ from pathlib import Path
 # Microseconds for each hop of a collective, and for its launch: NCCL's own constants for its
 # "simple" protocol, in src/graph/tuning.cc (baseLatencies, hwLatencies; June 2026).
 LAUNCH, NVLINK, NVLINK_TREE, NETWORK = 8.4e-6, 3.4e-6, 4.0e-6, 14.0e-6
+# GB/s that NCCL reckons with for the 18 links of NVLink 4, whose nominal rate is 450 (topo.h)
+NVLINK_4 = 18 * 20.6
+# The share of a device that collectives beside a computation use: 20 of 132 multiprocessors
+TAKEN = 20 / 132
+# The part of the result of a matrix product that one multiprocessor computes, and their number
+TILE, MULTIPROCESSORS = (128, 256), 132
 BUCKET = 25 * 2**20  # bytes: bucket_cap_mb of DistributedDataParallel
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 METHODS = ["DDP", "FSDP", "HSDP", "TP", "PP"]
@@ -42,6 +48,10 @@ Bytes that a rank sends in a ring, and receives: all-gather and reduce-scatter (
        reduce-scatter is an all-reduce, and sends twice as many as NCCL's.
 Time   = bytes / min(L_in, D * L_net) + latency: D rings leave a node on D network cards, and the
        links within the node carry all of them. Groups with one rank per node: bytes / L_net.
+       On a board without a switch, a device has an equal part of its links to each other device of
+       its node. So a group of D ranks uses D - 1 of these parts.
+L_in   NCCL reckons with 20.6 GB/s for each of the 18 links of NVLink 4 (src/graph/topo.h), and not
+       with 25 GB/s: 371 GB/s.
 Latency of a ring = launch + (n - N) * NVLink hop + (N - 1) * network hop, twice for an all-reduce,
        which takes a tree instead where that is faster: 2 (D - 1) hops and 2 log2(N) hops. The
        constants are NCCL's (src/graph/tuning.cc).
@@ -49,6 +59,12 @@ Latency of a ring = launch + (n - N) * NVLink hop + (N - 1) * network hop, twice
 Computation: 6 P + 12 * layers * hidden size * sequence length FLOPs per token (Kaplan et al.,
        arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B), a third of it forward, and a third
        more with activation checkpointing; divided by the rate.
+       While collectives hide behind a computation, they use a part of the device: 20 of 132
+       multiprocessors (as many as DeepSeek-V3 reserves, arXiv 2412.19437, section 3.2.2).
+Copies: FSDP copies a gathered unit, and the gradients of a unit, between their tensors and one
+       block of memory (PyTorch, fsdp/_fully_shard/_fsdp_collectives.py). TP gathers and scatters
+       tokens, the second dimension of a tensor. Collectives join and cut the first dimension, so a
+       copy reorders the tensor (_functional_collectives.py). A copy reads and writes S bytes.
 DDP    all-reduces buckets of 25 MB of fp32 gradients (Li et al., arXiv 2006.15704), while the
        backward pass of the last micro-batch computes the next ones.
 FSDP   gathers each unit in the forward pass, each layer again in the backward pass, and
@@ -58,10 +74,16 @@ HSDP   does so within a node, and all-reduces each rank's shard of the gradients
        nodes, in the last micro-batch only. The two kinds of links work at the same time.
 TP     splits layers between t ranks (Shoeybi et al., arXiv 1909.08053), and the tokens between the
        layers (Korthikanti et al., arXiv 2205.05198). The ranks share the t * batch-size samples of
-       a micro-batch. A layer has 4 all-gathers and 4 reduce-scatters of its input, and embeddings
-       and head together have 2 of each. Checkpointing repeats a forward pass up to its last
-       reduce-scatter: 2 and 1 more. Nothing hides them. FSDP shards a t-th of each layer between
-       the ranks that have the same part. The rate is that of whole layers.
+       a micro-batch. A layer has g + 2 all-gathers and g + 2 reduce-scatters of its input, and
+       embeddings and head together have 2 of each. g is 2 if one all-gather serves q, k and v, and
+       one serves gate and up (chapter 6). g is 5 if each of them gathers its own input.
+       Checkpointing repeats a forward pass up to its last reduce-scatter: g and 1 more. Nothing
+       hides them. FSDP shards a t-th of each layer between the ranks that have the same part.
+       A rank multiplies smaller matrices. A multiprocessor computes a tile of 128 × 256 numbers of
+       a product, and 132 multiprocessors compute a wave of tiles at the same time. The last wave
+       may have few tiles, and takes as long as the others (NVIDIA, Matrix Multiplication Background
+       User's Guide). The rate is that of whole layers, so TP lengthens the computation by the
+       ratio of the waves. Libraries also have smaller tiles, so this is an upper limit.
 PP     p equally long stages, on different nodes, and m = p * gradient-accumulation-steps
        micro-batches of batch-size samples. A rank between others sends v activations and v
        gradients per micro-batch; v = 2 stages per rank with interleaved and zbv, 1 with the others.
@@ -88,6 +110,8 @@ class Cluster:
     rate: float  # FLOPs per second that a device computes with, where nothing waits
     link_in: float  # bytes per second and direction from a device to others of its node
     link: float  # bytes per second and direction from a device to other nodes
+    memory: float = 3.35e12  # bytes per second that a device reads or writes in its memory
+    switch: bool = True  # within a node; otherwise each two devices have links of their own
 
 
 @dataclass
@@ -129,6 +153,8 @@ class Collective:
             return 0.0
         per_node = ranks // nodes
         speed = cluster.link_in
+        if per_node > 1 and not cluster.switch:
+            speed *= (per_node - 1) / (cluster.devices - 1)
         if nodes > 1:
             net = per_node * cluster.link
             speed = net if per_node == 1 else min(speed, net)
@@ -139,6 +165,10 @@ class Collective:
         moved = self.size if self.kind in ("receive", "add") else self.sent()
         return LAUNCH + ring + moved / speed
 
+    def copy_time(self, cluster: Cluster) -> float:
+        """Seconds to read and write the whole tensor once."""
+        return 2 * self.size / cluster.memory if self.group.ranks > 1 else 0.0
+
 
 @dataclass
 class Model:
@@ -147,6 +177,8 @@ class Model:
     root: int  # the other parameters
     hidden_size: int
     tied: int = 0  # those of embeddings that are the head, too
+    # Inputs and outputs of the matrices of a layer, and whether TP splits the inputs
+    matrices: tuple[tuple[int, int, bool], ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -161,6 +193,7 @@ class Estimate:
     compute: float  # seconds of a step
     step: float
     bubble: float = 0.0  # seconds that a rank waits for others to compute
+    slower: float = 0.0  # seconds of copies, and by which the computation is slower
 
     def sent(self, library: str = "nccl") -> float:
         """Bytes that a rank sends in a step."""
@@ -176,6 +209,30 @@ def compute_times(model: Model, cluster: Cluster, args) -> tuple[float, float]:
     tokens = args.batch_size * args.seq_length
     layer = 2 * model.layer + 4 * model.hidden_size * args.seq_length
     return tokens * layer / cluster.rate, tokens * 2 * model.root / cluster.rate
+
+
+def stolen(compute: float, busy: float) -> float:
+    """Seconds by which a computation ends later because collectives beside it use the device."""
+    return max(0.0, compute + TAKEN * min(compute, busy) - max(compute, busy))
+
+
+def waves(rows: float, columns: float) -> float:
+    """The time of a matrix product, relative to the time if its last wave of tiles were full."""
+    tiles = math.ceil(rows / TILE[0]) * math.ceil(columns / TILE[1])
+    full = rows * columns / math.prod(TILE) / MULTIPROCESSORS
+    return math.ceil(tiles / MULTIPROCESSORS) / full
+
+
+def matrix_time(model: Model, tokens: int, parts: int, again: int) -> float:
+    """The time of a layer's matrix products on one of so many parts, relative to full waves."""
+    time = flops = 0.0
+    for inputs, outputs, splits_inputs in model.matrices:
+        flops += inputs * outputs * (again + 1)
+        i, o = (inputs / parts, outputs) if splits_inputs else (inputs, outputs / parts)
+        # Forward passes; in the backward pass, the gradients of the input and of the weights
+        passes = (again - 1) * waves(tokens, o) + waves(tokens, i) + waves(o, i)
+        time += inputs * outputs * passes
+    return time / flops if flops else 1.0
 
 
 def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> Estimate:
@@ -197,7 +254,10 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         # The first bucket is ready after its share of the backward pass, the last one at its end
         late = max(time, buckets * time - backward * (1 - 1 / buckets))
         counts = {"all-reduce, gradients": (buckets, bucket)}
-        return Estimate(nodes, method, counts, compute, compute + late * (everyone.ranks > 1))
+        if everyone.ranks == 1:
+            return Estimate(nodes, method, counts, compute, compute)
+        slower = stolen(backward * (1 - 1 / buckets), (buckets - 1) * time)
+        return Estimate(nodes, method, counts, compute, compute + late + slower, slower=slower)
     if method == "PP":
         return estimate_pipeline(model, nodes, cluster, args, compute, layer_forward)
 
@@ -228,6 +288,9 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         "reduce-scatter, root": (accumulation, scatter_root),
     }
     step = accumulation * (forward + backward + tail)
+    copies = sum(count * c.copy_time(cluster) for count, c in counts.values())
+    beside = [(between, layer_forward, g), (between, layer_backward, g + r), (1, layer_backward, r)]
+    slower = copies + accumulation * sum(count * stolen(*times) for count, *times in beside)
     if method == "HSDP" and nodes > 1:
         copies = Group(nodes, nodes)
         reduce = Collective("all-reduce", 4 * model.layer / devices, copies)
@@ -237,14 +300,26 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         counts["all-reduce, root"] = (1, reduce_root)
         last = root_backward + between * max(layer_backward, g + r, a)
         step += last + max(layer_backward, r, a) - backward + a + a_root
+        slower += between * stolen(layer_backward, max(g + r, a))
+        slower -= between * stolen(layer_backward, g + r)
     if method == "TP":
-        inputs = weights * parts * args.batch_size * args.seq_length * model.hidden_size
+        samples = parts * args.batch_size
+        inputs = weights * samples * args.seq_length * model.hidden_size
         extra = args.activation_checkpointing  # a forward pass up to the last reduce-scatter
-        for kind, number in ("all-gather", 4 + 2 * extra), ("reduce-scatter", 4 + extra):
+        numbers = {"all-gather": args.gathers + 2 + extra * args.gathers}
+        numbers["reduce-scatter"] = args.gathers + 2 + extra
+        for kind, number in numbers.items():
             c = Collective(kind, inputs, group)
-            counts[f"{kind}, activations"] = (accumulation * (number * model.layers + 2), c)
-            step += counts[f"{kind}, activations"][0] * c.time(cluster)
-    return Estimate(nodes, method, counts, compute, step)
+            count = accumulation * (number * model.layers + 2)
+            counts[f"{kind}, activations"] = (count, c)
+            step += count * c.time(cluster)
+            if samples > 1:  # in a single sample, tokens are the first dimension in memory
+                slower += count * c.copy_time(cluster)
+        tokens = samples * args.seq_length
+        split, whole = (matrix_time(model, tokens, n, again) for n in (parts, 1))
+        layers = accumulation * model.layers * (layer_forward + layer_backward)
+        slower += (split / whole - 1) * layers
+    return Estimate(nodes, method, counts, compute, step + slower, slower=slower)
 
 
 def estimate_pipeline(model, nodes, cluster, args, compute, layer_forward) -> Estimate:
@@ -301,8 +376,11 @@ def estimate_pipeline(model, nodes, cluster, args, compute, layer_forward) -> Es
     # Each stage gathers its weights when the first micro-batch arrives: one stage after the other.
     late = g + (model.layers / (p * v) - 1) * max(0, g - layer_forward)
     step += p * v * late + (1 if one else 2) * g_end + layers * r + r_end + tied
+    copied = [(layers, gather), (layers, scatter), (1, gather_end), (1, scatter_end)]
+    copies = sum(count * c.copy_time(cluster) for count, c in copied)
+    facts = {"compute": compute, "step": step + copies, "bubble": bubble, "slower": copies}
     ranks = [first, last, middle] if p > 2 else [first, last]
-    estimates = [Estimate(nodes, "PP", counts, compute, step, bubble) for counts in ranks]
+    estimates = [Estimate(nodes, "PP", counts, **facts) for counts in ranks]
     return max(estimates, key=lambda e: (e.over_link(cluster.devices), e.sent()))
 
 
@@ -311,16 +389,17 @@ def estimate_pipeline(model, nodes, cluster, args, compute, layer_forward) -> Es
 
 def summary(estimates: list[Estimate], cluster: Cluster) -> str:
     header = "nodes | devices | method | GB sent per device | GB leaving a node | s communicating |"
-    header += " s computing | s in the bubble | s a step | hidden | efficiency |"
-    lines = [f"| {header}", "|---" * 11 + "|"]
+    header += " s computing | s in the bubble | s slower | s a step | hidden | efficiency |"
+    lines = [f"| {header}", "|---" * 12 + "|"]
     for e in estimates:
         busy = sum(count * c.time(cluster) for count, c in e.counts.values())
         # Two kinds of links at work at once can hide each other, too
-        hidden = f"{1 - min(e.step - e.compute - e.bubble, busy) / busy:.0%}" if busy else ""
+        waiting = e.step - e.compute - e.bubble - e.slower
+        hidden = f"{1 - min(waiting, busy) / busy:.0%}" if busy else ""
         cells = [e.nodes, e.nodes * cluster.devices, e.method, f"{e.sent() / 1e9:.1f}"]
         cells += [f"{e.over_link(cluster.devices) / 1e9:.1f}", f"{busy:.3f}"]
-        cells += [f"{e.compute:.3f}", f"{e.bubble:.3f}" if e.bubble else "", f"{e.step:.3f}"]
-        cells += [hidden, f"{e.compute / e.step:.1%}"]
+        cells += [f"{e.compute:.3f}", f"{e.bubble:.3f}" if e.bubble else "", f"{e.slower:.3f}"]
+        cells += [f"{e.step:.3f}", hidden, f"{e.compute / e.step:.1%}"]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -405,7 +484,12 @@ def load_model(name: str) -> Model:
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     tied = first.weight.numel() if last is not None and last.weight is first.weight else 0
     hidden_size = config.get_text_config().hidden_size
-    return Model(len(layers), inside // len(layers), root, hidden_size, tied)
+    matrices = tuple(
+        (module.in_features, module.out_features, name.endswith(("o_proj", "down_proj")))
+        for name, module in layers[0].named_modules()
+        if isinstance(module, torch.nn.Linear)
+    )
+    return Model(len(layers), inside // len(layers), root, hidden_size, tied, matrices)
 
 
 def positive(kind):
@@ -432,13 +516,18 @@ def parse_args() -> argparse.Namespace:
     add("--dtype", choices=BYTES, default="bf16", help="in which weights are gathered [bf16]")
     add("--methods", nargs="+", choices=METHODS, default=METHODS, help="[all]")
     add("--tensor-parallel", type=count, help="ranks of a group of TP [the devices of a node]")
+    gathers = "all-gathers of a layer in the forward pass of TP: 2 as in chapter 6, or 5 [2]"
+    add("--gathers", type=count, default=2, help=gathers)
     add("--pipeline-parallel", type=count, help="stages of PP [8, or as many as divide the nodes]")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of PP [1f1b]")
     nodes = [4**k for k in range(6)]
     add("--nodes", type=count, nargs="+", default=nodes, help=f"[{' '.join(map(str, nodes))}]")
     add("--devices-per-node", type=count, default=8, help="[8]")
     add("--rate", type=real, default=400, help="TFLOP/s that a device reaches, on one node [400]")
-    add("--link-in-node", type=real, default=450, help="GB/s per device, one way [450: NVLink 4]")
+    nvlink = f"GB/s per device, one way [{NVLINK_4:.0f}: NVLink 4]"
+    add("--link-in-node", type=real, default=NVLINK_4, help=nvlink)
+    add("--no-switch", action="store_true", help="each two devices of a node have own links")
+    add("--memory", type=real, default=3350, help="GB/s that a device reads or writes [3350: H100]")
     add("--link", type=real, default=400, help="Gbit/s per device between nodes, one way [400]")
     add("--explain", action="store_true", help="the formulae, each with its source")
     add("-o", "--output", type=Path, help="draws the efficiency, as OUTPUT.png and OUTPUT.svg")
@@ -449,14 +538,15 @@ def main() -> None:
     args = parse_args()
     model = load_model(args.model_name)
     rate, link_in, link = args.rate * 1e12, args.link_in_node * 1e9, args.link * 1e9 / 8
-    cluster = Cluster(args.devices_per_node, rate, link_in, link)
+    memory = args.memory * 1e9
+    cluster = Cluster(args.devices_per_node, rate, link_in, link, memory, not args.no_switch)
     nodes = sorted(dict.fromkeys(args.nodes))
     estimates = [estimate(m, model, n, cluster, args) for n in nodes for m in args.methods]
     size = f"{args.model_name}: {model.parameters / 1e9:,.2f}e9 parameters"
     batch = f"{args.batch_size} × {args.seq_length} tokens per device"
     if args.gradient_accumulation_steps > 1:
         batch += f", {args.gradient_accumulation_steps} micro-batches"
-    links = f"{args.rate:g} TFLOP/s per device, {args.link_in_node:g} GB/s per device within a node"
+    links = f"{args.rate:g} TFLOP/s per device, {args.link_in_node:g} GB/s per device in a node"
     links += f", {args.link:g} Gbit/s per device between nodes"
     print(f"Computed, not measured. {size}, {batch}, {args.dtype}.\n{links}.\n")
     print(summary(estimates, cluster))
