@@ -299,6 +299,11 @@ def test_each_row_once_in_an_epoch(count):
     assert backwards[::-1] == [row for rows in epochs for row in rows]
 
 
+def test_one_shard_has_another_order_in_each_epoch():
+    order = order_of([1000], window=5)
+    assert rows_of(order, range(1000)) != rows_of(order, range(1000, 2000))
+
+
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 32), (8, 8), (64, 4), (128, 2)])
 def test_a_rank_downloads_some_of_the_shards(world_size, batch_size):
     """Whatever the batch size, a rank reads the same few of the 64 parts in each step."""
@@ -383,6 +388,31 @@ def test_an_address_and_its_cache(train, many, trainer):
     assert_one_sentence(run.run.ranks[0].output, f"--cache-limit must be at least {limit}b")
 
 
+def test_the_least_recently_used_shard_is_removed(monkeypatch):
+    chapter = load(CHAPTER_10)
+    monkeypatch.setattr(chapter, "check", lambda shard: None)
+    downloads = []
+
+    class Shard(list):
+        def get_max_size(self):
+            return 1
+
+        evict = get_max_size
+
+    class Stream:
+        def prepare_shard(self, shard):
+            downloads.append(shard[0]["tokens"])
+            return 1
+
+    rows = chapter.MdsRows.__new__(chapter.MdsRows)
+    rows.is_remote, rows.stream = True, Stream()
+    rows.shards = [Shard([{"tokens": number}]) for number in range(3)]
+    rows.order = [(number, 0) for number in (0, 1, 0, 2, 0, 1)]
+    rows.checked, rows.cache_bytes, rows.cache_limit = chapter.OrderedDict(), 0, 2
+    assert [rows.read(n) for n in range(6)] == [0, 1, 0, 2, 0, 1]
+    assert downloads == [0, 1, 2, 1]
+
+
 def flip_a_bit(file):
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
@@ -426,8 +456,6 @@ def test_two_runs_at_a_time(train, many, trainer):
     """At one address with one --local-cache: each run has shards of its own."""
     _, zipped = many
     flags = ["--max-steps", 60, "-b", 4, "--local-cache", trainer.folder / "cache"]
-    slow = "import time\ndef wait(*_): time.sleep(0.05)\n"
-    slow += "torch.nn.modules.module.register_module_forward_hook(wait)\n"
     alone = train(f"test://{zipped}", *flags, processes=1, name="alone", before=REMOTE)
     options = {"processes": 1, "start_only": True}
     first = train(f"test://{zipped}", *flags, name="a", before=REMOTE, **options)
