@@ -616,7 +616,7 @@ def check():
 destroy = dist.destroy_process_group
 dist.destroy_process_group = check
 """
-SHARDED = ["03-fsdp", "04-streaming", "06-tensor-parallel", "07-pipeline-parallel"]
+SHARDED = ["03-fsdp", "04-streaming", "05-multi-node", "06-tensor-parallel", "07-pipeline-parallel"]
 
 
 @pytest.mark.parametrize("chapter", SHARDED)
