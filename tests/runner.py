@@ -65,7 +65,7 @@ def _child(script: Path, arguments: list[str], output: Path, options: dict) -> N
     if "largest_file" in options:  # bytes: writing beyond fails like a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (options["largest_file"],) * 2)
     sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent))  # as Python does
+    sys.path.insert(0, str(Path(script).parent))  # as Python does
     if "before" in options:
         exec(options["before"], {})
     try:
