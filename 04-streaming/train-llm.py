@@ -149,8 +149,9 @@ def main():
             rows_left = len(rows)
             if rows_left == rows_per_step:  # this rank may have more rows
                 rows_left += train_samples.skip_pass()
-            passes = train_samples.place["pass"]
-            say(f"Pass {passes} is over: {sum(gather(rows_left))} rows are left out")
+            # Passes count from 0, so the number of the next pass says how many are over.
+            passes_done = train_samples.place["pass"]
+            say(f"Pass {passes_done} is over: {sum(gather(rows_left))} rows are left out")
             # The next pass gives other files to each rank, so it may have enough rows.
             passes_without_step += 1
             if passes_without_step == 10:
@@ -162,11 +163,11 @@ def main():
         stop_signal = max(signals)  # STREAM: all ranks stop after this step, whose rows are read
         tokens = sum(rank_tokens)
         token_counts.append(tokens)
-        labels = tokens - global_batch  # the last token of a row has no label: nothing follows
+        label_count = tokens - global_batch  # nothing follows the last token of a row
         # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
         # A tensor, because the loss would be compiled again for each new Python number.
         # At least 1, because a step may consist of rows with a single token, whose loss is 0.
-        labels_per_rank = torch.full((), max(labels, 1) / WORLD_SIZE, device=device)
+        labels_per_rank = torch.full((), max(label_count, 1) / WORLD_SIZE, device=device)
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # STREAM: The stream has chosen the rows. This number only seeds the dropout masks.
@@ -510,7 +511,7 @@ def to_rows(documents, rest, packing, length):
     row for each document, with its beginning.
     """
     if packing == "pack":
-        documents = [[*rest, *chain(*documents)]]
+        documents = [list(chain(rest, *documents))]  # a single long document
     if packing == "trunc":
         documents = [ids[:length] for ids in documents]
     rows = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
@@ -530,7 +531,7 @@ class Stream:
         self.rows = self.read_ahead(windows)
 
     def __len__(self):
-        return 0  # the number of rows is unknown
+        return 0  # unknown, so main() cannot notice that the data has changed
 
     def read_ahead(self, windows):
         """Yields each row, and None at the end of each pass."""
@@ -551,7 +552,7 @@ class Stream:
         """The next `count` rows; fewer rows if the pass ends or the stream breaks before."""
         rows = []
         while len(rows) < count:
-            row = next(self.rows, None)
+            row = next(self.rows, None)  # None: the pass is over, or the stream is broken
             if row is None:
                 break
             rows.append(row)
@@ -572,7 +573,7 @@ START = {"pass": 0, "window": 0, "position": None, "rest": [], "used": 0}
 def text_windows(documents, place, args):
     """Yields the windows of all passes, from a place on. Reads again what could not be read."""
     pause = 1  # seconds
-    while True:
+    while True:  # once for each pass, and again after each failed read
         try:
             for window, next_place in windows_of_pass(documents, place, args):
                 yield window
@@ -612,15 +613,17 @@ def windows_of_pass(documents, place, args):
             more, rest = to_rows(batch, rest, args.packing, args.seq_length)
             rows += more
         np.random.RandomState((args.seed, place["window"])).shuffle(rows)
+        # A place inside a window: the place before the window, and the number of used rows.
         window = [(row, place | {"used": n}) for n, row in enumerate(rows, start=1)]
         window = window[place["used"] :]  # the run has read the others before it was stopped
-        place = {"pass": place["pass"], "window": place["window"] + 1, "rest": rest, "used": 0}
+        after = {"pass": place["pass"], "window": place["window"] + 1, "rest": rest, "used": 0}
         if pass_is_over:
-            place |= {"pass": place["pass"] + 1, "position": None}
-            window.append((None, place))
+            after |= {"pass": place["pass"] + 1, "position": None}
+            window.append((None, after))
         else:
-            place["position"] = documents.state_dict()
-        yield window, place
+            after["position"] = documents.state_dict()
+        yield window, after
+        place = after
 
 
 def read_batch(samples, indices, device):
@@ -653,8 +656,8 @@ def evaluate(model, samples, args, device):
             loss_sum += loss
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
-    labels = sum(np.sum(row >= 0) - 1 for row in samples)  # STREAM: of all ranks
-    return loss_sum.item() / labels
+    label_count = sum(np.sum(row >= 0) - 1 for row in samples)  # STREAM: of all ranks
+    return loss_sum.item() / label_count
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------

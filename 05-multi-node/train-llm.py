@@ -116,8 +116,8 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful, model)
-    elif args.resume_dir:
-        # NODES: With --skip-optimizer take only the weights. The rest of the run begins anew.
+    elif args.resume_dir and args.skip_optimizer:
+        # NODES: Take only the weights. The rest of the run begins anew.
         weights = model.state_dict()  # in the memory of the model, so reading fills the model
         read_state(of_this_rank(args.resume_dir), {"model": weights})
     run_log = None
@@ -531,7 +531,7 @@ class RunState:
 
 
 # NODES: The folder of this rank's checkpoints, with --checkpoint-format local.
-OWN = f"rank-{RANK}"
+RANK_FOLDER = f"rank-{RANK}"
 
 
 @contextmanager
@@ -539,8 +539,8 @@ def new_folder(folder):
     """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
     # NODES: With `local`, each rank makes and renames the folders inside its own folder.
-    is_own = folder.parent.name == OWN
-    if RANK > 0 and not is_own:  # FSDP: one makes the folder, and renames it
+    is_local = folder.parent.name == RANK_FOLDER
+    if RANK > 0 and not is_local:  # FSDP: one makes the folder, and renames it
         dist.barrier(writer_group())
         return (yield temporary)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -625,7 +625,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         parts = to_rank_0(parts)
     if args.checkpoint_format == "local":
         parts = own_shards(parts)
-        folder = run_folder / OWN / f"step-{state.step:08d}"
+        folder = run_folder / RANK_FOLDER / f"step-{state.step:08d}"
     else:
         folder = run_folder / f"step-{state.step:08d}"
     texts = {"state.json": json.dumps(asdict(state), indent=2)}
@@ -642,19 +642,19 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
 
 def write_checkpoint(folder, parts, texts, model, tokenizer, args):
     """Writes the parts of this rank and the texts into a new folder. Removes old checkpoints."""
-    local = args.checkpoint_format == "local"
+    is_local = args.checkpoint_format == "local"
     # NODES 7: A folder gets its name after its files are on the disk, because a run may be killed.
     with new_folder(folder) as incomplete:
         # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
         if parts:  # with `full`, only rank 0 has any
             alone = args.checkpoint_format != "shard"  # without other ranks
             dcp.save(parts, checkpoint_id=incomplete, process_group=writer_group(), no_dist=alone)
-        if RANK > 0 and not local:
+        if RANK > 0 and not is_local:
             return
         save_model(incomplete, model, tokenizer)
         for name, text in texts.items():
             (incomplete / name).write_text(text)
-    if local:
+    if is_local:
         dist.barrier(writer_group())  # NODES: all ranks have the new checkpoint, so old ones may go
     for old in sorted(folder.parent.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
@@ -678,7 +678,10 @@ def check_shared(run_folder, args):
 def newest_checkpoint(run_folder):
     """The newest checkpoint that all ranks have, or None."""
     # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
-    folders = [*run_folder.glob(CHECKPOINT_NAMES), *run_folder.glob(f"{OWN}/{CHECKPOINT_NAMES}")]
+    folders = [
+        *run_folder.glob(CHECKPOINT_NAMES),
+        *run_folder.glob(f"{RANK_FOLDER}/{CHECKPOINT_NAMES}"),
+    ]
     found = {folder.name: folder for folder in folders}
     names_by_rank = gather(set(found))
     common = set.intersection(*names_by_rank)
@@ -690,7 +693,7 @@ def newest_checkpoint(run_folder):
 
 def of_this_rank(checkpoint):
     """The folder in which this rank finds its part of a checkpoint of any format."""
-    own = checkpoint.parent / OWN / checkpoint.name
+    own = checkpoint.parent / RANK_FOLDER / checkpoint.name
     return own if own.exists() else checkpoint
 
 
@@ -711,7 +714,7 @@ def open_run(args):
         newest = of_this_rank(args.resume_dir)
     if not newest:
         return run_folder, None, new_state
-    # NODES: Each format has this index, and so do checkpoints of chapter 3, which can be read.
+    # NODES: DCP writes .metadata in each format, and in chapter 3, whose checkpoints can be read.
     if begins_elsewhere and not (newest / ".metadata").exists():
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
     with reading(newest):
@@ -746,11 +749,11 @@ def load_training_state(checkpoint, stateful, model):
 def read_state(checkpoint, state):
     """Fills the tensors and objects of `state` from a checkpoint of any format."""
     # NODES: DCP reads the whole tensors of `full` in the same way as the shards of `shard`.
-    local = checkpoint.parent.name == OWN
+    is_local = checkpoint.parent.name == RANK_FOLDER
     reason = "it is of another model or of other ranks, or it is damaged and has to be removed"
     with explain(f"cannot read {checkpoint}: {reason}"):
-        parts = own_shards(state) if local else state
-        dcp.load(parts, checkpoint_id=checkpoint, no_dist=local)
+        parts = own_shards(state) if is_local else state
+        dcp.load(parts, checkpoint_id=checkpoint, no_dist=is_local)
 
 
 # -- Adapting Transformers -------------------------------------------------------------------------
@@ -1181,6 +1184,8 @@ def parse_args():
         parser.error("--resume-dir continues a run: name it with -e, or give --skip-optimizer")
     if args.resume_dir:
         inside = [path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")]
+        if args.resume_dir.parent.name.startswith("rank-"):
+            parser.error("--resume-dir: leave rank-… out of the path, as each rank puts in its own")
         if inside:  # a checkpoint has no checkpoints inside
             example = f"RUN/{max(inside)}"
             parser.error(f"--resume-dir is a whole run: name a checkpoint, such as {example}")

@@ -113,8 +113,8 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful, model)
-    elif args.resume_dir:
-        # NODES: With --skip-optimizer take only the weights. The rest of the run begins anew.
+    elif args.resume_dir and args.skip_optimizer:
+        # NODES: Take only the weights. The rest of the run begins anew.
         weights = model.state_dict()  # in the memory of the model, so reading fills the model
         read_state(of_this_rank(args.resume_dir), {"model": weights})
     run_log = None
@@ -170,7 +170,8 @@ def main():
             with timer("forward"), autocast:
                 # MDS 3: Divide by the labels per rank, because FSDP averages over the ranks.
                 # A tensor, because the loss would be compiled again for each new Python number.
-                labels_per_rank = loss_sum.new_full((), label_count / WORLD_SIZE)
+                # At least 1, because a step may consist of rows with a single token.
+                labels_per_rank = torch.full((), max(label_count, 1) / WORLD_SIZE, device=device)
                 # MDS 4: The label of padding is -100, and this label has no loss.
                 # Padding comes last, so no other token attends to padding. So padding needs no
                 # mask, and may have any token id.
@@ -442,7 +443,7 @@ def tokenized(documents, tokenizer, config):
 
 def load_samples(args, tokenizer, config, global_batch):
     """The training rows; and the first held-out documents, each in rows of its own."""
-    train_samples = MdsRows(args, tokenizer)
+    train_samples = MdsRows(args, tokenizer)  # MDS: all rows are training rows
     count = len(train_samples)
     say(f"{args.dataset_name}: {count} rows to train on")
     if count < global_batch:
@@ -458,14 +459,15 @@ def load_samples(args, tokenizer, config, global_batch):
     with explain(f"cannot read the documents of {args.eval_dataset}"):
         documents = held_out[0]._resolve_features()  # the first document shows the columns
         first = list(islice(documents, args.eval_documents))  # `take` would open one more file
-        first = datasets.Dataset.from_list(first, documents.features).to_iterable_dataset()
-        documents = [document["input_ids"] for document in tokenized(first, tokenizer, config)]
+        texts = datasets.Dataset.from_list(first, documents.features).to_iterable_dataset()
+        token_lists = [document["input_ids"] for document in tokenized(texts, tokenizer, config)]
     length = args.seq_length
-    rows = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
-    say(f"{len(documents)} documents held out, in {len(rows)} rows")
+    rows = [ids[i : i + length] for ids in token_lists for i in range(0, len(ids), length)]
+    say(f"{len(token_lists)} documents held out, in {len(rows)} rows")
     if not rows:
         fail("the held-out documents are empty: give another --eval-dataset, or --eval-freq 0")
-    return train_samples, [np.array(row + [-100] * (length - len(row)), np.int32) for row in rows]
+    eval_samples = [np.array(row + [-100] * (length - len(row)), np.int32) for row in rows]
+    return train_samples, eval_samples
 
 
 class MdsRows:
@@ -496,8 +498,10 @@ class MdsRows:
             self.stream = Stream(remote=name, local=folder, **options) if self.is_remote else None
             ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
             self.cache_limit = bytes_to_int(args.cache_limit) // ranks_of_node  # of this rank
-        # The shards of a part follow each other, and a window may lie in two of them.
+        # Row n is in part n % PARTS, and a rank takes each WORLD_SIZE-th row. So it meets only so
+        # many parts: all 64 if WORLD_SIZE is odd, a single one if it is 64.
         parts_of_rank = PARTS // math.gcd(PARTS, WORLD_SIZE)
+        # The shards of a part follow each other, and a window may lie in two of them.
         shards_of_rank = min(2 * parts_of_rank, len(self.shards))
         needed = shards_of_rank * max(shard.get_max_size() for shard in self.shards)
         if self.is_remote and self.cache_limit < needed:
@@ -512,7 +516,7 @@ class MdsRows:
             fail(f"the rows of {name} have the tokens of another tokenizer: {facts['tokenizer']}")
         self.index_hash = xxhash.xxh3_64(index).hexdigest()
         self.order = RowOrder([shard.samples for shard in self.shards], args)
-        self.checked = OrderedDict()  # shards by number; the least recently used shard comes first
+        self.cached = OrderedDict()  # shards by number; the least recently used shard comes first
         self.cache_bytes = 0
 
     def __len__(self):
@@ -520,21 +524,21 @@ class MdsRows:
 
     def read(self, n):
         """Row n of the run, counted over all epochs."""
-        number, row = self.order[n]
-        shard = self.shards[number]
-        if number not in self.checked:
+        shard_number, row_number = self.order[n]
+        shard = self.shards[shard_number]
+        if shard_number not in self.cached:
             if self.is_remote:
                 self.download(shard)
             check(shard)
-            self.checked[number] = shard
-        self.checked.move_to_end(number)
-        return shard[row]["tokens"]
+            self.cached[shard_number] = shard
+        self.cached.move_to_end(shard_number)
+        return shard[row_number]["tokens"]
 
     def download(self, shard):
         """Downloads a shard. First removes other shards, until the cache has room for this one."""
-        while self.checked and self.cache_bytes + shard.get_max_size() > self.cache_limit:
-            _, oldest = self.checked.popitem(last=False)
-            self.cache_bytes -= oldest.evict()
+        while self.cached and self.cache_bytes + shard.get_max_size() > self.cache_limit:
+            _, least_used = self.cached.popitem(last=False)
+            self.cache_bytes -= least_used.evict()
         self.cache_bytes += self.stream.prepare_shard(shard)  # also decompresses the shard
 
 
@@ -589,8 +593,8 @@ class RowOrder:
         self.epoch = epoch
         # MDS 7: Shuffle whole shards, so that the rows of a shard stay close to each other.
         # A shuffle of all rows would need almost all shards at once.
-        self.shards = permutation((self.seed, epoch), len(self.sizes))
-        self.ends = np.cumsum(self.sizes[self.shards])  # of each shard, in rows
+        self.shard_numbers = permutation((self.seed, epoch), len(self.sizes))
+        self.ends = np.cumsum(self.sizes[self.shard_numbers])  # of each shard, in rows
 
     def __getitem__(self, n):
         epoch, n = divmod(n, self.count)
@@ -610,9 +614,9 @@ class RowOrder:
         # Find the shard that has this place.
         place = part_begin + window_begin + shuffled[offset]
         i = np.searchsorted(self.ends, place, side="right")  # the first shard that ends after it
-        shard = self.shards[i]
-        shard_begin = self.ends[i] - self.sizes[shard]
-        return int(shard), int(place - shard_begin)
+        shard_number = self.shard_numbers[i]
+        shard_begin = self.ends[i] - self.sizes[shard_number]
+        return int(shard_number), int(place - shard_begin)
 
 
 def read_step(samples, first, args):
@@ -656,8 +660,8 @@ def evaluate(model, samples, args, device):
             loss_sum += loss
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
-    labels = sum(np.sum(row >= 0) - 1 for row in samples)  # MDS: of all ranks
-    return loss_sum.item() / labels
+    label_count = sum(np.sum(row >= 0) - 1 for row in samples)  # MDS: of all ranks
+    return loss_sum.item() / label_count
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
@@ -687,7 +691,7 @@ class RunState:
 
 
 # NODES: The folder of this rank's checkpoints, with --checkpoint-format local.
-OWN = f"rank-{RANK}"
+RANK_FOLDER = f"rank-{RANK}"
 
 
 @contextmanager
@@ -695,8 +699,8 @@ def new_folder(folder):
     """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
     # NODES: With `local`, each rank makes and renames the folders inside its own folder.
-    is_own = folder.parent.name == OWN
-    if RANK > 0 and not is_own:  # FSDP: one makes the folder, and renames it
+    is_local = folder.parent.name == RANK_FOLDER
+    if RANK > 0 and not is_local:  # FSDP: one makes the folder, and renames it
         dist.barrier(writer_group())
         return (yield temporary)
     shutil.rmtree(temporary, ignore_errors=True)
@@ -781,7 +785,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         parts = to_rank_0(parts)
     if args.checkpoint_format == "local":
         parts = own_shards(parts)
-        folder = run_folder / OWN / f"step-{state.step:08d}"
+        folder = run_folder / RANK_FOLDER / f"step-{state.step:08d}"
     else:
         folder = run_folder / f"step-{state.step:08d}"
     texts = {"state.json": json.dumps(asdict(state), indent=2)}
@@ -798,19 +802,19 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
 
 def write_checkpoint(folder, parts, texts, model, tokenizer, args):
     """Writes the parts of this rank and the texts into a new folder. Removes old checkpoints."""
-    local = args.checkpoint_format == "local"
+    is_local = args.checkpoint_format == "local"
     # NODES 7: A folder gets its name after its files are on the disk, because a run may be killed.
     with new_folder(folder) as incomplete:
         # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
         if parts:  # with `full`, only rank 0 has any
             alone = args.checkpoint_format != "shard"  # without other ranks
             dcp.save(parts, checkpoint_id=incomplete, process_group=writer_group(), no_dist=alone)
-        if RANK > 0 and not local:
+        if RANK > 0 and not is_local:
             return
         save_model(incomplete, model, tokenizer)
         for name, text in texts.items():
             (incomplete / name).write_text(text)
-    if local:
+    if is_local:
         dist.barrier(writer_group())  # NODES: all ranks have the new checkpoint, so old ones may go
     for old in sorted(folder.parent.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
@@ -834,7 +838,10 @@ def check_shared(run_folder, args):
 def newest_checkpoint(run_folder):
     """The newest checkpoint that all ranks have, or None."""
     # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
-    folders = [*run_folder.glob(CHECKPOINT_NAMES), *run_folder.glob(f"{OWN}/{CHECKPOINT_NAMES}")]
+    folders = [
+        *run_folder.glob(CHECKPOINT_NAMES),
+        *run_folder.glob(f"{RANK_FOLDER}/{CHECKPOINT_NAMES}"),
+    ]
     found = {folder.name: folder for folder in folders}
     names_by_rank = gather(set(found))
     common = set.intersection(*names_by_rank)
@@ -846,7 +853,7 @@ def newest_checkpoint(run_folder):
 
 def of_this_rank(checkpoint):
     """The folder in which this rank finds its part of a checkpoint of any format."""
-    own = checkpoint.parent / OWN / checkpoint.name
+    own = checkpoint.parent / RANK_FOLDER / checkpoint.name
     return own if own.exists() else checkpoint
 
 
@@ -867,7 +874,7 @@ def open_run(args):
         newest = of_this_rank(args.resume_dir)
     if not newest:
         return run_folder, None, new_state
-    # NODES: Each format has this index, and so do checkpoints of chapter 3, which can be read.
+    # NODES: DCP writes .metadata in each format, and in chapter 3, whose checkpoints can be read.
     if begins_elsewhere and not (newest / ".metadata").exists():
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
     with reading(newest):
@@ -902,11 +909,11 @@ def load_training_state(checkpoint, stateful, model):
 def read_state(checkpoint, state):
     """Fills the tensors and objects of `state` from a checkpoint of any format."""
     # NODES: DCP reads the whole tensors of `full` in the same way as the shards of `shard`.
-    local = checkpoint.parent.name == OWN
+    is_local = checkpoint.parent.name == RANK_FOLDER
     reason = "it is of another model or of other ranks, or it is damaged and has to be removed"
     with explain(f"cannot read {checkpoint}: {reason}"):
-        parts = own_shards(state) if local else state
-        dcp.load(parts, checkpoint_id=checkpoint, no_dist=local)
+        parts = own_shards(state) if is_local else state
+        dcp.load(parts, checkpoint_id=checkpoint, no_dist=is_local)
 
 
 # -- Adapting Transformers -------------------------------------------------------------------------
@@ -1346,6 +1353,8 @@ def parse_args():
         parser.error("--resume-dir continues a run: name it with -e, or give --skip-optimizer")
     if args.resume_dir:
         inside = [path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")]
+        if args.resume_dir.parent.name.startswith("rank-"):
+            parser.error("--resume-dir: leave rank-… out of the path, as each rank puts in its own")
         if inside:  # a checkpoint has no checkpoints inside
             example = f"RUN/{max(inside)}"
             parser.error(f"--resume-dir is a whole run: name a checkpoint, such as {example}")

@@ -91,8 +91,14 @@ STEPS = [
         lines=160,
         may_differ={"docstring", "imports", "main", "build_model", "new_folder", "save_checkpoint"}
         | {"open_run", "load_training_state", "save_weights", "parse_args"},
-        added={"OWN", "to_rank_0", "own_shards", "copy_to_cpu", "THREAD", "UNFINISHED", "writer_group"}
-        | {"wait_for_checkpoint", "write_checkpoint", "check_shared", "newest_checkpoint"}
+        added={"RANK_FOLDER", "to_rank_0", "own_shards", "copy_to_cpu", "THREAD", "UNFINISHED"}
+        | {
+            "writer_group",
+            "wait_for_checkpoint",
+            "write_checkpoint",
+            "check_shared",
+            "newest_checkpoint",
+        }
         | {"of_this_rank", "read_state"},
         sentences={'fail(f"{newest} is'},
     ),
@@ -145,7 +151,8 @@ STEPS = [
         added={"MdsRows", "check", "open_cache", "PARTS", "RowOrder", "read_step"},
         removed={"PackedSamples", "sample_order"},
         rewritten={"load_samples"},
-        sentences={'add("-d", "--dataset-name"', '"dataset_name": ', "if len(set(gather("},
+        sentences={'add("-d", "--dataset-name"', '"dataset_name": ', "if len(set(gather("}
+        | {'say(f"{args.dataset_name}: ', 'fail(f"{args.dataset_name} is too small'},
     ),
 ]
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.after)

@@ -408,7 +408,7 @@ def test_the_least_recently_used_shard_is_removed(monkeypatch):
     rows.is_remote, rows.stream = True, Stream()
     rows.shards = [Shard([{"tokens": number}]) for number in range(3)]
     rows.order = [(number, 0) for number in (0, 1, 0, 2, 0, 1)]
-    rows.checked, rows.cache_bytes, rows.cache_limit = chapter.OrderedDict(), 0, 2
+    rows.cached, rows.cache_bytes, rows.cache_limit = chapter.OrderedDict(), 0, 2
     assert [rows.read(n) for n in range(6)] == [0, 1, 0, 2, 0, 1]
     assert downloads == [0, 1, 2, 1]
 

@@ -457,6 +457,8 @@ MISTAKES = [
     (["--shard-size", 3], 2, "--shard-size 3 does not divide the 2 ranks"),
     (["--checkpoint-format", "torch"], 2, "invalid choice: 'torch'"),
     (["--skip-optimizer"], 2, "--skip-optimizer needs --resume-dir"),
+    (["-e", "rank-1"], 2, "must not begin with rank-"),
+    (["--resume-dir", "run/rank-0/step-00000001"], 2, "leave rank-… out of the path"),
 ]
 
 
