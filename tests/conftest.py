@@ -69,8 +69,19 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    group = parser.getgroup("tiers", "two tiers of tests").addoption
+    group("--rest", action="store_true", help="what the quick tier leaves out")
+    group("--all", action="store_true", help="both tiers")
+
+
+def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: not item.name.startswith(LONGEST))
+    if not config.getoption("--all"):
+        wanted = config.getoption("--rest")
+        others = [item for item in items if bool(item.get_closest_marker("rest")) != wanted]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture(scope="session")
