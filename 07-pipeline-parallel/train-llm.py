@@ -300,7 +300,7 @@ class StageModule(torch.nn.Module):
         # PP 6: The last stage calls the model's own forward, because some families change logits.
         if self.is_last:
             loss = self.part(**batch, labels=labels).loss
-            return loss[None]  # one dimension, to join the losses of all micro-batches
+            return torch.stack([loss])  # one dimension, to join the losses of all micro-batches
         return self.part.base_model(**batch).last_hidden_state
 
 

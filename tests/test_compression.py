@@ -111,8 +111,8 @@ def test_replicas_stay_equal_and_losses_near(trainer, method):
 
 
 def test_ranks_that_drift_apart_are_noticed(trainer, tmp_path):
-    line = "            for message in received:"
-    script = damaged(CHAPTER_8, tmp_path, {line: "            for message in received[RANK:]:"})
+    line = "for part in received:  # in the order of the ranks"
+    script = damaged(CHAPTER_8, tmp_path, {line: "for part in received[RANK:]:  # too few"})
     flags = ["--max-steps", 2, "--eval-freq", 0, "--compress", "dct-topk", "--keep", 0.1, *SMALL]
     result = trainer(*flags, processes=2, script=script, status=None)
     assert result.status

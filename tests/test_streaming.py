@@ -348,7 +348,11 @@ def test_bad_flags(trainer, dataset, held_out):
         (["--max-steps", 1, "-d", held_out, "--eval-freq", 1], 1, "no documents to evaluate on"),
         (["--max-steps", 1, *flags, "--packing", "fold"], 2, "invalid choice: 'fold'"),
         (["--max-steps", 1, *flags, "--shuffle-window", 0], 2, "must be a number, 1 or larger"),
-        (["--max-steps", 1, *flags, "--seed", 5_000_000_000], 2, "--seed must be below"),
+        (
+            ["--max-steps", 1, *flags, "--seed", 5_000_000_000],
+            2,
+            "--seed: must be a number, 0 or larger and below",
+        ),
         (["--max-steps", 1, *flags, "-b", 5000], 1, "too small: in each of 10 passes"),
         (
             ["--max-steps", 1, *flags, "-d", "http://127.0.0.1:9/a.jsonl"],
