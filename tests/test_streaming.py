@@ -447,7 +447,7 @@ HASTY = """
 import aiohttp, time
 
 def limits(total, sock_connect, sock_read):
-    return ClientTimeout(total=total, sock_connect=sock_connect / 100, sock_read=sock_read / 100)
+    return ClientTimeout(total=total, sock_connect=sock_connect / 20, sock_read=sock_read / 20)
 
 ClientTimeout = aiohttp.ClientTimeout
 aiohttp.ClientTimeout = limits
@@ -542,7 +542,7 @@ def test_signals(stream):
 
 # From its third step on, rank 1 cannot read. Each save prints a line.
 BREAK = """
-import os, torch
+import os, torch, torch.distributed.checkpoint
 
 if os.environ["RANK"] == "1":
     import datasets.iterable_dataset
@@ -559,8 +559,8 @@ if os.environ["RANK"] == "1":
     torch.optim.AdamW.step = lambda *a, **o: (steps.append(None), step(*a, **o))[1]
 
 steps = []
-sync = os.sync
-os.sync = lambda: (print("saved", flush=True), sync())
+save = torch.distributed.checkpoint.save
+torch.distributed.checkpoint.save = lambda *a, **o: (print("saved", flush=True), save(*a, **o))
 """
 
 
