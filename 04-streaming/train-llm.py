@@ -140,6 +140,7 @@ def main():
         row_counts, rank_tokens, broken, signals = reports
         if any(broken):
             if run_folder and state.step > saved_step:
+                # Not the places of the stream, which has read on since the last step.
                 state.places = gather(place)
                 save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
             reasons = [error for error in gather(train_samples.error) if error]
@@ -147,7 +148,8 @@ def main():
         # STREAM 4: A pass ends for all if one rank has too few rows, since a step needs all ranks.
         if min(row_counts) < rows_per_step:
             rows_left = len(rows)
-            if rows_left == rows_per_step:  # this rank may have more rows
+            # A rank with fewer rows has met the end of the pass. This rank has not met it yet.
+            if rows_left == rows_per_step:
                 rows_left += train_samples.skip_pass()
             # Passes count from 0, so the number of the next pass says how many are over.
             passes_done = train_samples.place["pass"]
@@ -163,7 +165,7 @@ def main():
         stop_signal = max(signals)  # STREAM: all ranks stop after this step, whose rows are read
         tokens = sum(rank_tokens)
         token_counts.append(tokens)
-        label_count = tokens - global_batch  # nothing follows the last token of a row
+        label_count = tokens - global_batch  # the last token of a row predicts nothing
         # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
         # A tensor, because the loss would be compiled again for each new Python number.
         # At least 1, because a step may consist of rows with a single token, whose loss is 0.
@@ -469,14 +471,18 @@ def load_samples(args, tokenizer, config, state):
         fail(f"this run needs {len(state.places)} ranks: each rank goes on from its own place")
     documents = splits["train"]
     if args.max_documents:
-        # As a single file. Otherwise each rank would take the first documents of its own files.
+        # `take` keeps the files, so each rank would take the first documents of its own files.
+        # A generator counts as a single file, whose documents the ranks share.
         first = documents.take(args.max_documents)
         features = documents.features
         documents = datasets.IterableDataset.from_generator(first.__iter__, features=features)
-    # STREAM 9: Each rank reads other files, because equal documents give equal gradients.
-    if documents.num_shards % WORLD_SIZE:
+    # STREAM 9: Each rank gets other documents, because equal documents give equal gradients.
+    # The ranks share out the files. If that is impossible, each rank reads all files, and keeps
+    # every WORLD_SIZE-th document.
+    shares_out_files = documents.num_shards % WORLD_SIZE == 0
+    if not shares_out_files:
         say(f"{documents.num_shards} files for {WORLD_SIZE} ranks: each rank reads all of them")
-    documents = documents.shuffle(seed=args.seed, buffer_size=1)  # the order of the files
+    documents = documents.shuffle(seed=args.seed, buffer_size=1)  # files, no documents
     documents = datasets.distributed.split_dataset_by_node(documents, RANK, WORLD_SIZE)
     place = state.places[RANK]
     documents = tokenized(documents, tokenizer, config)
@@ -582,10 +588,14 @@ def text_windows(documents, place, args):
         except (ValueError, TypeError):  # in the text itself, so the error would come again
             raise
         except Exception as error:  # such as a server that does not answer
-            script_ends = "shutdown" in str(error)  # Python then refuses new threads
-            if script_ends or pause > 256:
+            # When a script ends, Python refuses new threads: "cannot schedule new futures after
+            # shutdown".
+            script_ends = "shutdown" in str(error)
+            is_first_failure = pause == 1
+            is_tenth_failure = pause == 512
+            if script_ends or is_tenth_failure:
                 raise
-            if pause == 1:
+            if is_first_failure:
                 reason = f"{error.__cause__ or error!r:.300}"
                 tqdm.write(f"warning: rank {RANK} opens its files again ({reason})", sys.stderr)
             time.sleep(pause)
@@ -597,7 +607,8 @@ def windows_of_pass(documents, place, args):
 
     A window is a list of shuffled rows, each with the place after it. None ends the last window.
     """
-    documents.set_epoch(place["pass"])  # another order of the files; begins with the first file
+    # Each pass has another order of the files. It begins with the first file, or at a position.
+    documents.set_epoch(place["pass"])
     if place["position"]:
         documents.load_state_dict(place["position"])
     opened = iter(documents)
@@ -621,7 +632,7 @@ def windows_of_pass(documents, place, args):
             after |= {"pass": place["pass"] + 1, "position": None}
             window.append((None, after))
         else:
-            after["position"] = documents.state_dict()
+            after["position"] = documents.state_dict()  # how far `opened` has read
         yield window, after
         place = after
 

@@ -621,13 +621,12 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
     wait_for_checkpoint()
     writer_group()  # make the group here, since all ranks have to make it at the same time
     parts = sharded_state(model, stateful)
+    folder = run_folder / f"step-{state.step:08d}"
     if args.checkpoint_format == "full":
         parts = to_rank_0(parts)
-    if args.checkpoint_format == "local":
+    elif args.checkpoint_format == "local":
         parts = own_shards(parts)
-        folder = run_folder / RANK_FOLDER / f"step-{state.step:08d}"
-    else:
-        folder = run_folder / f"step-{state.step:08d}"
+        folder = run_folder / RANK_FOLDER / folder.name
     texts = {"state.json": json.dumps(asdict(state), indent=2)}
     if RANK == 0:
         texts["metrics.jsonl"] = (run_folder / "metrics.jsonl").read_text()
@@ -651,7 +650,7 @@ def write_checkpoint(folder, parts, texts, model, tokenizer, args):
             dcp.save(parts, checkpoint_id=incomplete, process_group=writer_group(), no_dist=alone)
         if RANK > 0 and not is_local:
             return
-        save_model(incomplete, model, tokenizer)
+        save_model(incomplete, model, tokenizer)  # the config and the tokenizer, no weights
         for name, text in texts.items():
             (incomplete / name).write_text(text)
     if is_local:
@@ -752,6 +751,7 @@ def read_state(checkpoint, state):
     is_local = checkpoint.parent.name == RANK_FOLDER
     reason = "it is of another model or of other ranks, or it is damaged and has to be removed"
     with explain(f"cannot read {checkpoint}: {reason}"):
+        # Each of the own shards shares its memory with `state`, so reading fills `state`.
         parts = own_shards(state) if is_local else state
         dcp.load(parts, checkpoint_id=checkpoint, no_dist=is_local)
 
@@ -1172,7 +1172,7 @@ def parse_args():
     if args.global_batch_size:
         passes, rest = divmod(args.global_batch_size, size)
         if rest:
-            low = max(passes, 1) * size
+            low = max(passes, 1) * size  # the next smaller multiple, if there is one
             nearest = f"{low} or {low + size}"
             parser.error(f"--global-batch-size must be a multiple of ranks × -b: {nearest}")
     args.gradient_accumulation_steps = passes
@@ -1180,12 +1180,13 @@ def parse_args():
         parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
     if args.skip_optimizer and not args.resume_dir:
         parser.error("--skip-optimizer needs --resume-dir: the checkpoint with the weights")
-    if args.resume_dir and not (args.experiment_name or args.skip_optimizer):
+    continues_run = args.resume_dir and not args.skip_optimizer
+    if continues_run and not args.experiment_name:
         parser.error("--resume-dir continues a run: name it with -e, or give --skip-optimizer")
     if args.resume_dir:
-        inside = [path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")]
         if args.resume_dir.parent.name.startswith("rank-"):
             parser.error("--resume-dir: leave rank-… out of the path, as each rank puts in its own")
+        inside = [path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")]
         if inside:  # a checkpoint has no checkpoints inside
             example = f"RUN/{max(inside)}"
             parser.error(f"--resume-dir is a whole run: name a checkpoint, such as {example}")

@@ -85,7 +85,7 @@ def main():
     accumulation = args.gradient_accumulation_steps
     # PP 1: The ranks of a pipeline train on the same samples, so a pipeline counts as one device.
     pipelines = WORLD_SIZE // args.pipeline_parallel
-    pipeline = RANK % pipelines  # the number of the pipeline of this rank: see PP 8
+    pipeline = RANK % pipelines  # with 2 pipelines, the even ranks are pipeline 0
     global_batch = args.batch_size * accumulation * pipelines
     torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
@@ -166,7 +166,8 @@ def main():
         with timer("schedule"):
             tied_head.copy_weight()
             input_ids = torch.cat(batches)  # the schedule splits this batch again
-            # The stages get `labels`. `loss_fn` gets `target`. The result is the losses before it.
+            # The first stage gets `input_ids`, each stage gets `labels`, `loss_fn` gets `target`.
+            # `losses` are what the last stage returns, so `loss_fn` has not divided them.
             losses = schedule.step(input_ids, labels=input_ids, target=input_ids)
         if losses is not None:  # PP: the last stage is on this rank
             # The other ranks of the pipeline add 0 to the average over all ranks.
@@ -279,7 +280,8 @@ def part_of(model, unit_names, own_names):
     for name in unit_names:
         unit = model.get_submodule(name) if name in own_names else Elsewhere()
         part.set_submodule(name, unit)
-    # `model` computes the rotary frequencies, and sets the kind of attention in the config.
+    # Share these with `model`. Later, `init_weights` fills the rotary frequencies of `model`, and
+    # `set_attn_implementation` changes its config.
     part.config = model.config
     part.base_model.config = model.config
     part.base_model.rotary_emb = model.base_model.rotary_emb
@@ -324,7 +326,7 @@ class TiedHead:
         if not self.modules:
             return
         # FSDP casts the head to the compute precision anyway, so more bytes would be useless.
-        # The embeddings send their weight. On the other rank, the head gives room to receive it.
+        # On the rank of the embeddings, `weight` is sent. On the rank of the head, it is replaced.
         module = self.head if self.embeddings is None else self.embeddings
         weight = module.weight.to_local().to(self.dtype)
         dist.broadcast(weight, group=self.group, group_src=0)
@@ -340,7 +342,7 @@ class TiedHead:
         if self.embeddings is not None:
             self.embeddings.weight.grad.to_local().copy_(total)
         if self.head is not None:
-            self.head.weight.grad = None  # the optimizer clears the other gradients
+            self.head.weight.grad = None  # a copy, so the optimizer does not have this weight
 
 
 def make_stages(model, unit_names, args, device, mesh):
@@ -392,13 +394,11 @@ def make_stages(model, unit_names, args, device, mesh):
         )
         stages.append(stage)
     if is_tied:
-        # All ranks make the groups of all pipelines. With zbv, one rank has both stages.
+        # All ranks make the groups of all pipelines. With zbv, one rank has both stages, so it is
+        # alone in its group.
         first_ranks = mesh.mesh[0].tolist()
         last_ranks = first_ranks if args.schedule == "zbv" else mesh.mesh[-1].tolist()
-        if first_ranks == last_ranks:
-            ends = [[rank] for rank in first_ranks]
-        else:
-            ends = [list(pair) for pair in zip(first_ranks, last_ranks, strict=True)]
+        ends = [sorted({first, last}) for first, last in zip(first_ranks, last_ranks, strict=True)]
         group, _ = dist.new_subgroups_by_enumeration(ends)
     return stages, stage_modules, TiedHead(embeddings, head, group, DTYPES[args.dtype])
 
@@ -434,7 +434,7 @@ def build_model(args, config, device, checkpoint):
     # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
     weight_device = "cpu" if args.cpu_offload else device
     stage_modules.to_empty(device=weight_device)
-    AsOnOneDevice.device = weight_device  # PP: there it draws the weights of other ranks
+    AsOnOneDevice.device = weight_device  # PP: where init_weights draws other ranks' weights
     model.tie_weights()
     # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
     # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
@@ -683,10 +683,11 @@ def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs t
     # PP 11: A pipeline always computes all its micro-batches. Empty ones have weight 0.
     size = args.batch_size * args.gradient_accumulation_steps
     pipelines = WORLD_SIZE // args.pipeline_parallel
-    pipeline = RANK % pipelines  # the number of the pipeline of this rank: see PP 8
+    pipeline = RANK % pipelines
     forward_schedule = copy.copy(schedule)
     if args.schedule in SEVERAL_STAGES:
-        # These schedules are lists of actions. Keep no backward pass: those of zbv fail here.
+        # These schedules are lists of actions. Drop backward passes: `eval` fails on those of zbv.
+        # The copy is shallow, so training keeps its own list.
         kept = {FORWARD, SEND_F, RECV_F, UNSHARD, RESHARD}
         actions = schedule.pipeline_order_with_comms[schedule.rank]
         actions = [action for action in actions if action.computation_type in kept]
@@ -703,9 +704,10 @@ def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs t
         losses = forward_schedule.eval(input_ids, labels=labels, target=labels)
         if losses is not None:  # the last stage is on this rank
             for n, loss in enumerate(losses):
-                count = len(indices[n * args.batch_size : (n + 1) * args.batch_size])
-                if count > 0:  # a mean over no label is NaN
-                    loss_sum += loss * count
+                first = n * args.batch_size
+                without_padding = indices[first : first + args.batch_size]
+                if without_padding:  # the mean loss of padding alone is NaN
+                    loss_sum += loss * len(without_padding)
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
     return loss_sum.item() / len(samples)
@@ -770,7 +772,7 @@ def sharded_state(model, stateful):
     # PP: Rank 0 saves its lists of names, so they must have the names of all stages.
     for group in moments["param_groups"]:
         names = gather(group["params"])
-        group["params"] = sorted({name for of_rank in names for name in of_rank})
+        group["params"] = sorted(set().union(*names))
     return stateful | {"model": weights, "optimizer": moments}
 
 

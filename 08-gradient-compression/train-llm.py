@@ -114,6 +114,7 @@ def main():
     if args.compress != "none":
         # COMPRESSION 1: The hook averages a bucket in place of DDP, so it decides what is sent.
         # DDP calls it once per bucket and optimizer step, also with gradient accumulation.
+        # DDP calls Compression.hook(compression, bucket), which is compression.hook(bucket).
         ddp_model.register_comm_hook(compression, Compression.hook)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
@@ -346,7 +347,8 @@ class Compression:
 
     def __init__(self, model, args, checkpoint):
         self.args = args
-        # An all-reduce of B bytes counts 2 B here. Of these, each of N ranks sends (N - 1) / N.
+        # An all-reduce of B bytes counts 2 B here. An all-gather of B bytes per rank counts N B.
+        # In both cases, each of N ranks sends (N - 1) / N of this.
         self.volume = 0
         gradient_bytes = 4 * model.num_parameters()
         self.volume_of_chapter_2 = 2 * gradient_bytes
@@ -370,7 +372,7 @@ class Compression:
         self.frequencies = torch.arange(CHUNK, device=model.device)
         rows = self.frequencies[:, None]
         columns = self.frequencies[None] + 0.5
-        angles = torch.pi / CHUNK * (rows * columns % (2 * CHUNK))
+        angles = torch.pi / CHUNK * ((rows * columns) % (2 * CHUNK))
         self.cosines = torch.nn.functional.normalize(angles.cos())
         if checkpoint:
             self.load(checkpoint, model.device)
@@ -378,9 +380,10 @@ class Compression:
     def load(self, checkpoint, device):
         """Restores the memory. The checkpoints of chapter 2 have none."""
         files = sorted(checkpoint.glob("memory-*.pt"))
-        names = {f"memory-{rank}-of-{len(files)}.pt" for rank in range(len(files))}
+        # The names have the number of files, so that a missing file is noticed.
+        expected = {f"memory-{rank}-of-{len(files)}.pt" for rank in range(len(files))}
         remedy = f"remove {checkpoint}, to resume from the checkpoint before it"
-        if names != {file.name for file in files}:
+        if {file.name for file in files} != expected:
             fail(f"the checkpoint has the memory of only {len(files)} ranks: {remedy}")
         if len(files) == WORLD_SIZE:
             files = [checkpoint / f"memory-{RANK}-of-{WORLD_SIZE}.pt"]
@@ -400,7 +403,7 @@ class Compression:
             # COMPRESSION 6: Numbers of 16 bits take half of the bytes, but their sum is rounded.
             half_of_the_bytes = bucket.buffer().nbytes // 2
             self.volume += 2 * half_of_the_bytes
-            return CASTS[self.args.compress](None, bucket)
+            return CASTS[self.args.compress](None, bucket)  # None: over all ranks
         if self.args.compress == "powersgd":
             # COMPRESSION 7: A gradient is nearly a product of two narrow matrices: send only these.
             self.powersgd.total_numel_after_compression = 0
@@ -413,7 +416,8 @@ class Compression:
         futures = [self.average(self.names[p], p.grad) for p in bucket.parameters()]
 
         def finish(_):
-            torch.futures.wait_all(futures)  # on GPUs, this stream waits for those that decode
+            # All futures are complete, but their work may still run on the GPU: this stream waits.
+            torch.futures.wait_all(futures)
             return bucket.buffer()
 
         return torch.futures.collect_all(futures).then(finish)
@@ -462,6 +466,7 @@ class Compression:
                 index = places
                 if takes_largest:
                     index = part.long() & LAST_SIX_BITS  # the places that its sender has chosen
+                # The place is still in the last bits, and changes the number by less than 1e-5.
                 chunks.scatter_add_(1, index, part.view(torch.float32))
             return chunks.copy_(chunks @ self.cosines)  # a future waits for the returned tensor
 
@@ -1070,7 +1075,8 @@ def parse_args():
     name = args.experiment_name or ""
     if "/" in name or name in (".", ".."):
         parser.error("--experiment-name must be a plain folder name, without slashes")
-    # COMPRESSION: Refuse useless flags. An all-gather sends N numbers, an all-reduce sends only 2.
+    # COMPRESSION: Refuse useless flags. For each number of a gradient, dct-topk sends keep * N
+    # numbers, and chapter 2 sends 2 numbers, both times (N - 1) / N.
     if not 1 / CHUNK <= args.keep <= 1:
         parser.error("--keep must be 1/64 to 1")
     if args.compress == "dct-topk" and args.keep * WORLD_SIZE >= 2:

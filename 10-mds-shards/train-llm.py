@@ -459,6 +459,7 @@ def load_samples(args, tokenizer, config, global_batch):
     with explain(f"cannot read the documents of {args.eval_dataset}"):
         documents = held_out[0]._resolve_features()  # the first document shows the columns
         first = list(islice(documents, args.eval_documents))  # `take` would open one more file
+        # Tokenize without a cache on the disk, and without a progress bar.
         texts = datasets.Dataset.from_list(first, documents.features).to_iterable_dataset()
         token_lists = [document["input_ids"] for document in tokenized(texts, tokenizer, config)]
     length = args.seq_length
@@ -493,19 +494,21 @@ class MdsRows:
             facts = json.loads(Path(folder, "rows.json").read_text())
             index = Path(folder, "index.json").read_bytes()
             shards = json.loads(index)["shards"]
-            self.shards = [reader_from_json(folder, None, shard) for shard in shards]
+            no_split = None  # the shards lie in the folder itself
+            self.shards = [reader_from_json(folder, no_split, shard) for shard in shards]
             options = {"download_retry": 2, "download_timeout": 60, "keep_zip": False}
             self.stream = Stream(remote=name, local=folder, **options) if self.is_remote else None
             ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
             self.cache_limit = bytes_to_int(args.cache_limit) // ranks_of_node  # of this rank
-        # Row n is in part n % PARTS, and a rank takes each WORLD_SIZE-th row. So it meets only so
-        # many parts: all 64 if WORLD_SIZE is odd, a single one if it is 64.
+        # Row n is in part n % 64 of the corpus (MDS 8). A rank reads each WORLD_SIZE-th row, so it
+        # meets all parts if WORLD_SIZE is odd, and a single part if WORLD_SIZE is 64.
         parts_of_rank = PARTS // math.gcd(PARTS, WORLD_SIZE)
         # The shards of a part follow each other, and a window may lie in two of them.
         shards_of_rank = min(2 * parts_of_rank, len(self.shards))
         needed = shards_of_rank * max(shard.get_max_size() for shard in self.shards)
         if self.is_remote and self.cache_limit < needed:
             fail(f"--cache-limit must be at least {needed * ranks_of_node}b for the shards in use")
+        # Only a download decompresses.
         if self.shards[0].compression and not self.is_remote:
             fail(f"{name} is compressed for an address: write a folder without --compression")
         if facts["seq_length"] != args.seq_length:
@@ -538,8 +541,9 @@ class MdsRows:
         """Downloads a shard. First removes other shards, until the cache has room for this one."""
         while self.cached and self.cache_bytes + shard.get_max_size() > self.cache_limit:
             _, least_used = self.cached.popitem(last=False)
-            self.cache_bytes -= least_used.evict()
-        self.cache_bytes += self.stream.prepare_shard(shard)  # also decompresses the shard
+            self.cache_bytes -= least_used.evict()  # returns how many bytes it has removed
+        # Downloads and decompresses the shard, and returns how many bytes the disk now has more.
+        self.cache_bytes += self.stream.prepare_shard(shard)
 
 
 def check(shard):
@@ -556,7 +560,8 @@ def open_cache(args):
 
     # MDS 6: Each rank of each run has a cache of its own, so that nobody else removes its shards.
     run = (args.save_dir / args.experiment_name).resolve()
-    folder = args.local_cache / run.relative_to("/") / f"shards-{os.environ['LOCAL_RANK']}"
+    path_of_run = run.relative_to("/")  # repeated inside the cache
+    folder = args.local_cache / path_of_run / f"shards-{os.environ['LOCAL_RANK']}"
     # Begin with an empty folder, because a killed run may have left a half of a file.
     shutil.rmtree(folder, ignore_errors=True)
     for name in ("rows.json", "index.json"):
@@ -568,7 +573,7 @@ def open_cache(args):
 PARTS = 64
 
 
-@lru_cache(maxsize=2 * PARTS)
+@lru_cache(maxsize=2 * PARTS)  # the windows of all parts, and the next windows
 def permutation(seed, count):
     # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
     return np.random.RandomState(seed).permutation(count)
@@ -604,7 +609,8 @@ class RowOrder:
         turn, part = divmod(n, PARTS)
         # The first parts have one row more, if 64 does not divide the number of rows.
         rows_per_part, longer_parts = divmod(self.count, PARTS)
-        part_begin = part * rows_per_part + min(part, longer_parts)
+        longer_parts_before = min(part, longer_parts)
+        part_begin = part * rows_per_part + longer_parts_before
         part_rows = rows_per_part + 1 if part < longer_parts else rows_per_part
         # The rows of a part are shuffled within windows.
         window, offset = divmod(turn, self.window_size)
@@ -781,13 +787,12 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
     wait_for_checkpoint()
     writer_group()  # make the group here, since all ranks have to make it at the same time
     parts = sharded_state(model, stateful)
+    folder = run_folder / f"step-{state.step:08d}"
     if args.checkpoint_format == "full":
         parts = to_rank_0(parts)
-    if args.checkpoint_format == "local":
+    elif args.checkpoint_format == "local":
         parts = own_shards(parts)
-        folder = run_folder / RANK_FOLDER / f"step-{state.step:08d}"
-    else:
-        folder = run_folder / f"step-{state.step:08d}"
+        folder = run_folder / RANK_FOLDER / folder.name
     texts = {"state.json": json.dumps(asdict(state), indent=2)}
     if RANK == 0:
         texts["metrics.jsonl"] = (run_folder / "metrics.jsonl").read_text()
@@ -811,7 +816,7 @@ def write_checkpoint(folder, parts, texts, model, tokenizer, args):
             dcp.save(parts, checkpoint_id=incomplete, process_group=writer_group(), no_dist=alone)
         if RANK > 0 and not is_local:
             return
-        save_model(incomplete, model, tokenizer)
+        save_model(incomplete, model, tokenizer)  # the config and the tokenizer, no weights
         for name, text in texts.items():
             (incomplete / name).write_text(text)
     if is_local:
@@ -912,6 +917,7 @@ def read_state(checkpoint, state):
     is_local = checkpoint.parent.name == RANK_FOLDER
     reason = "it is of another model or of other ranks, or it is damaged and has to be removed"
     with explain(f"cannot read {checkpoint}: {reason}"):
+        # Each of the own shards shares its memory with `state`, so reading fills `state`.
         parts = own_shards(state) if is_local else state
         dcp.load(parts, checkpoint_id=checkpoint, no_dist=is_local)
 
@@ -1341,7 +1347,7 @@ def parse_args():
     if args.global_batch_size:
         passes, rest = divmod(args.global_batch_size, size)
         if rest:
-            low = max(passes, 1) * size
+            low = max(passes, 1) * size  # the next smaller multiple, if there is one
             nearest = f"{low} or {low + size}"
             parser.error(f"--global-batch-size must be a multiple of ranks × -b: {nearest}")
     args.gradient_accumulation_steps = passes
@@ -1349,12 +1355,13 @@ def parse_args():
         parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
     if args.skip_optimizer and not args.resume_dir:
         parser.error("--skip-optimizer needs --resume-dir: the checkpoint with the weights")
-    if args.resume_dir and not (args.experiment_name or args.skip_optimizer):
+    continues_run = args.resume_dir and not args.skip_optimizer
+    if continues_run and not args.experiment_name:
         parser.error("--resume-dir continues a run: name it with -e, or give --skip-optimizer")
     if args.resume_dir:
-        inside = [path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")]
         if args.resume_dir.parent.name.startswith("rank-"):
             parser.error("--resume-dir: leave rank-… out of the path, as each rank puts in its own")
+        inside = [path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")]
         if inside:  # a checkpoint has no checkpoints inside
             example = f"RUN/{max(inside)}"
             parser.error(f"--resume-dir is a whole run: name a checkpoint, such as {example}")

@@ -144,7 +144,7 @@ def test_startup(run):
 def test_compression(run, tmp_path):
     """All methods send less than none; the plot needs what the other parts record."""
     records = tmp_path / "records.json"
-    output = run("compression.py", "hooks", "--rounds", 1, "--records", records)
+    output = run("gradient-compression.py", "hooks", "--rounds", 1, "--records", records)
     rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", output, re.M)
     assert len(rows) == 8
     assert rows[0] == ("none", "4.199", "6.298", "1.000")
@@ -154,7 +154,7 @@ def test_compression(run, tmp_path):
     losses = {f"{method} on 2": [[7.0, 6.0], [7.1, 6.1]] for method in found["hooks"]}
     records.write_text(json.dumps(found | {"links": links, "losses": losses}))
     flags = ["plot", "--link", "1 Gbit/s", "--records", records, "-o", tmp_path / "picture"]
-    run("compression.py", *flags)
+    run("gradient-compression.py", *flags)
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
