@@ -229,13 +229,8 @@ os.fsync, pathlib.Path.rename = watched_fsync, watched_rename
 """
 
 
-@pytest.mark.parametrize("chapter", ["01-single-gpu", "02-ddp", *SHARDED])
-def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer, chapter):
-    """Each file, and then the folder: a killed process cannot show a missing sync."""
-    script = REPOSITORY / chapter / "train-llm.py"
-    options = {"script": script, "processes": 2 * (chapter != "01-single-gpu")}
-    result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=WATCH_DISK, **options)
-    output = result.run.ranks[0].output if options["processes"] else result.output
+def assert_synced(output: str, run_folder, names: list[str]) -> None:
+    """Each folder had all of its files when it got its name, and they were on the disk."""
     synced, named = [], []
     for line in output.splitlines():
         what, *words = line.split(" ")
@@ -244,9 +239,22 @@ def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer, chapter):
         if what == "rename" and words[1:]:
             named.append(words[0].rsplit("/", 1)[1])
             assert set(words[1:]) <= set(synced)
-            assert synced[-1] == str(result.folder / "incomplete")  # after the files
+            incomplete = f"{run_folder}/incomplete"
+            assert synced[-1] == incomplete  # after the files
+            files = {word.removeprefix(incomplete) for word in words[1:]}
+            folder = run_folder / named[-1]
+            assert files == {str(file).removeprefix(str(folder)) for file in folder.rglob("*")}
             synced.clear()
-    assert named == ["step-00000001", "step-00000002", "final"]
+    assert named == names
+
+
+def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer):
+    """Each file, and then the folder: a killed process cannot show a missing sync.
+
+    Chapters 2 to 10: test_quick.py
+    """
+    result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=WATCH_DISK)
+    assert_synced(result.output, result.folder, ["step-00000001", "step-00000002", "final"])
 
 
 def test_a_loss_that_is_not_finite_is_never_saved(trainer):

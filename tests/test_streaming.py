@@ -115,7 +115,14 @@ def weights(tmp_path_factory, model):
 
 
 def plain_losses(folder, steps: list[torch.Tensor]) -> list[float]:
-    """Of a loop that knows nothing of ranks and micro-batches: all rows of a step at once."""
+    return plain_loop(folder, steps)[0]
+
+
+def plain_loop(folder, steps: list[torch.Tensor]) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of a loop without ranks and micro-batches.
+
+    It takes all rows of a step at once.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     groups = [
         [p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)
@@ -123,7 +130,7 @@ def plain_losses(folder, steps: list[torch.Tensor]) -> list[float]:
     groups = [{"params": p, "weight_decay": d} for p, d in zip(groups, (0.01, 0.0), strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     scheduler = get_scheduler("cosine", optimizer, 0, len(steps))
-    losses = []
+    losses, norms = [], []
     for labels in steps:
         mask = (labels >= 0).long()
         logits = model(input_ids=labels * mask, attention_mask=mask).logits
@@ -131,12 +138,12 @@ def plain_losses(folder, steps: list[torch.Tensor]) -> list[float]:
             logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
         )
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+    return losses, norms
 
 
 @pytest.mark.parametrize(("processes", "accumulation"), [(1, 3), (2, 1), (3, 2)])
