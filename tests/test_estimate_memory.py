@@ -92,6 +92,7 @@ def test_estimates_in_the_records(tmp_path):
         assert f"{guess / 1e9:.{len(decimals)}f}" == said, (model, method, flags)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("method", "devices", "config", "flags"), CASES)
 def test_what_the_chapters_allocate(tmp_path, monkeypatch, method, devices, config, flags):
     """By the benchmark: states exactly, with rows that 2 ranks do not divide; and the total."""
@@ -170,6 +171,7 @@ def test_activations_are_those_that_autograd_keeps(name, options):
     assert traced == pytest.approx(kept_by_autograd(name, flags), rel=0.05)
 
 
+@pytest.mark.rest
 def test_compiled_code_keeps_what_is_foretold():
     """Layers and loss."""
     traced, flags = kept("llama", "--dtype bf16")

@@ -32,30 +32,37 @@ from test_streaming import WATCH, plain_loop
 STEPS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
 STEPS += ["--keep-checkpoints", 9]
 TWICE = ["--gradient-accumulation-steps", 2]
-# Flags of the job, for 8 samples per step; a bad flag, and a part of the sentence about it
+# Flags of the job, for 8 samples per step; bad flags, the exit status, and a part of the sentence.
+# `model`: the fixture with its weights, if it is not `pretrained`.
 CHAPTERS = {
-    "02-ddp": (["-b", 2, *TWICE], ["-b", 0], "--batch-size"),
-    "03-fsdp": (["-b", 2, *TWICE], ["--cpu-offlod"], "--cpu-offlod"),
-    "05-multi-node": (
-        ["-b", 2, *TWICE, "--shard-size", 1],
-        ["--shard-size", 3],
-        "--shard-size 3 does not divide the 2 ranks",
-    ),
-    "06-tensor-parallel": (
-        ["-b", 4, *TWICE],
-        ["--tensor-parallel", 0],
-        "--tensor-parallel: must be a number, 1 or larger",
-    ),
-    "07-pipeline-parallel": (
-        ["-b", 2, "--gradient-accumulation-steps", 4],
-        ["--schedule", "zbv", "--stages-per-rank", 3],
-        "zbv has two stages per rank",
-    ),
-    "08-gradient-compression": (
-        ["-b", 2, *TWICE],
-        ["--compress", "zip"],
-        "invalid choice",
-    ),
+    "02-ddp": {"flags": ["-b", 2, *TWICE], "bad": ["-b", 0], "sentence": "--batch-size"},
+    "03-fsdp": {
+        "flags": ["-b", 2, *TWICE],
+        "bad": ["--cpu-offlod"],
+        "sentence": "--cpu-offlod",
+    },
+    "05-multi-node": {
+        "flags": ["-b", 2, *TWICE, "--shard-size", 1],
+        "bad": ["--shard-size", 3],
+        "sentence": "--shard-size 3 does not divide the 2 ranks",
+    },
+    "06-tensor-parallel": {
+        "flags": ["-b", 4, *TWICE],
+        "bad": ["-s", 33],
+        "status": 1,
+        "sentence": "2 does not divide 33 tokens of a sample",
+    },
+    "07-pipeline-parallel": {
+        "flags": ["-b", 2, "--gradient-accumulation-steps", 4],
+        "bad": ["--schedule", "zbv", "--stages-per-rank", 3],
+        "status": 1,
+        "sentence": "zbv has two stages per rank",
+    },
+    "08-gradient-compression": {
+        "flags": ["-b", 2, *TWICE],
+        "bad": ["--compress", "zip"],
+        "sentence": "invalid choice",
+    },
 }
 # Rank 1 writes slowly, so whoever does not wait for its files misses them.
 SLOW_RANK_1 = """
@@ -100,21 +107,26 @@ def resume(run, trainer, step: int, train):
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_one_job(trainer, pretrained, chapter):
-    split, bad_flags, sentence = CHAPTERS[chapter]
-    steps = ["-m", pretrained, "--no-from-scratch", *STEPS]
+def test_one_job(trainer, request, chapter):
+    case = CHAPTERS[chapter]
+    steps = [
+        "-m",
+        request.getfixturevalue(case.get("model", "pretrained")),
+        "--no-from-scratch",
+        *STEPS,
+    ]
     single = trainer(*steps, "-b", 8, name="single")
 
     def train(name):
         options = {"script": script_of(chapter), "processes": 2, "before": WATCH_SAVES}
-        return trainer(*steps, *split, name=name, **options)
+        return trainer(*steps, *case["flags"], name=name, **options)
 
     run = train("run")
     assert_same_losses(single, run, 6, **OFF)
     assert_synced(run.run.ranks[0].output, run.folder, ["step-00000003", "step-00000006", "final"])
     assert_same_weights(single, run)
     resume(run, trainer, 3, train)
-    refuse(trainer, chapter, bad_flags, sentence)
+    refuse(trainer, chapter, case["bad"], case["sentence"], case.get("status", 2))
 
 
 def assert_same_weights(a, b) -> None:
@@ -171,12 +183,14 @@ def rows_job(trainer, chapter, weights, corpus, data, monkeypatch, before="") ->
     resume(run, trainer, 3, train)
 
 
-def test_one_job_of_streams(trainer, pretrained, corpus, monkeypatch):
-    rows_job(trainer, "04-streaming", pretrained, corpus, f"{corpus}/?.jsonl", monkeypatch)
-    refuse(trainer, "04-streaming", ["--shuffle-window", 0], "must be a number, 1 or larger")
+@pytest.mark.parametrize("chapter", ["04-streaming"])
+def test_one_job_of_streams(trainer, pretrained, corpus, monkeypatch, chapter):
+    rows_job(trainer, chapter, pretrained, corpus, f"{corpus}/?.jsonl", monkeypatch)
+    refuse(trainer, chapter, ["--shuffle-window", 0], "must be a number, 1 or larger")
 
 
-def test_one_job_of_shards(trainer, pretrained, corpus, monkeypatch):
+@pytest.mark.parametrize("chapter", ["10-mds-shards"])
+def test_one_job_of_shards(trainer, pretrained, corpus, monkeypatch, chapter):
     if NO_TORCHVISION:
         monkeypatch.syspath_prepend(STAND_IN)
     flags = ["-o", corpus / "shards", "-m", TINY_LLAMA, "-d", f"{corpus}/?.jsonl", "-s", 32]
@@ -185,8 +199,8 @@ def test_one_job_of_shards(trainer, pretrained, corpus, monkeypatch):
     run = Run(tool, flags, corpus / "output.txt", before=IMPORTABLE)
     assert run.wait() == 0, run.output
     shards = corpus / "shards"
-    rows_job(trainer, "10-mds-shards", pretrained, corpus, shards, monkeypatch, IMPORTABLE)
-    refuse(trainer, "10-mds-shards", ["--local-cache"], "expected one argument")
+    rows_job(trainer, chapter, pretrained, corpus, shards, monkeypatch, IMPORTABLE)
+    refuse(trainer, chapter, ["--local-cache"], "expected one argument")
 
 
 # The name of a checkpoint is written when all ranks have written their files.
@@ -205,7 +219,8 @@ pathlib.Path.write_text = write_text
 """
 
 
-def test_one_job_of_the_trainer(trainer, tmp_path, model, dataset):
+@pytest.mark.parametrize("chapter", ["09-hf-trainer"])
+def test_one_job_of_the_trainer(trainer, tmp_path, model, dataset, chapter):
     (tmp_path / "9").mkdir()
     runs = Runs(tmp_path / "9", model, dataset)
     # The 10 held-out samples divide by 2 ranks × 1. The Trainer would fill up a larger last batch.

@@ -99,6 +99,7 @@ def test_install_commands():
     assert "README.md" in (REPOSITORY / ".ci" / "run").read_text()
 
 
+@pytest.mark.rest
 def test_demo_and_the_commands_after_it(tmp_path):
     """From another folder, where the Hub cannot be reached, and not to the end."""
     demos = [c.split(" && ")[-1] for c in COMMANDS if c.endswith("--demo")]

@@ -35,6 +35,7 @@ def test_resume_is_exact(trainer, dropout_model):
     assert epochs[0] < 1 < epochs[-1] <= 2
 
 
+@pytest.mark.rest
 def test_stop_signals_save_and_the_run_goes_on_exactly(trainer, dropout_model):
     flags = ["-m", dropout_model, "--max-steps", 150, "--eval-freq", 60]
     whole = trainer(*flags, name="whole")
@@ -55,6 +56,7 @@ def test_stop_signals_save_and_the_run_goes_on_exactly(trainer, dropout_model):
     assert_same_model(resumed, whole)
 
 
+@pytest.mark.rest
 def test_sigkill_at_random_moments(trainer):
     """Saves after every step, so that most kills hit one; each start goes on from a whole one."""
     flags = ["--max-steps", 120, "--ckpt-freq", 1, "--eval-freq", 50]
@@ -115,6 +117,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.rest
 def test_another_training_under_the_same_name_is_refused(trainer, dropout_model, tmp_path):
     before = trainer("--max-steps", 3)
     other_data = tmp_path / "other.txt"
@@ -159,6 +162,7 @@ def test_damaged_checkpoint(trainer):
 SHARDED = ("03-fsdp", "06-tensor-parallel", "07-pipeline-parallel")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("chapter", ["02-ddp", "08-gradient-compression", *SHARDED])
 def test_damaged_checkpoint_of_several_ranks(trainer, chapter):
     """Each rank says so, or waits for the rank that does. Nothing is trained or removed."""
@@ -182,6 +186,7 @@ def test_damaged_checkpoint_of_several_ranks(trainer, chapter):
     assert len(result.records) == 2
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("chapter", ["01-single-gpu", "02-ddp", "03-fsdp"])
 def test_a_folder_with_another_name_is_no_checkpoint(trainer, chapter):
     """It is neither resumed, nor removed, nor counted."""
@@ -197,6 +202,7 @@ def test_a_folder_with_another_name_is_no_checkpoint(trainer, chapter):
     assert result.checkpoints == ["step-00000003", "step-00000004", *others]
 
 
+@pytest.mark.rest
 def test_full_disk_while_saving(trainer):
     flags = ["--max-steps", 9, "--ckpt-freq", 3]
     whole = trainer(*flags, name="whole")
@@ -257,6 +263,7 @@ def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer):
     assert_synced(result.output, result.folder, ["step-00000001", "step-00000002", "final"])
 
 
+@pytest.mark.rest
 def test_a_loss_that_is_not_finite_is_never_saved(trainer):
     flags = ["--lr", 1e30, "--max-grad-norm", 0, "--max-steps", 50, "--log-freq", 50]
     result = trainer(*flags, "--ckpt-freq", 1, status=1)
@@ -266,6 +273,7 @@ def test_a_loss_that_is_not_finite_is_never_saved(trainer):
         assert all(torch.isfinite(weight).all() for weight in weights)
 
 
+@pytest.mark.rest
 def test_a_failing_run_leaves_its_records_to_comet(trainer):
     flags = ["--lr", 1e30, "--max-grad-norm", 0, "--max-steps", 50]
     result = trainer(*flags, status=1, comet=True)
@@ -275,6 +283,7 @@ def test_a_failing_run_leaves_its_records_to_comet(trainer):
     assert messages.count('"metricName":"loss"') >= len(result.column("loss")) > 0
 
 
+@pytest.mark.rest
 def test_a_tokenizer_that_saves_folders(trainer, model):
     """With several chat templates it does; a checkpoint has room for that."""
     folder = trainer.folder / "templates"

@@ -56,6 +56,7 @@ FEW = ["DDP", "FSDP"]
 MANY = [*FEW, "HSDP", "TP in a node", "PP over the link"]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("processes", "methods"), [(1, FEW), (2, MANY)])
 def test_bytes_between_two_nodes(tmp_path, processes, methods):
     """On 2 and 4 ranks, by the counters of the interface; the same rows give the same losses."""
@@ -135,6 +136,7 @@ RUNS = [  # method, chapter, processes, samples of a micro-batch and group, micr
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("method", "chapter", "processes", "samples", "count", "parts"), RUNS)
 def test_collectives(trainer, tmp_path, method, chapter, processes, samples, count, parts):
     """What rank 0 of chapters 6 and 7 sends: the number, the sizes, and all bytes together."""
