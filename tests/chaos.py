@@ -3,7 +3,7 @@
     python tests/chaos.py --rounds 3                              # every chapter from 2 on
     python tests/chaos.py --chapters 02-ddp 05-multi-node --rounds 20 --seed 1
 
-A round is one run of 24 steps on two processes, with a checkpoint after every step. torchrun starts
+A round is one run of 32 steps on two processes, with a checkpoint after every step. torchrun starts
 it with --max-restarts. Twice, a worker or all workers get SIGKILL: during the start, in a step, or
 while a checkpoint is written. Both times the run comes back. Then torchrun gets SIGTERM or Ctrl-C,
 and the run stops with a checkpoint. The same command continues it to its end. In the end, all
@@ -39,9 +39,9 @@ from test_fsdp import assert_same_checkpoint
 from test_hf_trainer import Runs
 from test_torchrun import Forking
 
-STEPS = 24
+STEPS = 32
 LIMIT = 120  # seconds without progress
-TEXT = ["--max-steps", STEPS, "--ckpt-freq", 1, "--keep-checkpoints", 2 * STEPS, "--eval-freq", 12]
+TEXT = ["--max-steps", STEPS, "--ckpt-freq", 1, "--keep-checkpoints", 2 * STEPS, "--eval-freq", 16]
 ROWS = [*TEXT, "--eval-freq", 0, "--shuffle-window", 10, "-b", 2, "--num-epochs", 99]
 SMALL = ["--keep", 0.1, "--min-compress", 600]
 # Chapters, and the flags of their runs. A round takes one of the lists.
@@ -75,7 +75,7 @@ class Configured(Runs):
     """Runs of chapter 9, in the form of a `Trainer`."""
 
     def defaults(self, name: str) -> list:
-        steps = [f"training.max_steps={STEPS}", "training.save_steps=1", "training.eval_steps=12"]
+        steps = [f"training.max_steps={STEPS}", "training.save_steps=1", "training.eval_steps=16"]
         keep = f"training.save_total_limit={2 * STEPS}"
         return [*self.arguments, f"experiment_name={name}", *steps, keep, "parallel=ddp"]
 
@@ -109,6 +109,7 @@ class Chaos:
     def __init__(self, trainer: Trainer, chapter: str, name: str, chance: random.Random):
         self.chapter, self.name, self.chance = chapter, name, chance
         self.options = chance.choice(CHAPTERS[chapter])
+        self.script = REPOSITORY / chapter / "train-llm.py"
         self.trainer, self.number, self.events = trainer, 0, []
         if chapter == "09-hf-trainer":
             folder = trainer.folder / f"{chapter}-{name}"
@@ -118,11 +119,10 @@ class Chaos:
 
     def start(self, name: str) -> Forking:
         command = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 3]
-        script = REPOSITORY / self.chapter / "train-llm.py"
         self.number += 1
         output = f"{self.name}-{self.number}.txt"
         options = {"name": name, "before": SAY_WHERE}
-        return Forking(self.trainer, output, [*command, script], *self.flags, **options)
+        return Forking(self.trainer, output, [*command, self.script], *self.flags, **options)
 
     def checkpoints(self, name: str) -> dict[str, Path]:
         """Folders of checkpoints by their paths in the folder of the run, without the own names."""
@@ -161,7 +161,7 @@ class Chaos:
         """Waits for such a moment, or False if the job ends first."""
         now = self.newest("disturbed")
         if when == "start":
-            time.sleep(self.chance.uniform(0, 2))
+            time.sleep(self.chance.uniform(0, 1))
             return launch.status is None
         if not self.wait_until(launch, lambda: self.newest("disturbed") > now, "checkpoint"):
             return False

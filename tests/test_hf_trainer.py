@@ -372,13 +372,10 @@ def test_memory_in_the_readme():
     shape |= {"num_attention_heads": 8, "vocab_size": 50304, "tie_word_embeddings": False}
     config = AutoConfig.for_model("gpt_neox", **shape)
     whole, root, layer = parameters(config)
-    for count in (whole, root, layer):
-        assert f"{count:,}" in text
     tokens_per_device = 8 * 1024
     behind = 34 * tokens_per_device * 2048 * 16 + 4 * tokens_per_device * 50304
     ddp = (16 * whole + 2 * whole + behind) / 1e9
     fsdp = (16 * whole / 2 + 2 * (root + 2 * layer) + behind) / 1e9
-    assert f"{ddp:.2f} GB with DDP and {fsdp:.2f} GB with FSDP" in text
     assert f"| the formula | {ddp:.1f} | {fsdp:.1f} |" in text
     names = "the estimator", "the estimator with `--activation-checkpointing`"
     for name, flags in zip(names, ([], ["--activation-checkpointing"]), strict=True):

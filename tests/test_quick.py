@@ -58,8 +58,9 @@ CHAPTERS = {
         "status": 1,
         "sentence": "zbv has two stages per rank",
     },
+    # All frequencies: it sends everything, by the way of the compressed gradients
     "08-gradient-compression": {
-        "flags": ["-b", 2, *TWICE],
+        "flags": ["-b", 2, *TWICE, "--compress", "dct", "--keep", 1, "--min-compress", 600],
         "bad": ["--compress", "zip"],
         "sentence": "invalid choice",
     },
