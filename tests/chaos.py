@@ -207,8 +207,8 @@ class Chaos:
         self.tell(f"{signum.name} to torchrun")
         self.wait_until(launch, lambda: False, "end")
         newest = self.newest("disturbed")
-        if launch.status:
-            assert newest, launch.output
+        saves = self.chapter != "09-hf-trainer" or signum == signal.SIGTERM  # as its README says
+        if launch.status and saves:
             assert f"Stopped after step {newest}: the same command" in launch.output, launch.output
 
     def tell(self, event: str) -> None:
