@@ -92,7 +92,9 @@ def prepare(folder: Path) -> Trainer:
     flags = ["-o", folder / "shards", "-m", TINY_LLAMA, "-d", data, "-s", 32, "--processes", 1]
     tool = Run(REPOSITORY / "tools" / "write-mds.py", flags, folder / "tool.txt", before=SAY_WHERE)
     assert tool.wait() == 0, tool.output
-    trainer = Trainer(folder, write_model(folder / "model", **LLAMA), data)
+    trainer = Trainer(
+        folder, write_model(folder / "model", **LLAMA | {"num_hidden_layers": 4}), data
+    )
     trainer.shards = folder / "shards"
     return trainer
 
