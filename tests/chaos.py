@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -28,7 +29,6 @@ from conftest import (
     NO_TORCHVISION,
     STAND_IN,
     TINY_LLAMA,
-    Result,
     Trainer,
     exact,
     write_model,
@@ -92,9 +92,8 @@ def prepare(folder: Path) -> Trainer:
     flags = ["-o", folder / "shards", "-m", TINY_LLAMA, "-d", data, "-s", 32, "--processes", 1]
     tool = Run(REPOSITORY / "tools" / "write-mds.py", flags, folder / "tool.txt", before=SAY_WHERE)
     assert tool.wait() == 0, tool.output
-    trainer = Trainer(
-        folder, write_model(folder / "model", **LLAMA | {"num_hidden_layers": 4}), data
-    )
+    model = write_model(folder / "model", **LLAMA | {"num_hidden_layers": 4})
+    trainer = Trainer(folder, model, data)
     trainer.shards = folder / "shards"
     return trainer
 
@@ -127,7 +126,7 @@ class Chaos:
         return Forking(self.trainer, output, [*command, self.script], *self.flags, **options)
 
     def checkpoints(self, name: str) -> dict[str, Path]:
-        """Folders of checkpoints by their paths in the folder of the run, without the own names."""
+        """Folders of checkpoints by their paths in the folder of the run."""
         run = self.trainer.folder / name
         folders = [*run.glob("**/step-*[0-9]"), *run.glob("**/checkpoint-*[0-9]")]
         return {str(folder.relative_to(run)): folder for folder in sorted(folders)}
@@ -156,8 +155,11 @@ class Chaos:
         for process in [agent, *agent.children(recursive=True)]:
             process.kill()
 
-    def pids(self, launch: Forking) -> set[int]:
-        return {process.pid for process in launch.workers()}
+    def workers(self, launch: Forking) -> list[psutil.Process]:
+        """None, if the job has just ended."""
+        with suppress(psutil.NoSuchProcess):
+            return launch.workers()
+        return []
 
     def moment(self, launch: Forking, when: str) -> bool:
         """Waits for such a moment, or False if the job ends first."""
@@ -184,19 +186,20 @@ class Chaos:
     def kill(self, launch: Forking) -> None:
         """SIGKILL for a worker or for all. torchrun starts them again."""
         when = self.chance.choice(["start", "step", "save", "save"])
-        self.wait_until(launch, lambda: len(launch.workers()) == 2, "two workers")
+        self.wait_until(launch, lambda: len(self.workers(launch)) == 2, "two workers")
         if not self.moment(launch, when):
             return
-        workers = launch.workers()
-        before = self.pids(launch)
-        victims = workers if self.chance.random() < 0.4 else self.chance.sample(workers, 1)
-        for victim in victims if workers else []:
-            victim.kill()
+        workers = self.workers(launch)
+        count = self.chance.choice([1, 1, 2])
+        victims = self.chance.sample(workers, min(count, len(workers)))
+        for victim in victims:
+            with suppress(psutil.NoSuchProcess):
+                victim.kill()
         self.tell(f"SIGKILL for {len(victims)} of 2 ({when})")
 
         def again() -> bool:
-            now = self.pids(launch)
-            return len(now) == 2 and not now & before
+            now = self.workers(launch)
+            return len(now) == 2 and not {*now} & {*workers}
 
         self.wait_until(launch, again, "restart")
 
@@ -241,38 +244,33 @@ class Chaos:
     def compare(self) -> None:
         """Records, checkpoints and weights are equal to the last bit."""
         a, b = (self.trainer.folder / name for name in ("undisturbed", "disturbed"))
-        records = []
-        for folder in (a, b):
-            (file,) = [f for f in folder.glob("**/metrics.jsonl") if is_own(f)]
-            records.append(exact(Result.records.fget(Folder(file.parent))))
-        if self.chapter == "09-hf-trainer":  # its last record has times
-            records = [[r for r in of_run if "train_runtime" not in r] for of_run in records]
-            names = ("tokens_per_second", "runtime", "per_second", "memory")
-            records = [
-                [{k: v for k, v in r.items() if not any(n in k for n in names)} for r in of_run]
-                for of_run in records
-            ]
-        assert records[0] == records[1], self.story
-        found = [self.checkpoints(name) for name in ("undisturbed", "disturbed")]
-        assert found[0].keys() == found[1].keys(), self.story
-        for name, folder in found[0].items():
-            other = found[1][name]
+        assert records_of(a) == records_of(b), self.story
+        checkpoints, others = self.checkpoints(a.name), self.checkpoints(b.name)
+        assert checkpoints.keys() == others.keys(), self.story
+        for name, folder in checkpoints.items():
             if (folder / ".metadata").exists() and "rank-" not in name:
-                assert_same_checkpoint(folder, other)
-            assert_same_files(folder, other, self.story)
-        (c,), (d,) = a.glob("**/final"), b.glob("**/final")
-        assert_same_files(c, d, self.story)
+                assert_same_checkpoint(folder, others[name])
+            assert_same_files(folder, others[name], self.story)
+        (final,), (other,) = a.glob("**/final"), b.glob("**/final")
+        assert_same_files(final, other, self.story)
         assert not [*b.glob("**/incomplete")], self.story
 
 
-class Folder:
-    def __init__(self, folder: Path):
-        self.folder = folder
+# Of the Trainer in chapter 9; `exact` drops the others
+OF_THE_CLOCK = ("runtime", "per_second", "memory/")
 
 
-def is_own(file: Path) -> bool:
-    """The records of the run, not their copies in checkpoints."""
-    return not file.parent.name.startswith(("step-", "checkpoint-"))
+def records_of(run: Path) -> list[dict]:
+    """The records of a run, without the time and the machine. Checkpoints have copies of them."""
+    copies = ("step-", "checkpoint-")
+    files = [f for f in run.glob("**/metrics.jsonl") if not f.parent.name.startswith(copies)]
+    assert len(files) == 1, files
+    records = exact([json.loads(line) for line in files[0].open()])
+    records = [record for record in records if "train_runtime" not in record]
+    return [
+        {name: x for name, x in record.items() if not any(part in name for part in OF_THE_CLOCK)}
+        for record in records
+    ]
 
 
 def modified(file: Path) -> float:
