@@ -139,7 +139,7 @@ def main():
             # Sample n is the same in each run with this seed, so a run can resume at any sample.
             # CP: Each group reads other samples, because equal samples give equal gradients.
             first = state.samples + (micro_step * groups + group) * args.batch_size
-            # CP 2: Each rank of a group has its own seed, because dropout differs between tokens.
+            # CP 2: Each rank of a group has its own seed, because it drops other activations.
             seed = args.seed + first * args.context_parallel + RANK % args.context_parallel
             torch.manual_seed(seed)  # a resumed run also draws the same dropout masks
             # FSDP 2: Scatter in every micro-batch, because whole gradients take 4 bytes per weight.
@@ -319,19 +319,22 @@ def exchange_heads(attention, group):
 
     def attention_of_own_heads(module, query, key, value, mask, **options):
         # CP 5: An all-to-all swaps all heads of some tokens for some heads of all tokens.
-        # Before: (samples, heads, tokens of a rank, width of a head).
-        query, key, value = swap(query), swap(key), swap(value)
-        # Now: (samples, heads of a rank, tokens, width of a head).
+        # From (samples, heads, tokens of a rank, size) to (samples, heads of a rank, tokens, size)
+        query = swap(query)
+        key = swap(key)
+        value = swap(value)
         output, _ = attention(module, query, key, value, mask, **options)
-        return swap(output), None  # attention has exchanged the dimensions of heads and tokens
+        # From (samples, tokens, heads of a rank, size) to (samples, tokens of a rank, heads, size)
+        return swap(output), None
 
     return attention_of_own_heads
 
 
 def mask_of_all_tokens(mask_function, n):
-    """A function that makes the mask of whole samples. Models know only the tokens of a rank."""
+    """A function that makes the mask of whole samples."""
 
-    # CP 6: The mask is for whole samples, so that a sliding window is as long as on one device.
+    # CP 6: The mask needs the length of whole samples, but the model gives the length of a part.
+    # Plain causal attention needs no mask, and sliding windows need one.
     def mask(q_length, kv_length, **options):
         return mask_function(q_length=n * q_length, kv_length=n * kv_length, **options)
 
@@ -342,15 +345,16 @@ def exchange_tokens(group, args):
     """Attention for the queries of each rank, as in Llama 3 (arXiv 2407.21783, section 3.3.2)."""
     size = args.seq_length // (2 * args.context_parallel)  # tokens of a chunk
     ends = [(chunk + 1) * size for chunk in own_chunks(args)]
-    # CP: The last query of a chunk sees all keys up to itself, so the mask is aligned at the lower
-    # right. is_causal=True would align it at the upper left. Compiled code cannot make this object.
+    # CP: The last query of a chunk sees the last of its keys, so the mask is lower right, while
+    # is_causal=True means upper left. Made here, because compiled code cannot make these objects.
     masks = [causal_lower_right(size, end) for end in ends]
 
     def attention_of_own_queries(module, query, key, value, mask, dropout, scaling, **options):
         # CP 7: An all-gather brings all keys and values. Its backward pass adds up their gradients.
         parts = torch.stack([key, value])[None]
         parts = collectives.all_gather_single_autograd(parts, 0, group)
-        # CP: Put the chunks into the order of the sample: the late ones come from the last rank.
+        # CP: (ranks, 2, samples, kv heads, tokens of a rank, size). Put the chunks into the order
+        # of the sample. The late chunks are in the opposite order of the ranks.
         early, late = parts.chunk(2, dim=4)
         keys, values = torch.cat([*early, *late.flip(0)], dim=3)
         outputs = []
@@ -371,7 +375,7 @@ def exchange_tokens(group, args):
 
 
 def no_mask(**options):
-    """CP: Without this function, Transformers would take distant chunks for packed documents."""
+    """CP: No mask. By itself, Transformers would make one here, of (tokens of a rank)² numbers."""
 
 
 def own_chunks(args):
@@ -386,17 +390,18 @@ def own_chunks(args):
 
 def loss_of(model, input_ids, args):
     """N times this rank's part of the mean loss of a batch. The mean over the ranks is the loss."""
-    # CP 9: Shift the labels before the split: the label of a last token may be on another rank.
+    # CP 9: Shift the labels before the split, because the next token may be on another rank.
     labels = input_ids.roll(-1, dims=1)
     labels[:, -1] = -100  # no label, because the sample ends
-    # CP 10: Split the positions, too. By itself, the model would count from 0 on every rank.
+    # CP 10: Split the positions, too, because a model would count from 0 on every rank.
     positions = torch.arange(args.seq_length, device=input_ids.device)[None]
     batch = {"input_ids": input_ids, "position_ids": positions, "shift_labels": labels}
     for name, x in batch.items():
         chunks = x.chunk(2 * args.context_parallel, dim=1)
         batch[name] = torch.cat([chunks[i] for i in own_chunks(args)], dim=1)
-    # CP 11: Divide by the same number on all ranks, although the rank of the end has fewer labels.
-    # FSDP averages over all ranks, so the number is the mean count of labels of a rank.
+    # CP 11: All ranks divide by the same number, although one rank has fewer labels than others.
+    # It is the mean number of labels of a rank. So the mean over the ranks, which FSDP also takes
+    # of the gradients, is the mean over all labels.
     count = len(input_ids) * (args.seq_length - 1) / args.context_parallel
     # Transformers computes a loss only if it gets `labels`. It uses `shift_labels` as they are.
     # A cache of keys and values serves generation. In training it only takes memory.
@@ -489,6 +494,13 @@ def check_split(config, args):
     window = getattr(config, "sliding_window", None) or args.seq_length
     if args.exchange == "tokens" and args.seq_length > window:
         refuse(f"--seq-length is above the sliding window, {window}: use --exchange heads")
+
+
+def refuse(message):
+    """Exits on all ranks, which have all found the same mistake. One rank of each node says so."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        fail(message)
+    sys.exit(1)
 
 
 def load_documents(name, subset):
@@ -856,13 +868,6 @@ def join_process_group():
     backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     return device
-
-
-def refuse(message):
-    """Exits on all ranks, which have all found the same mistake. One rank of each node says so."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        fail(message)
-    sys.exit(1)
 
 
 def gather(value):
