@@ -16,7 +16,7 @@ from conftest import (
     take_over,
     write_model,
 )
-from runner import CHAPTER_3, CHAPTER_11, Job, load
+from runner import CHAPTER_3, CHAPTER_11, REPOSITORY, Job, load
 from test_fsdp import NORMS, OFF, SCALER, assert_same_checkpoint, norms, told
 from torch import distributed as dist
 from transformers import (
@@ -191,17 +191,17 @@ def test_gradients_of_each_family_on_four_ranks(tmp_path, folders):
 def assert_exact(found: dict) -> None:
     for name, result in found.items():
         print(f"{name}: loss {result.loss:.1e}, gradient {result.gradient:.1e} ({result.of})")
-    assert max(result.loss for result in found.values()) < 1e-5
-    assert max(result.gradient for result in found.values()) < 3e-5
+    assert found
+    assert [result for result in found.values() if result.loss > 1e-5] == []
+    assert [result for result in found.values() if result.gradient > 3e-5] == []
 
 
 @pytest.mark.rest
 def test_gradients_of_compiled_layers(tmp_path, folders):
-    """With and without checkpointing. The second job finds what the first job has cached."""
+    """The second job finds what the first job has cached."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
     flags = ["--compile", "--exchange"]
     cases = [case(folders["llama"], *flags, "heads", name="heads")]
-    cases.append(case(folders["llama"], *flags, "tokens", name="tokens"))
     flags.insert(0, "--activation-checkpointing")
     cases.append(case(folders["llama"], *flags, "tokens", name="tokens, checkpointing"))
     for number in range(2):
@@ -259,7 +259,7 @@ def test_losses_are_those_of_chapter_1(trainer, pretrained):
     single = trainer(*flags, "-b", 12, name="single", before=NORMS)
     assert min(single.column("grad_norm")) > 0.3  # every gradient is clipped
     (held_out,) = re.findall(r"(\d+) held out", single.output)
-    assert int(held_out) % 2
+    assert int(held_out) % (2 * 3)  # two groups, three samples in a batch
     for number, (processes, split) in enumerate(CASES):
         options = {"name": f"run-{number}", "processes": processes, "before": NORMS} | CP
         run = trainer(*flags, *split, **options)
@@ -328,6 +328,7 @@ def test_dropout_and_resume(trainer, dropout_model, exchange):
 def test_resume_in_chapter_3_and_back(trainer, pretrained):
     flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 6, "--eval-freq", 6]
     flags += ["--lr", 1e-3, "--ckpt-freq", 2, "--keep-checkpoints", 9]
+    flags += ["--lr-scheduler", "constant"]  # the number of steps changes other schedules
     origin = trainer(*flags, "-b", 4, name="origin", processes=2, **CP)
     take_over(origin, trainer, "other", 2)
     scripts = [(4, ["-b", 2], {"script": CHAPTER_3}), (6, ["-b", 2, *TOKENS], CP)]
@@ -392,7 +393,7 @@ LINEAR |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 LINEAR |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
 LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24}
-LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 # What is damaged, the exchange, the model; how wrong the worst gradient is, at least.
 TRAPS = {
     "labels shifted after the split": (LATE, "heads", "llama", {}, 0.1),
@@ -533,6 +534,47 @@ def test_refused_in_one_sentence(check, name):
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_accepted(check, name):
     check(*ACCEPTED[name], local_rank=0)
+
+
+# -- The benchmark ---------------------------------------------------------------------------------
+
+BENCHMARK = REPOSITORY / "benchmarks" / "context-parallel.py"
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("what", ["traffic", "memory", "attention"])
+def test_benchmark(what, tmp_path, monkeypatch, capsys):
+    """It ends with an error where losses differ, or what it counts from what it computes."""
+    tool = load(BENCHMARK)
+    tool.SHAPE |= SHAPE
+    tool.LLAMA |= SHAPE
+    tool.FLAGS = [[], ["--activation-checkpointing"]] if what == "traffic" else [[]]
+
+    def launch(processes, *arguments):  # without torchrun, and without its imports
+        output = tmp_path / f"output-{len([*tmp_path.iterdir()])}.txt"
+        job = Job(BENCHMARK, arguments, output, processes, env={"COMET_AUTO_LOG_DISABLE": "true"})
+        assert job.wait() == 0, job.output
+        return job.output
+
+    tool.launch = launch
+    lengths = ["--ranks", "2", "--lengths", "128", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARK), what, *lengths])
+    tool.main()
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]
+    rows = [row for row in rows if re.search(r"\d", "".join(row))]
+    if what == "traffic":
+        found = {(row[2].strip(), row[4].strip()) for row in rows}
+        tokens = {("tokens", "all-gather"), ("tokens", "reduce-scatter")}
+        assert found == tokens | {("heads", "all-to-all")}
+        assert len(rows) == 6
+    elif what == "memory":
+        ((_, whole, _, heads, tokens, masks),) = rows
+        assert float(whole) > float(tokens) > float(heads) > 0
+        assert float(masks) > 0
+    else:
+        ((_, layer, alone, *_),) = rows
+        assert float(layer) >= float(alone) >= 0
 
 
 if __name__ == "__main__":
