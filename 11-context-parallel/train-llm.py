@@ -366,7 +366,7 @@ def exchange_tokens(group, args):
                 attn_mask=causal,
                 dropout_p=dropout,
                 scale=scaling,
-                enable_gqa=True,
+                enable_gqa=key.shape[1] < query.shape[1],  # if heads share keys and values
             )
             outputs.append(output)
         return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None

@@ -101,6 +101,7 @@ def watch(chapter: str, flags: list[str]) -> None:
                 return result
 
             self.forward = watched
+            Watch().__enter__()  # not before: the mode prevents the construction of mask objects
         return train(self, mode)
 
     def watched_step(self, *args, **options):
@@ -113,8 +114,7 @@ def watch(chapter: str, flags: list[str]) -> None:
 
     torch.nn.Module.train, torch.optim.AdamW.step = watched_train, watched_step
     sys.argv = [chapter, *flags]
-    with Watch():
-        runpy.run_path(chapter, run_name="__main__")
+    runpy.run_path(chapter, run_name="__main__")
 
 
 # -- The tables ------------------------------------------------------------------------------------
