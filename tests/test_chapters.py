@@ -154,6 +154,18 @@ STEPS = [
         sentences={'add("-d", "--dataset-name"', '"dataset_name": ', "descriptions = gather("}
         | {'say(f"{args.dataset_name}: ', 'fail(f"{args.dataset_name} is too small'},
     ),
+    Step(
+        after="11-context-parallel",
+        marker="CP",
+        ideas=11,
+        tokens=1_350,
+        lines=130,
+        may_differ={"docstring", "imports", "main", "build_model", "evaluate", "DEMO"}
+        | {"parse_args"},
+        added={"share_attention", "exchange_heads", "mask_of_all_tokens", "exchange_tokens"}
+        | {"no_mask", "own_chunks", "loss_of", "FAMILIES", "check_split", "refuse"},
+        replaced_comments={"DDP 9: Average the loss"},
+    ),
 ]
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.after)
 
