@@ -154,6 +154,18 @@ STEPS = [
         sentences={'add("-d", "--dataset-name"', '"dataset_name": ', "if len(set(gather("}
         | {'say(f"{args.dataset_name}: ', 'fail(f"{args.dataset_name} is too small'},
     ),
+    Step(
+        after="12-expert-parallel",
+        marker="EP",
+        ideas=10,
+        tokens=1_200,
+        lines=120,
+        may_differ={"docstring", "imports", "main", "build_model", "DEMO", "parse_args"},
+        added={"expert_parallel", "ExpertsOfRank", "experts_of", "load_metrics", "clip_gradients"}
+        | {"ALL_EXPERTS_FUNCTIONS.register('expert_parallel', expert_parallel)"}
+        | {"NUMBER_OF_EXPERTS", "check_experts"},
+        sentences={'"model_name": f"{REPOSITORY}'},
+    ),
 ]
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.after)
 
