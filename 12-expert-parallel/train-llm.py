@@ -483,8 +483,8 @@ def check_experts(config, args):
     """Refuses a model without experts that this chapter knows, and groups of a wrong size."""
     config = config.get_text_config()
     if config.model_type not in NUMBER_OF_EXPERTS:
-        families = ", ".join(NUMBER_OF_EXPERTS)
-        fail(f"{config.model_type} is not among the mixtures {families}: use chapter 3")
+        families = f"the mixtures of this chapter ({', '.join(NUMBER_OF_EXPERTS)})"
+        fail(f"{config.model_type} is not among {families}: use chapter 3")
     count = getattr(config, NUMBER_OF_EXPERTS[config.model_type])
     size = args.expert_parallel
     if count % size or WORLD_SIZE % size:
