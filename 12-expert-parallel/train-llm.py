@@ -260,20 +260,18 @@ def expert_parallel(experts, tokens, chosen, shares):
         experts.received_tokens += arriving_counts.sum()
     # EP 4: Send the copies. Autograd sends their gradients the other way in the backward pass.
     arrived = all_to_all_single_autograd(copies, receive_counts, send_counts, experts.group)
-    # Each rank has sent its copies in the order of the experts. Here each expert has a number from
-    # 0 on. The function of Transformers multiplies by shares. They are on the rank of the token.
+    # The copies of each sender are sorted by expert. On this rank, experts are numbered from 0.
     numbers = torch.arange(len(counts) // ranks, device=tokens.device).repeat(ranks)
-    numbers = numbers.repeat_interleave(arriving_counts)[:, None]
+    numbers = numbers.repeat_interleave(arriving_counts, output_size=len(arrived))
+    # The shares stay on the rank of the token, so here each result gets the share 1.
+    ones = arrived.new_ones(len(arrived), 1)
     compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-    results = compute(ExpertsOfRank(experts), arrived, numbers, arrived.new_ones(numbers.shape))
+    results = compute(ExpertsOfRank(experts), arrived, numbers[:, None], ones)
     # EP 5: Send the results back, put them into the old order, and add them up for each token.
     returned = all_to_all_single_autograd(results, send_counts, receive_counts, experts.group)
     results = torch.empty_like(returned).index_copy(0, order, returned)
     results = results.view(-1, per_token, tokens.shape[1]) * shares[..., None]
     return results.sum(1).to(tokens.dtype)
-
-
-ALL_EXPERTS_FUNCTIONS.register("expert_parallel", expert_parallel)
 
 
 class ExpertsOfRank:
@@ -301,8 +299,8 @@ def load_metrics(model):
     layers = experts_of(model)
     of_experts = torch.stack([experts.sent_tokens for experts in layers])  # (layers, experts)
     dist.all_reduce(of_experts)
-    of_this_rank = [experts.received_tokens.item() for experts in layers]
-    of_ranks = torch.tensor(gather(of_this_rank)).T  # (layers, ranks)
+    of_this_rank = torch.stack([experts.received_tokens for experts in layers])
+    of_ranks = torch.tensor(gather(of_this_rank.tolist())).T  # (layers, ranks)
     for experts in layers:
         experts.sent_tokens.zero_()
         experts.received_tokens.zero_()
@@ -319,10 +317,12 @@ def build_model(args, config, device, checkpoint):
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
+    # EP: Transformers calls the registered function for each layer, in place of its own.
+    ALL_EXPERTS_FUNCTIONS.register("expert_parallel", expert_parallel)
     model.set_experts_implementation("expert_parallel")
     # EP 6: Ranks form a table. The ranks of a row share the experts of each layer.
     shape = (WORLD_SIZE // args.expert_parallel, args.expert_parallel)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "experts"))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("groups", "experts"))
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
@@ -336,11 +336,11 @@ def build_model(args, config, device, checkpoint):
             rows = distribute_tensor(weight, mesh["experts"], [Shard(0)], src_data_rank=None)
             setattr(experts, name, torch.nn.Parameter(rows))
         # EP 8: The ranks of a column have the same experts, and FSDP shards them in the column.
-        policy["mesh"] = mesh["copies"]
+        policy["mesh"] = mesh["groups"]
         fully_shard(experts, reshard_after_forward=args.reshard_after_forward, **policy)
         # EP 9: Divide by all ranks, because an expert adds up gradients for all ranks of its row.
         experts.set_gradient_divide_factor(WORLD_SIZE)
-        # Without this line, only NCCL can divide. With one copy, this line would divide twice.
+        # Gloo cannot divide while it adds, so divide later. With one group, this divides twice.
         experts.set_force_sum_reduction_for_comms(shape[0] > 1)
     policy["mesh"] = mesh._flatten()  # EP: all other weights are sharded over all ranks
     # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.

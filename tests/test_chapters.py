@@ -162,7 +162,6 @@ STEPS = [
         lines=120,
         may_differ={"docstring", "imports", "main", "build_model", "DEMO", "parse_args"},
         added={"expert_parallel", "ExpertsOfRank", "experts_of", "load_metrics", "clip_gradients"}
-        | {"ALL_EXPERTS_FUNCTIONS.register('expert_parallel', expert_parallel)"}
         | {"NUMBER_OF_EXPERTS", "check_experts"},
         sentences={'"model_name": f"{REPOSITORY}'},
     ),

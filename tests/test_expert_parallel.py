@@ -150,7 +150,7 @@ def plain(shared):
     return gradients_of(shared, *STEPS, *WHOLE, name="plain")
 
 
-LAYOUTS = {"one copy": (2, HALF), "two copies": (4, ["-b", 2, "--expert-parallel", 2])}
+LAYOUTS = {"one group": (2, HALF), "two groups": (4, ["-b", 2, "--expert-parallel", 2])}
 
 
 @pytest.mark.rest
@@ -188,32 +188,32 @@ def test_a_norm_per_mesh_is_noticed(shared, plain, tmp_path):
 # largest error of a loss in five steps. Losses alone would not show the first two.
 TRAPS = {
     "no divide factor": (
-        "one copy",
+        "one group",
         {"        experts.set_gradient_divide_factor(WORLD_SIZE)\n": ""},
         ("experts", 0.99, 1e-5),
     ),
     "a divide factor of the column": (
-        "two copies",
+        "two groups",
         {"experts.set_gradient_divide_factor(WORLD_SIZE)": "experts.set_gradient_divide_factor(2)"},
         ("experts", 0.99, 1e-5),
     ),
-    "forced sums with one copy": (
-        "one copy",
+    "forced sums with one group": (
+        "one group",
         {"comms(shape[0] > 1)": "comms(True)"},
         ("experts", 0.49, 1e-5),
     ),
     "messages without autograd": (
-        "one copy",
+        "one group",
         {"single_autograd(copies,": "single_autograd(copies.detach(),"},
         ("", 0.3, 1e-1),
     ),
     "the old order is not restored": (
-        "one copy",
+        "one group",
         {"torch.empty_like(returned).index_copy(0, order, returned)": "returned"},
         ("", 0.5, 1e-1),
     ),
     "equal samples in a group": (
-        "one copy",
+        "one group",
         {"(micro_step * WORLD_SIZE + RANK)": "(micro_step * WORLD_SIZE + RANK // 2)"},
         ("", 0.2, 1e-1),
     ),
@@ -267,7 +267,7 @@ def auxiliary(trainer):
 
 @pytest.mark.rest
 def test_losses_on_four_ranks(shared):
-    """With two copies of the experts, accumulation and checkpointing; from saved weights."""
+    """With two groups of the experts, accumulation and checkpointing; from saved weights."""
     flags = ["--no-from-scratch", "--max-steps", 30, "--eval-freq", 15, "--lr", 1e-3]
     small = ["-b", 1, "--gradient-accumulation-steps"]
     single = shared(*flags, *small, 8, name="saved-weights")
@@ -397,7 +397,7 @@ TWO_PER_NODE = "import os; os.environ['LOCAL_WORLD_SIZE'] = '2'\n"
 
 @pytest.fixture(scope="module")
 def watched(shared):
-    """Three steps on two nodes with two ranks each: two copies of the experts."""
+    """Three steps on two nodes with two ranks each: two groups of the experts."""
     flags = ["--max-steps", 3, "--eval-freq", 0, "-b", 2, "--no-from-scratch"]
     options = {"processes": 4, "before": TWO_PER_NODE + WATCH} | EP
     return shared(*flags, name="watched", **options)
@@ -471,13 +471,13 @@ def test_resume_on_other_groups_and_in_chapter_3(shared):
     goes on after chapter 3."""
     flags = ["--no-from-scratch", "--max-steps", 4, "--eval-freq", 4]
     flags += ["--ckpt-freq", 2, "--lr", 1e-3]
-    two_copies = [4, ["-b", 2, "--expert-parallel", 2], EP]
+    two_groups = [4, ["-b", 2, "--expert-parallel", 2], EP]
     chapter_3 = [2, HALF, {"script": CHAPTER_3}]
 
     def train(name, processes, split, script):
         return shared(*flags, *split, name=name, processes=processes, **script)
 
-    origin = train("two-copies", *two_copies)
+    origin = train("two-groups", *two_groups)
     others = [[2, HALF, EP], [4, ["-b", 2, "--expert-parallel", 4], EP], chapter_3]
     for number, other in enumerate(others):
         take_over(origin, shared, f"other-{number}", 2)
@@ -485,7 +485,7 @@ def test_resume_on_other_groups_and_in_chapter_3(shared):
         assert "Continuing from" in resumed.output
         assert_same_losses(origin, resumed, 4, **OFF)
     take_over(resumed, shared, "back", 2)
-    back = train("back", *two_copies)
+    back = train("back", *two_groups)
     assert "Continuing from" in back.output
     assert_same_losses(origin, back, 4, **OFF)
 
