@@ -165,7 +165,7 @@ def main():
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
-            # EP 1: Experts and other weights are on two meshes, but they need one common norm.
+            # EP: Experts are on another mesh than other weights. All need one common norm.
             grad_norm = clip_gradients(model, max_norm)
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -244,11 +244,11 @@ def expert_parallel(experts, tokens, chosen, shares):
     """
     ranks = experts.group.size()
     per_token = chosen.shape[1]
-    # EP 2: Sort copies of the tokens by expert. Then the copies for each rank lie side by side.
+    # EP 1: Sort copies of the tokens by expert. Then the copies for each rank lie side by side.
     chosen = chosen.flatten()
     order = chosen.argsort(stable=True)
     copies = tokens[order // per_token]
-    # EP 3: First tell each rank how many copies will come for each of its experts.
+    # EP 2: First tell each rank how many copies will come for each of its experts.
     counts = chosen.bincount(minlength=experts.num_experts)
     arriving_counts = torch.empty_like(counts)
     dist.all_to_all_single(arriving_counts, counts, group=experts.group)
@@ -258,7 +258,7 @@ def expert_parallel(experts, tokens, chosen, shares):
     if experts.training:  # for the log
         experts.sent_tokens += counts
         experts.received_tokens += arriving_counts.sum()
-    # EP 4: Send the copies. Autograd sends their gradients the other way in the backward pass.
+    # EP 3: Send the copies. Autograd sends their gradients the other way in the backward pass.
     arrived = all_to_all_single_autograd(copies, receive_counts, send_counts, experts.group)
     # The copies of each sender are sorted by expert. On this rank, experts are numbered from 0.
     numbers = torch.arange(len(counts) // ranks, device=tokens.device).repeat(ranks)
@@ -267,7 +267,7 @@ def expert_parallel(experts, tokens, chosen, shares):
     ones = arrived.new_ones(len(arrived), 1)
     compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
     results = compute(ExpertsOfRank(experts), arrived, numbers[:, None], ones)
-    # EP 5: Send the results back, put them into the old order, and add them up for each token.
+    # EP 4: Send the results back, put them into the old order, and add them up for each token.
     returned = all_to_all_single_autograd(results, send_counts, receive_counts, experts.group)
     results = torch.empty_like(returned).index_copy(0, order, returned)
     results = results.view(-1, per_token, tokens.shape[1]) * shares[..., None]
@@ -320,7 +320,7 @@ def build_model(args, config, device, checkpoint):
     # EP: Transformers calls the registered function for each layer, in place of its own.
     ALL_EXPERTS_FUNCTIONS.register("expert_parallel", expert_parallel)
     model.set_experts_implementation("expert_parallel")
-    # EP 6: Ranks form a table. The ranks of a row share the experts of each layer.
+    # EP 5: Ranks form a table. The ranks of a row share the experts of each layer.
     shape = (WORLD_SIZE // args.expert_parallel, args.expert_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("groups", "experts"))
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
@@ -331,14 +331,14 @@ def build_model(args, config, device, checkpoint):
         experts.group = mesh.get_group("experts")
         experts.sent_tokens = torch.zeros(experts.num_experts, dtype=torch.long, device=device)
         experts.received_tokens = torch.zeros((), dtype=torch.long, device=device)
-        # EP 7: Weights have one row per expert, so a rank of a row has some rows of each weight.
+        # EP 6: Weights have one row per expert, so a rank of a row has some rows of each weight.
         for name, weight in [*experts.named_parameters()]:
             rows = distribute_tensor(weight, mesh["experts"], [Shard(0)], src_data_rank=None)
             setattr(experts, name, torch.nn.Parameter(rows))
-        # EP 8: The ranks of a column have the same experts, and FSDP shards them in the column.
+        # EP 7: The ranks of a column have the same experts, and FSDP shards them in the column.
         policy["mesh"] = mesh["groups"]
         fully_shard(experts, reshard_after_forward=args.reshard_after_forward, **policy)
-        # EP 9: Divide by all ranks, because an expert adds up gradients for all ranks of its row.
+        # EP 8: Divide by all ranks, because an expert adds up gradients for all ranks of its row.
         experts.set_gradient_divide_factor(WORLD_SIZE)
         # Gloo cannot divide while it adds, so divide later. With one group, this divides twice.
         experts.set_force_sum_reduction_for_comms(shape[0] > 1)
@@ -372,7 +372,7 @@ def build_model(args, config, device, checkpoint):
         with suppress(ValueError):  # families without it keep their default, mostly SDPA
             model.set_attn_implementation("flash_attention_2")
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    # EP 10: Gather the next layer early, because Python waits for sizes in each layer.
+    # EP 9: Gather the next layer early, because Python waits for sizes in each layer.
     # By default, FSDP begins to gather a layer when Python calls the layer, after that wait.
     for layer, following in pairwise(layers):
         units = [*experts_of(layer), following, *experts_of(following)]
@@ -411,7 +411,7 @@ def from_files(name):
 
 def clip_gradients(model, max_norm):
     """Scales all gradients down if their common norm is above `max_norm`. Returns the norm."""
-    # EP: One list per mesh, because no operation takes tensors of two meshes.
+    # EP 10: Join a norm per mesh, because no operation takes tensors of two meshes.
     parameters_of_mesh = defaultdict(list)
     for parameter in model.parameters():
         parameters_of_mesh[parameter.device_mesh].append(parameter)

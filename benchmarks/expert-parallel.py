@@ -3,8 +3,8 @@
     python benchmarks/expert-parallel.py [--ranks 2]
 
 Runs chapters 3 and 12 as they are, on CPU processes in fp32, with a small Mixtral, and watches one
-training step. Each collective is counted by its kind. Its number and its bytes, as the mean over the
-ranks, are also computed from the shape of the model, and must agree. So must the losses.
+training step. Collectives are counted by their kind. Their number and their bytes (the mean over
+the ranks) are also computed from the shape of the model, and must agree. So must the losses.
 
 traffic   An all-gather or a reduce-scatter of S bytes on n ranks sends S (n - 1) / n per rank, with
           NCCL. So does an all-to-all of S bytes, if a router spreads the tokens evenly.

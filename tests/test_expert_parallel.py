@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from conftest import (
     take_over,
     write_model,
 )
-from runner import CHAPTER_3, CHAPTER_12, REPOSITORY
+from runner import CHAPTER_3, CHAPTER_12, REPOSITORY, Job, load
 from safetensors.torch import load_file, save_file
 from test_fsdp import OFF, SCALER, assert_same_folder, told
 from test_tensor_parallel import worst, write_weights
@@ -542,3 +543,32 @@ def test_tiny_mixtral():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert f"{model.num_parameters():,}" == "2,823,296"
+
+
+# -- The benchmark ---------------------------------------------------------------------------------
+
+
+@pytest.mark.rest
+def test_benchmark(tmp_path, monkeypatch, capsys):
+    """It ends with an error where losses differ, or what it counts from what it computes."""
+    script = REPOSITORY / "benchmarks" / "expert-parallel.py"
+    tool = load(script)
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    tool.SHAPE |= small
+    tool.MIXTRAL |= small
+
+    def launch(processes, *arguments):  # without torchrun, and without its imports
+        output = tmp_path / f"output-{len([*tmp_path.iterdir()])}.txt"
+        job = Job(script, arguments, output, processes, env={"COMET_AUTO_LOG_DISABLE": "true"})
+        assert job.wait() == 0, job.output
+        return job.output
+
+    tool.launch = launch
+    monkeypatch.setattr(sys, "argv", [str(script), "--ranks", "2"])
+    tool.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line]
+    together = {row[0]: float(row[6]) for row in rows if row[1] == "together"}
+    experts = {row[0]: float(row[1]) for row in rows[-2:]}
+    assert together["groups of 2"] < together["chapter 3"]
+    assert experts["groups of 2"] == pytest.approx(experts["chapter 3"] / 2, abs=1e-3)
