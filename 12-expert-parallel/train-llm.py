@@ -340,7 +340,8 @@ def build_model(args, config, device, checkpoint):
         fully_shard(experts, reshard_after_forward=args.reshard_after_forward, **policy)
         # EP 8: Divide by all ranks, because an expert adds up gradients for all ranks of its row.
         experts.set_gradient_divide_factor(WORLD_SIZE)
-        # Gloo cannot divide while it adds, so divide later. With one group, this divides twice.
+        # Gloo cannot add and divide at once, so FSDP divides later. With one group, FSDP adds
+        # nothing, and PyTorch 2.13 would divide twice.
         experts.set_force_sum_reduction_for_comms(shape[0] > 1)
     policy["mesh"] = mesh._flatten()  # EP: all other weights are sharded over all ranks
     # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
