@@ -166,6 +166,17 @@ STEPS = [
         | {"no_mask", "own_chunks", "loss_of", "FAMILIES", "check_split", "refuse"},
         replaced_comments={"DDP 9: Average the loss"},
     ),
+    Step(
+        after="12-expert-parallel",
+        marker="EP",
+        ideas=10,
+        tokens=1_200,
+        lines=120,
+        may_differ={"docstring", "imports", "main", "build_model", "DEMO", "parse_args"},
+        added={"expert_parallel", "ExpertsOfRank", "experts_of", "load_metrics", "clip_gradients"}
+        | {"NUMBER_OF_EXPERTS", "check_experts"},
+        sentences={'"model_name": f"{REPOSITORY}'},
+    ),
 ]
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.after)
 

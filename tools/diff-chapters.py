@@ -21,6 +21,7 @@ CONTINUES = {
     "08-gradient-compression": "02-ddp",
     "10-mds-shards": "05-multi-node",
     "11-context-parallel": "03-fsdp",
+    "12-expert-parallel": "03-fsdp",
 }
 
 
