@@ -183,7 +183,7 @@ def main():
             # PP: inf, because this is the norm of the stages of this rank. Clipping comes below.
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
             # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
-            # 3D 2: `full_tensor` adds up the parts of a stage, over data and tensor parallel ranks.
+            # 3D 2: Each rank has a part of a stage. This sum is over the stage's table (see 3D 7).
             grad_norm = grad_norm.full_tensor()
             # PP 4: The norm is over all stages, because all stages must be clipped alike.
             grad_norm.square_()
@@ -338,7 +338,7 @@ class StageModule(torch.nn.Module):
         self.is_last = is_last
 
     def forward(self, x, labels):
-        # 3D 3: `x` may have a part of the tokens, but attention needs the positions of all tokens.
+        # 3D 3: Attention needs the positions of all tokens, even if `x` has a part of the tokens.
         positions = torch.arange(labels.shape[1], device=labels.device)[None]
         batch = {self.input_name: x, "position_ids": positions, "use_cache": False}
         # PP 6: The last stage calls the model's own forward, because some families change logits.

@@ -32,7 +32,7 @@ FAMILIES = {
 FAMILIES["smollm3"]["no_rope_layers"] = [1, 0, 1, 0]
 BATCH = 16  # samples per step
 UNEVEN = ["--layers-per-stage", "1,3", "--reshard-after-forward"]
-# Ranks, stages per pipeline without those of a rank, ranks of a group, schedule, source, other flags
+# Ranks, groups of a pipeline, ranks of a group, schedule, source, other flags
 CASES = [
     (8, 2, 2, "1f1b", "tied, pretrained", []),
     (8, 2, 2, "interleaved", "untied, from scratch", CHECKPOINTING),
