@@ -464,7 +464,7 @@ def build_model(args, config, device, checkpoint):
     # PP: The log reports the whole model. This rank soon has some of its stages only.
     total_parameters = model.num_parameters()
     model.num_parameters = lambda **options: total_parameters
-    # 3D 7: Ranks form a block: one table per stage. A row of a table is a group, so it is a node's.
+    # 3D 7: Ranks form a grid: a table per stage. A row of a table is a group, so it is in a node.
     pipelines = WORLD_SIZE // (args.pipeline_parallel * args.tensor_parallel)
     shape = (args.pipeline_parallel, pipelines, args.tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
@@ -1265,7 +1265,7 @@ DEMO = {
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    # 3D: Eight processes form a block of 2 x 2 x 2, four have one pipeline, two have stages only.
+    # 3D: Eight processes form a grid of 2 x 2 x 2, four have one pipeline, two have stages only.
     "pipeline_parallel": 2 if WORLD_SIZE % 2 == 0 else 1,
     "tensor_parallel": 2 if WORLD_SIZE % 4 == 0 else 1,
     "batch_size": None,  # TP: follows from --tensor-parallel

@@ -1,4 +1,4 @@
-"""Chapter 13 trains what chapter 1 trains, on blocks of stages, pipelines and groups."""
+"""Chapter 13 trains what chapter 1 trains, on grids of stages, pipelines and groups."""
 
 import json
 import os
@@ -39,7 +39,7 @@ from test_tensor_parallel import FAMILIES as TP_FAMILIES
 from test_tensor_parallel import SIZE, worst
 from test_tensor_parallel import write_weights as write_tp_weights
 
-BLOCK = {"script": CHAPTER_13}
+GRID = {"script": CHAPTER_13}
 
 # Four layers, because two stages per rank need four stages
 FAMILIES = {
@@ -127,7 +127,7 @@ def runs(tmp_path_factory, dataset):
     Workers of pytest-xdist share them: the first one makes them, the others wait.
     """
     base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "blocks"
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "grids"
     with FileLock(f"{folder}.lock"):
         if not (folder / "complete").exists():
             folder.mkdir()
@@ -187,11 +187,11 @@ def test_one_pipeline_of_groups(trainer, tied):
     """Losses, norms and held-out loss are those of chapter 1, and a resume repeats every bit."""
     flags = ["-m", tied, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 2, "--ckpt-freq", 2]
     single = trainer(*flags, "-b", 8, name="single")
-    block = ["-b", 4, "--pipeline-parallel", 2, "--tensor-parallel", 2]
-    run = trainer(*flags, *block, name="block", processes=4, **BLOCK)
+    grid = ["-b", 4, "--pipeline-parallel", 2, "--tensor-parallel", 2]
+    run = trainer(*flags, *grid, name="grid", processes=4, **GRID)
     assert_same_losses(single, run, 4, **OFF)
     take_over(run, trainer, "resumed", 2)
-    resumed = trainer(*flags, *block, name="resumed", processes=4, **BLOCK)
+    resumed = trainer(*flags, *grid, name="resumed", processes=4, **GRID)
     assert "Continuing from" in resumed.output
     assert exact(resumed.records) == exact(run.records)
     a, b = (whole_state(x.folder / "step-00000004") for x in (run, resumed))
@@ -280,7 +280,7 @@ def test_who_has_what(trainer, tmp_path):
     folder = write_model(tmp_path / "m", model_type="llama", **config)
     flags = ["-m", folder, "-b", 2, "--max-steps", 2, "--eval-freq", 0]
     flags += ["--pipeline-parallel", 2, "--tensor-parallel", 2]
-    run = trainer(*flags, processes=8, before=WATCH, **BLOCK)
+    run = trainer(*flags, processes=8, before=WATCH, **GRID)
     # Ranks 0, 1, 4 and 5 are one pipeline; 2, 3, 6 and 7 are the other
     for what in ("samples ", "seeds "):
         of_rank = told(run, what)
@@ -322,12 +322,12 @@ def trapped(tmp_path_factory, dataset, tied):
     single = runner.case("chapter 1", CHAPTER_1, *flags, "-b", 8)
     job = runner.start("single", [single])
     assert job.wait() == 0, job.output
-    block = ["-b", 4, "--pipeline-parallel", 2, "--tensor-parallel", 2]
-    cases = [runner.case("undamaged", CHAPTER_13, *flags, *block)]
+    grid = ["-b", 4, "--pipeline-parallel", 2, "--tensor-parallel", 2]
+    cases = [runner.case("undamaged", CHAPTER_13, *flags, *grid)]
     for name, (stages, line, instead, _, _) in TRAPS.items():
         script = damaged(CHAPTER_13, runner.folder / f"script of {name}", {line: instead})
-        block[3] = stages
-        cases.append(runner.case(name, script, *flags, *block))
+        grid[3] = stages
+        cases.append(runner.case(name, script, *flags, *grid))
     job = runner.start("on-4", cases, 4)
     assert job.wait(300) == 0, job.output
     return runner.folder
@@ -418,7 +418,7 @@ REFUSED = {
 def test_refused_in_one_sentence(trainer, tmp_path, case):
     processes, flags, config, part = REFUSED[case]
     folder = write_model(tmp_path / "m", **config)
-    result = trainer("-m", folder, *flags, "--max-steps", 1, processes=processes, status=1, **BLOCK)
+    result = trainer("-m", folder, *flags, "--max-steps", 1, processes=processes, status=1, **GRID)
     assert [rank.process.exitcode for rank in result.run.ranks] == [1] * processes
     assert_one_sentence(result.run.ranks[0].output, part)
 
@@ -430,7 +430,7 @@ def test_default_layout(trainer, tied):
     flags = ["-m", tied, "--max-steps", 1, "--eval-freq", 0]
     for ranks, more, layout in ((1, [], (4, 1)), (2, [], (2, 2)), (1, GROUP[2:], (2, 2))):
         name = f"layout-{ranks}-{len(more)}"
-        options = {"name": name, "processes": 4, "before": node.format(ranks)} | BLOCK
+        options = {"name": name, "processes": 4, "before": node.format(ranks)} | GRID
         run = trainer(*flags, *more, **options)
         flags_of_run = json.loads((run.folder / "parameters.json").read_text())
         assert (flags_of_run["pipeline_parallel"], flags_of_run["tensor_parallel"]) == layout
