@@ -22,6 +22,7 @@ CONTINUES = {
     "10-mds-shards": "05-multi-node",
     "11-context-parallel": "03-fsdp",
     "12-expert-parallel": "03-fsdp",
+    "13-3d-parallel": "07-pipeline-parallel",
 }
 
 
