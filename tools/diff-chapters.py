@@ -20,6 +20,7 @@ CONTINUES = {
     "07-pipeline-parallel": "03-fsdp",
     "08-gradient-compression": "02-ddp",
     "10-mds-shards": "05-multi-node",
+    "14-sparse-low-rank": "01-single-gpu",
 }
 
 
