@@ -85,7 +85,8 @@ def main():
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
     # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
-    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    # SL: A checkpoint has B, A and S as they are, because merged weights could not go on.
+    stateful = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful)
     run_log = None
@@ -173,7 +174,7 @@ def main():
                 run_log.metrics(state, metrics)
         if run_folder and save_now:
             # A saved step is always a logged step, so its numbers have passed the check above.
-            # SL: A checkpoint is no model folder, so it needs no tokenizer.
+            # SL: A checkpoint is no model folder here, so it needs no tokenizer.
             save_checkpoint(run_folder, model, stateful, state, args)
 
     if run_folder and state.step >= total_steps:
@@ -200,8 +201,6 @@ def build_model(args, config, device, checkpoint):
     model.init_weights()  # as Transformers does, but directly on the GPU
     for number, layer in enumerate(sparse_layers(model).values()):
         layer.initialize(seed=(args.seed, number))
-    if checkpoint:
-        load_weights(checkpoint, model)
     if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
         with suppress(ValueError):  # families without it keep their default, mostly SDPA
             model.set_attn_implementation("flash_attention_2")
@@ -292,7 +291,7 @@ class SparseLinear(torch.nn.Module):
         self.B = torch.nn.Parameter(torch.empty(rows, args.rank))
         self.A = torch.nn.Parameter(torch.empty(args.rank, columns))
         self.values = torch.nn.Parameter(torch.empty(count))
-        # SL 3: S has values at fixed places in W. No checkpoint stores the places: see SL 5.
+        # SL 3: S has values at fixed places of W. The places follow from the seed: see SL 6.
         places = torch.empty(count, dtype=torch.int32)
         self.register_buffer("support", places, persistent=False)
         self.scale = args.alpha / args.rank
@@ -310,6 +309,15 @@ class SparseLinear(torch.nn.Module):
         places = random_places(rows * columns, len(self.values), seed)
         self.support.copy_(torch.from_numpy(places))
 
+    def get_extra_state(self):
+        """PyTorch saves this text with the parameters. It differs if any place differs."""
+        return hashlib.sha256(self.support.cpu().numpy()).hexdigest()
+
+    def set_extra_state(self, saved):
+        # SL 5: Values at other places are another model, and nothing else would raise an error.
+        if saved != self.get_extra_state():
+            fail("S has other places than in the checkpoint: resume with the same model and script")
+
     def forward(self, x):
         # SL: Autocast casts the inputs of PyTorch's own functions, not those of our function.
         if torch.is_autocast_enabled(x.device.type):
@@ -320,7 +328,7 @@ class SparseLinear(torch.nn.Module):
 
 def random_places(size, count, seed):
     """`count` different numbers below `size`, sorted. All sets of numbers are equally likely."""
-    # SL 5: The places follow from the seed, so the generator must be the same in every version.
+    # SL 6: The places follow from the seed, so the generator must be the same in every version.
     # NumPy promises this of RandomState. A permutation of all places would take seconds.
     generator = np.random.RandomState(seed)
     places = np.empty(0, dtype=np.int64)
@@ -336,7 +344,7 @@ class SparsePlusLowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, B, A, values, support, scale):
-        # SL 6: Keep the parts for the backward pass. W itself is as large as a dense weight.
+        # SL 7: Keep the parts for the backward pass. W itself is as large as a dense weight.
         ctx.save_for_backward(x, B, A, values, support)
         ctx.scale = scale
         return torch.nn.functional.linear(x, dense_weight(x.dtype, B, A, values, support, scale))
@@ -344,7 +352,7 @@ class SparsePlusLowRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, B, A, values, support = ctx.saved_tensors
-        # SL 7: Build W again, and give B, A and S their parts of the gradient of W.
+        # SL 8: Build W again, and give B, A and S their parts of the gradient of W.
         grad_x = grad @ dense_weight(x.dtype, B, A, values, support, ctx.scale)
         grad_w = grad.flatten(0, -2).T @ x.flatten(0, -2)
         grad_B = ctx.scale * (grad_w @ A.T.to(x.dtype))
@@ -360,34 +368,16 @@ def dense_weight(dtype, B, A, values, support, scale):
     return weight
 
 
-def support_hash(model):
-    """A short text that differs if any layer has other places."""
-    digest = hashlib.sha256()
-    for name, layer in sparse_layers(model).items():
-        digest.update(name.encode())
-        digest.update(layer.support.cpu().numpy())
-    return digest.hexdigest()
-
-
-def load_weights(checkpoint, model):
-    with reading(checkpoint):
-        saved = torch.load(checkpoint / "weights.pt", map_location="cpu", mmap=True)
-    # SL 8: Values at other places are another model, and nothing would raise an error.
-    if saved["support"] != support_hash(model):
-        fail(f"S has other places than in {checkpoint}: use the same model and Transformers")
-    with reading(checkpoint):
-        model.load_state_dict(saved["weights"])
-
-
 @torch.no_grad()
 def merged_weights(model):
     """The weights of the dense model, by the names that Transformers knows."""
     weights = model.state_dict()
     for name, layer in sparse_layers(model).items():
-        parts = [weights.pop(f"{name}.{part}") for part in ("B", "A", "values")]
-        weight = dense_weight(torch.float32, *parts, layer.support, layer.scale)
+        for part in ("B", "A", "values", "_extra_state"):
+            del weights[f"{name}.{part}"]
+        parts = (layer.B, layer.A, layer.values, layer.support, layer.scale)
         # SL 9: Merge one matrix at a time into CPU memory, since a GPU may have no room for all.
-        weights[f"{name}.weight"] = weight.cpu()
+        weights[f"{name}.weight"] = dense_weight(torch.float32, *parts).cpu()
     return weights
 
 
@@ -614,9 +604,7 @@ def save_model(folder, model, tokenizer):
 def save_checkpoint(run_folder, model, stateful, state, args):
     """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
-        # SL: Parameters only, which are B, A, the values of S, and all that stays dense.
-        weights = {"weights": model.state_dict(), "support": support_hash(model)}
-        torch.save(weights, folder / "weights.pt")
+        # SL: Parameters are in `stateful`, too, because only final/ has dense weights.
         training_state = {name: part.state_dict() for name, part in stateful.items()}
         torch.save(training_state, folder / "training_state.pt")
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
@@ -658,7 +646,9 @@ def load_training_state(checkpoint, stateful):
     with reading(checkpoint):
         training_state = torch.load(file, map_location="cpu", mmap=True)
     for name, part in stateful.items():
-        part.load_state_dict(training_state[name])
+        # SL: The model comes from the config of --model-name, which may have changed.
+        with explain(f"{checkpoint} has another model than {stateful['model'].name_or_path}"):
+            part.load_state_dict(training_state[name])
     # Another --max-steps changes the schedule, so compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()

@@ -31,6 +31,7 @@ CHAPTER_7 = REPOSITORY / "07-pipeline-parallel" / "train-llm.py"
 CHAPTER_8 = REPOSITORY / "08-gradient-compression" / "train-llm.py"
 CHAPTER_9 = REPOSITORY / "09-hf-trainer" / "train-llm.py"
 CHAPTER_10 = REPOSITORY / "10-mds-shards" / "train-llm.py"
+CHAPTER_14 = REPOSITORY / "14-sparse-low-rank" / "train-llm.py"
 
 
 def load(script: Path):

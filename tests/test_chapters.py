@@ -154,6 +154,21 @@ STEPS = [
         sentences={'add("-d", "--dataset-name"', '"dataset_name": ', "if len(set(gather("}
         | {'say(f"{args.dataset_name}: ', 'fail(f"{args.dataset_name} is too small'},
     ),
+    Step(
+        after="14-sparse-low-rank",
+        marker="SL",
+        ideas=9,
+        tokens=1_500,
+        lines=125,
+        may_differ={"docstring", "imports", "main", "build_model", "parameter_groups", "LASTING"}
+        | {"save_model", "save_checkpoint", "open_run", "load_training_state", "DEMO"}
+        | {"parse_args"},
+        added={"FAMILIES", "replace_layers", "number_of_parameters", "sparse_layers"}
+        | {"SparseLinear", "random_places", "SparsePlusLowRank", "dense_weight"}
+        | {"merged_weights"},
+        removed={"from_files"},
+        sentences={"if unknown or (newest /"},
+    ),
 ]
 every_step = pytest.mark.parametrize("step", STEPS, ids=lambda step: step.after)
 
@@ -467,7 +482,7 @@ ORDER += ["save_checkpoint", *ADAPTING, "PhaseTimer", "RunLog", "say", "parse_ar
 @pytest.mark.parametrize("chapter", ["01-single-gpu", *(step.after for step in STEPS)])
 def test_order_of_a_chapter(chapter):
     names = [name for name in parts(read(chapter)) if name in ORDER]
-    unsharded = ("01-single-gpu", "02-ddp", "08-gradient-compression")
+    unsharded = ("01-single-gpu", "02-ddp", "08-gradient-compression", "14-sparse-low-rank")
     assert names == [name for name in ORDER if chapter not in unsharded or name not in ADAPTING]
 
 
