@@ -331,12 +331,12 @@ def random_places(size, count, seed):
     # SL 6: The places follow from the seed, so the generator must be the same in every version.
     # NumPy promises this of RandomState. A permutation of all places would take seconds.
     generator = np.random.RandomState(seed)
-    places = np.empty(0, dtype=np.int64)
-    while len(places) < count:
-        # A few drawn numbers are equal. Draw as many again as are missing.
-        more = generator.randint(size, size=count - len(places), dtype=np.int64)
-        places = np.union1d(places, more)
-    return places
+    chosen = np.zeros(size, dtype=bool)
+    missing = count
+    while missing:  # a few drawn numbers are equal, so fewer places than numbers are chosen
+        chosen[generator.randint(size, size=missing, dtype=np.int64)] = True
+        missing = count - np.count_nonzero(chosen)
+    return np.flatnonzero(chosen)
 
 
 class SparsePlusLowRank(torch.autograd.Function):
@@ -895,7 +895,7 @@ def parse_args():
     # SL: No --from-scratch, because pretrained weights are no sum of such parts.
     above_zero = at_least(0.001, float)
     add("--rank", type=positive, default=128, help="columns of B, and rows of A")
-    # SL: Without S, nothing would learn. Drawing half of the places or more would take long.
+    # SL: Without S, nothing would learn. With S at half of the places, little would be saved.
     density = at_least(0.001, float, below=0.5)
     add("--density", type=density, default=0.03, help="the share of places where S has values")
     add("--alpha", type=above_zero, default=32, help="B A is multiplied by alpha / rank")
