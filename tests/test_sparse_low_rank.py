@@ -1,5 +1,6 @@
 """Chapter 14 trains B, A and S exactly as autograd would train them through dense matrices."""
 
+import io
 import json
 import re
 import shutil
@@ -43,7 +44,9 @@ class SparseTrainer(Trainer):
 
 @pytest.fixture
 def sparse(tmp_path, model, dataset) -> SparseTrainer:
-    return SparseTrainer(tmp_path, model, dataset)
+    folder = tmp_path / "sparse"
+    folder.mkdir()
+    return SparseTrainer(folder, model, dataset)
 
 
 @pytest.fixture(scope="module")
@@ -512,10 +515,11 @@ def test_another_model_or_a_damaged_file_is_refused(sparse, origin, tmp_path):
 
 @pytest.mark.rest
 def test_chapter_1_and_this_chapter_refuse_each_other(sparse, trainer, origin):
-    copy_of(origin, sparse)
+    take_over(origin, trainer, "run", 2)
     result = trainer(*FLAGS, script=CHAPTER_1, status=1)
     assert_one_sentence(result.output, "--rank was 4 in this run: keep it or take another -e")
-    trainer(*FLAGS, script=CHAPTER_1, name="dense")
+    dense = trainer(*FLAGS, script=CHAPTER_1, name="dense")
+    take_over(dense, sparse, "dense", 4)
     result = sparse(*FLAGS, name="dense", status=1)
     assert_one_sentence(result.output, "step-00000004 is from another chapter")
 
@@ -582,14 +586,15 @@ def test_layers_without_linear_are_refused(sparse, dropout_model, tmp_path):
 
 
 @pytest.mark.rest
-def test_small_matrices_stay_dense(chapter, capsys):
-    """With rank 16, the keys and values of grouped heads would be larger than they are."""
+def test_small_matrices_stay_dense(chapter, monkeypatch):
+    """With rank 20, B and A of the keys and values of grouped heads would be larger than W."""
+    monkeypatch.setattr(chapter, "CONSOLE", io.StringIO())
     shape = {"hidden_size": 96, "num_key_value_heads": 1, "intermediate_size": 96}
     config = AutoConfig.for_model("llama", **SHAPE | shape)
     model = chapter.build_model(
         SimpleNamespace(**ARGS | {"rank": 20}), config, torch.device("cpu"), None
     )
-    output = capsys.readouterr().err
+    output = chapter.CONSOLE.getvalue()
     assert "10 matrices are now sparse plus low-rank, 4 stay dense" in output
     dense = AutoModelForCausalLM.from_config(config)
     for layer in model.model.layers:
