@@ -85,8 +85,7 @@ def main():
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
     # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
-    # SL: A checkpoint has B, A and S as they are, because merged weights could not go on.
-    stateful = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful)
     run_log = None
@@ -190,7 +189,8 @@ def main():
 
 
 def build_model(args, config, device, checkpoint):
-    """The model on `device`, with the weights of the checkpoint, pretrained or random weights."""
+    """The model on `device`, with the weights of the checkpoint, or random weights."""
+    # SL: No pretrained weights, because they are no sum of such parts.
     # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
     # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
@@ -199,8 +199,7 @@ def build_model(args, config, device, checkpoint):
         replace_layers(model, args)
     model.to_empty(device=device).tie_weights()
     model.init_weights()  # as Transformers does, but directly on the GPU
-    for number, layer in enumerate(sparse_layers(model).values()):
-        layer.initialize(seed=(args.seed, number))
+    set_weights(model, args, checkpoint)
     if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
         with suppress(ValueError):  # families without it keep their default, mostly SDPA
             model.set_attn_implementation("flash_attention_2")
@@ -267,6 +266,17 @@ def replace_layers(model, args):
         fail(f"no nn.Linear of {args.model_name} would become smaller: lower --rank or --density")
     say(f"{count} matrices are now sparse plus low-rank, {dense} stay dense")
     say(f"{before:,} parameters of the dense model are now {model.num_parameters():,}")
+
+
+def set_weights(model, args, checkpoint):
+    """Gives B, A and S of each layer random values, and then those of the checkpoint, if any."""
+    for number, layer in enumerate(sparse_layers(model).values()):
+        layer.initialize(seed=(args.seed, number))
+    if not checkpoint:
+        return
+    with explain(f"{checkpoint} is damaged, or has another model than {args.model_name}"):
+        weights = torch.load(checkpoint / "weights.pt", map_location="cpu", mmap=True)
+        model.load_state_dict(weights)
 
 
 def number_of_parameters(module):
@@ -604,7 +614,8 @@ def save_model(folder, model, tokenizer):
 def save_checkpoint(run_folder, model, stateful, state, args):
     """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
-        # SL: Parameters are in `stateful`, too, because only final/ has dense weights.
+        # SL: A run goes on with B, A and S as they are. Merged weights could not be split again.
+        torch.save(model.state_dict(), folder / "weights.pt")
         training_state = {name: part.state_dict() for name, part in stateful.items()}
         torch.save(training_state, folder / "training_state.pt")
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
@@ -646,9 +657,7 @@ def load_training_state(checkpoint, stateful):
     with reading(checkpoint):
         training_state = torch.load(file, map_location="cpu", mmap=True)
     for name, part in stateful.items():
-        # SL: The model comes from the config of --model-name, which may have changed.
-        with explain(f"{checkpoint} has another model than {stateful['model'].name_or_path}"):
-            part.load_state_dict(training_state[name])
+        part.load_state_dict(training_state[name])
     # Another --max-steps changes the schedule, so compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
@@ -892,7 +901,7 @@ def parse_args():
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
-    # SL: No --from-scratch, because pretrained weights are no sum of such parts.
+    # SL: No --from-scratch, because there is no other way to start.
     above_zero = at_least(0.001, float)
     add("--rank", type=positive, default=128, help="columns of B, and rows of A")
     # SL: Without S, nothing would learn. With S at half of the places, little would be saved.

@@ -446,16 +446,15 @@ def test_final_in_plain_transformers(chapter, origin, model):
     assert not any(report.values()), report
     args = SimpleNamespace(**ARGS | {"model_name": str(model)})
     config = AutoConfig.from_pretrained(model)
-    trained = chapter.build_model(args, config, torch.device("cpu"), None)
-    saved = torch.load(origin.folder / "step-00000004" / "training_state.pt")
-    trained.load_state_dict(saved["model"])
+    checkpoint = origin.folder / "step-00000004"
+    trained = chapter.build_model(args, config, torch.device("cpu"), checkpoint)
     with torch.no_grad():
         a, b = (each.eval()(input_ids=TOKENS).logits for each in (plain, trained))
     assert_near(a, b, "logits")
     # A checkpoint has no places, and nothing of the size of a dense weight
-    names = {name.rpartition(".")[2] for name in saved["model"]}
+    names = {name.rpartition(".")[2] for name in torch.load(checkpoint / "weights.pt")}
     assert names == {"weight", "B", "A", "values", "_extra_state"}
-    state = saved["optimizer"]["state"].values()
+    state = torch.load(checkpoint / "training_state.pt")["optimizer"]["state"].values()
     moments = sum(moment.numel() for each in state for moment in each.values() if moment.dim())
     assert moments == 2 * trained.num_parameters()
 
@@ -505,12 +504,14 @@ def test_another_model_or_a_damaged_file_is_refused(sparse, origin, tmp_path):
     text = state.read_text()
     state.write_text(text.replace(str(sparse.model), str(tmp_path / "same")))
     result = sparse(*FLAGS, "-m", tmp_path / "same", status=1)
-    assert_one_sentence(result.output, f"step-00000002 has another model than {tmp_path / 'same'}")
+    sentence = "step-00000002 is damaged, or has another model than "
+    assert_one_sentence(result.output, f"{sentence}{tmp_path / 'same'}")
     state.write_text(text)
-    file = state.with_name("training_state.pt")
-    file.write_bytes(file.read_bytes()[:1000])
-    result = sparse(*FLAGS, status=1)
-    assert_one_sentence(result.output, "step-00000002 is damaged")
+    for name in ("training_state.pt", "weights.pt"):
+        file = state.with_name(name)
+        file.write_bytes(file.read_bytes()[:1000])
+        result = sparse(*FLAGS, status=1)
+        assert_one_sentence(result.output, "step-00000002 is damaged")
 
 
 @pytest.mark.rest
