@@ -387,8 +387,9 @@ def test_drawing_places_needs_little_memory(chapter):
 class Peak(TorchDispatchMode):
     """The largest sum of the bytes of new tensors that exist at the same time."""
 
-    def __init__(self):
+    def __init__(self, model):
         super().__init__()
+        self.old = {x.untyped_storage()._cdata for x in [*model.parameters(), *model.buffers()]}
         self.storages, self.elsewhere, self.peak = {}, [], 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -398,19 +399,22 @@ class Peak(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self.storages[storage._cdata] = weakref.ref(storage)
         alive = [reference() for reference in self.storages.values()]
-        self.peak = max(self.peak, sum(x.nbytes() for x in alive if x is not None))
+        new = [x for x in alive if x is not None and x._cdata not in self.old]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in new))
         return result
 
     def cpu(self, tensor):
         """In place of Tensor.cpu: a copy that does not count, as if the tensor were on a GPU."""
-        self.elsewhere.append(torch.from_numpy(np.array(tensor.detach().numpy())))
-        return self.elsewhere[-1]
+        copy = torch.from_numpy(np.array(tensor.detach().numpy()))
+        self.old.add(copy.untyped_storage()._cdata)
+        self.elsewhere.append(copy)
+        return copy
 
 
 def test_merging_needs_memory_for_one_matrix(chapter, monkeypatch):
     """Beside the optimizer, a GPU may have no room for all dense weights."""
     model = with_random_parts(chapter, "llama")
-    watch = Peak()
+    watch = Peak(model)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: watch.cpu(tensor))
     with watch:
         weights = chapter.merged_weights(model)
