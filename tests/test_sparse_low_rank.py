@@ -611,3 +611,25 @@ def test_small_matrices_stay_dense(chapter, monkeypatch):
     assert model.num_parameters() == expected
     counts = f"{dense.num_parameters():,} parameters of the dense model are now {expected:,}"
     assert counts in output
+
+
+# -- The benchmark ---------------------------------------------------------------------------------
+
+
+@pytest.mark.rest
+def test_benchmark(tmp_path):
+    """It ends with an error if the bytes are not those of the formula, or if a line has changed."""
+    benchmark = REPOSITORY / "benchmarks" / "sparse-low-rank.py"
+    status, output = outcome(tmp_path, benchmark, "memory")
+    assert status == 0, output
+    assert "| sparse plus low rank | 2.393 | 0.094 | 2.393 | 4.786 | 9.666 | 9.666 |" in output
+    methods = load(benchmark).METHODS
+    records = tmp_path / "records.jsonl"
+    lines = []
+    for method in methods:
+        flags = ["--methods", method, "--seeds", 0, "--steps", 1, "--records", records]
+        status, output = outcome(tmp_path, benchmark, "loss", *flags)
+        assert status == 0, output
+        lines.append(re.search(rf"^\| {method} \| ([\d,]+) \|", output, re.MULTILINE)[1])
+    assert lines == ["1,049,728", "627,552", "574,592", "598,196"]
+    assert len(records.read_text().splitlines()) == len(methods)
