@@ -34,6 +34,7 @@ CHAPTER_10 = REPOSITORY / "10-mds-shards" / "train-llm.py"
 CHAPTER_11 = REPOSITORY / "11-context-parallel" / "train-llm.py"
 CHAPTER_12 = REPOSITORY / "12-expert-parallel" / "train-llm.py"
 CHAPTER_13 = REPOSITORY / "13-3d-parallel" / "train-llm.py"
+CHAPTER_14 = REPOSITORY / "14-sparse-low-rank" / "train-llm.py"
 
 
 def load(script: Path):

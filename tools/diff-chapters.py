@@ -23,6 +23,7 @@ CONTINUES = {
     "11-context-parallel": "03-fsdp",
     "12-expert-parallel": "03-fsdp",
     "13-3d-parallel": "07-pipeline-parallel",
+    "14-sparse-low-rank": "01-single-gpu",
 }
 
 
