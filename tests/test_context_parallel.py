@@ -442,7 +442,7 @@ TRAPS = {
         {'== "longrope"': '== ""'},
         "heads",
         "phi3",
-        {"rope_parameters": LONGROPE},
+        {"rope_parameters": LONGROPE, "head_dim": 8},
         0.1,
     ),
 }
