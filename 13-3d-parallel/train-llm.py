@@ -351,7 +351,7 @@ class StageModule(torch.nn.Module):
         batch = {self.input_name: x, "position_ids": positions, "use_cache": False}
         # PP 6: The last stage calls the model's own forward, because some families change logits.
         if self.is_last:
-            # 3D 4: All ranks of the last group compute the loss together, and all get the result.
+            # 3D 4: The ranks of this group compute the loss together, and each gets the same number.
             loss = self.part(**batch, labels=labels).loss.full_tensor()
             return torch.stack([loss])  # one dimension, to join the losses of all micro-batches
         return self.part.base_model(**batch).last_hidden_state
@@ -369,8 +369,9 @@ class TiedHead:
         self.head = head
         self.modules = [module for module in (embeddings, head) if module is not None]
         self.group = group  # the ranks of the first and of the last stage
-        # 3D: Without this group, the calls below would wait for all ranks, and never end.
-        assert group is not None or not self.modules, "this rank has no partner for the tied head"
+        if self.modules:
+            # 3D: Without this group, the calls below would wait for all ranks, and never end.
+            assert group is not None, "this rank has no partner for the tied head"
         self.dtype = dtype
 
     @torch.no_grad()
