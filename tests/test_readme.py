@@ -309,7 +309,7 @@ def test_pages_link_forward_and_back(file):
 
 
 @pytest.mark.parametrize(
-    ("readme", "count"), [*zip(READMES, (4, 5, 3, 3, 2, 3, 3, 3, 2), strict=True)]
+    ("readme", "count"), [*zip(READMES, (4, 5, 2, 3, 2, 3, 3, 3, 2), strict=True)]
 )
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
@@ -403,6 +403,8 @@ def test_each_idea_is_explained_with_its_code(step):
 
 @every_step
 def test_every_other_place_is_in_the_table(step):
+    if "## The other places" not in page(f"{step.after}/README.md"):
+        return  # the comments of the script say it
     table = section(f"{step.after}/README.md", "The other places")
     names = {*step.may_differ, *step.added} - {"docstring", "imports"}
     names = {re.sub("^if (__name__) .*", "__main__", name) for name in names}
@@ -414,7 +416,7 @@ def test_names_in_the_texts_are_those_of_the_scripts():
     tables = [section("docs/porting.md", "The order of work")]
     tables += [section("docs/porting.md", "FSDP, with a model of your own").partition("```")[0]]
     tables += [section(READMES[0], "The file from top to bottom")]
-    tables += [section(file, "The other places") for file in READMES[1:]]
+    tables += [section(f, "The other places") for f in READMES if "## The other places" in page(f)]
     names = set(re.findall(r"`(\w*(?:_\w+|[a-z][A-Z]\w+)|[A-Z]{3,})`", "".join(tables)))
     assert len(names) > 30
     missing = {name for name in names if not re.search(rf"\b{name}\b", scripts)}
@@ -609,10 +611,9 @@ def arithmetic() -> list[tuple[str, str, list[str]]]:
             three,
             "What fits",
             [
-                f"{states:.1f} GB",
                 f"{states / 8:.1f} GB",
                 f"{gathered:.1f} GB",
-                f"some {24 - states / 8 - gathered:.0f} GB",
+                f"some {24 * 0.9 - states / 8 - gathered:.0f} GB",  # estimate-memory.py's SPARE
             ],
         ),
         (three, "Exercises", [f"{medium / 2:.1f} GB", f"{medium:.1f} GB"]),
@@ -684,21 +685,26 @@ def test_traffic():
     assert expected["FSDP"] == ["8 P", "12 P"]
     rows = re.findall(
         r"^\| (DDP|FSDP[^,]*), per (?:optimizer step|micro-batch) \| (\d+ P)[^|]*\| (\d+ P)",
-        section(READMES[2], "What is sharded when"),
+        section(READMES[2], "Traffic"),
         re.MULTILINE,
     )
     assert {method: cells for method, *cells in rows} == expected
 
 
 def test_memory_arithmetic():
-    """The peak that chapter 3 works out is that of the tables beside it."""
+    """The peak that chapter 3 works out is that of its table, whose rows are in the record."""
     text = section(READMES[2], "What fits")
     config = MODELS["Llama-3.1-8B"]
     whole, embeddings = parameters(config)[0] / 1e9, config.vocab_size * config.hidden_size / 1e9
     assert has_number(text, f"P = {whole:.2f}e9")
     assert has_number(text, f"E = {embeddings:.3f}e9")
-    together = re.findall(r"^\| together +\|[^|]*\|[^|]*\| +([\d.]+) \|", text, re.MULTILINE)
-    for devices, total in zip((2, 8), together, strict=True):
+    rows = re.findall(r"^\| on (\d) devices \|(.*)", text, re.MULTILINE)
+    record = section("benchmarks/results.md", "Estimated only: the tables of chapters 2 and 3")
+    assert [devices for devices, _ in rows] == ["2", "8"]
+    together = [row.split() for row in re.findall(r"^\| together +\|(.*)", record, re.MULTILINE)]
+    assert together[1:] == [row.split() for _, row in rows]
+    for devices, row in rows:
+        devices, total = int(devices), row.split()[4]
         shards, scattered = 16 * whole / devices, 6 * embeddings
         assert f"{shards + scattered:.1f}" == total
         assert has_number(text, f"{shards:.1f} + {scattered:.1f} = {total} GB")
@@ -763,23 +769,6 @@ def test_output_in_the_readme_is_that_of_the_recorded_demo(readme, run):
 
 
 RESULTS = (REPOSITORY / "benchmarks" / "results.md").read_text()
-
-
-def measured_ratios(devices: int) -> dict[str, str]:
-    """To chapter 1's tokens per second, by method, from the last table with so many devices."""
-    pattern = rf"^\| {devices} \| ([^|]+) \|(?:[^|]*\|){{5}} ([\d.]+) \| ([\d.]+) to ([\d.]+) \|$"
-    records = RESULTS.partition("\n## Where the time of a step goes\n")[0]
-    rows = re.findall(pattern, records, re.MULTILINE)
-    return {name: "{:.2f} ({:.2f} to {:.2f})".format(*map(float, x)) for name, *x in rows}
-
-
-@pytest.mark.parametrize("number", [2, 3])
-def test_speeds_are_those_measured(number):
-    """On one process, then on two."""
-    text = " ".join(section(READMES[number - 1], "How fast").split())
-    ratios = [measured_ratios(devices)[f"chapter {number}"] for devices in (1, 2)]
-    said = re.findall(r"\d\.\d+ \(\d\.\d+ to \d\.\d+\)", text)
-    assert said == ratios, f"paste the ratios into {READMES[number - 1]}: {ratios}"
 
 
 def test_exercises_have_the_measured_losses():
