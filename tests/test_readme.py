@@ -587,7 +587,6 @@ def arithmetic() -> list[tuple[str, str, list[str]]]:
     tied = 128256 * 2048  # the embeddings of Llama-3.2-1B
     bits = 2 - math.log2(torch.finfo(torch.bfloat16).eps) - 1
     links = [(1, 1, 0), (1, 10, 1), (1, 100, 2), (1, 400, 2)]  # billions, Gbit/s, digits
-    links += [(8, 1, 0), (8, 10, 1), (8, 100, 2), (8, 400, 2)]
     step = 6 * 8192 / 400e12 * 1e9  # seconds per billion parameters
     ratios = [(64 / rate / step, digits) for rate, digits in ((400, 1), (100, 1), (10, 0), (1, 0))]
     return [
@@ -658,7 +657,7 @@ def arithmetic() -> list[tuple[str, str, list[str]]]:
             eight,
             "When the network is the bottleneck",
             [f"{8 * 8 * size / rate:.{digits}f} s" for size, rate, digits in links]
-            + [f"{6 * size * 8192 / 400e12 * 1e9:.2f} s" for size in (1, 8)]
+            + [f"{step:.2f} s"]
             + [f"{ratio:.{digits}f} times" for ratio, digits in ratios],
         ),
     ]
