@@ -562,6 +562,7 @@ def test_1b_on_24_gb_is_the_same_in_both_places(estimator):
     assert max(fits, small) <= room < accumulates
     text = section(READMES[0], "Where the memory of a step goes")
     assert has_number(text, f"{fits:.1f} of {room:.1f} GB")
+    assert has_number(text, f"{small:.1f} GB")
     assert has_number(text, f"{accumulates:.1f} GB")
     assert has_number(README, f"{small:.1f} of 24 GB")
 
