@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import assert_one_sentence
 from runner import REPOSITORY, Job, load
-from test_readme import MODELS
+from test_readme import MODELS, section
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -276,28 +276,33 @@ def test_bad_input(tmp_path, monkeypatch, estimate, flags, part, status):
 
 # -- Figures in the READMEs ------------------------------------------------------------------------
 
-READMES = [REPOSITORY / name / "README.md" for name in ("01-single-gpu", "02-ddp", "03-fsdp")]
+# Chapter 1 has its table in the README, chapters 2 and 3 have theirs in the record.
+README_1, RECORD = "01-single-gpu/README.md", "benchmarks/records/memory.md"
 COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m meta-llama/(\S+) (.*)$"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_tables_in_the_readmes(tmp_path, estimate, readme):
-    text = readme.read_text()
-    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    tables = [table for table in tables if re.match(r"\| (?:GB per device|moment) ", table)]
-    ((name, options),) = re.findall(COMMAND, text, re.MULTILINE)
-    path = tmp_path / "config.json"
-    path.write_text(MODELS[name].to_json_string(use_diff=False))
-    status, output = estimate("-m", path, *options.split())
-    assert status == 0
-    assert len(tables) == (2 if readme.parent.name == "03-fsdp" else 1)
-    for table in tables:
-        assert table in output
+@pytest.mark.parametrize(("page", "count"), [(README_1, [1]), (RECORD, [1, 2])])
+def test_tables_in_the_texts(tmp_path, estimate, page, count):
+    text = (REPOSITORY / page).read_text()
+    if page == RECORD:
+        text = section(page, "Estimated only: the tables of chapters 2 and 3")
+    _, *parts = re.split(COMMAND, text, flags=re.MULTILINE)
+    for number, part in enumerate(count):
+        name, options, rest = parts[3 * number : 3 * number + 3]
+        tables = re.findall(r"(?:^\|.*\n)+", rest, re.MULTILINE)
+        tables = [table for table in tables if re.match(r"\| (?:GB per device|moment) ", table)]
+        path = tmp_path / "config.json"
+        path.write_text(MODELS[name].to_json_string(use_diff=False))
+        status, output = estimate("-m", path, *options.split())
+        assert status == 0
+        assert len(tables) == part
+        for table in tables:
+            assert table in output
 
 
 def test_what_helps_in_chapter_1():
-    """The rows of its table."""
-    text = READMES[0].read_text()
+    """The rows of its table, and the figure in the text."""
+    text = (REPOSITORY / README_1).read_text()
     rows = {
         "--no-compile -b 4 --gradient-accumulation-steps 2": r"^\| `-b 4`.*? \| ([\d.]+) \|",
         "--no-compile --activation-checkpointing": r"^\| `--activation-[a-z]+` \| ([\d.]+) \|",

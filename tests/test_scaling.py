@@ -87,6 +87,18 @@ def test_other_losses_are_found_out():
             benchmark.check_losses(results)
 
 
+def test_the_picture_from_the_record(tmp_path):
+    file = REPOSITORY / "benchmarks" / "records" / "links.md"
+    methods, rates, results, measured = benchmark.recorded(file)
+    assert methods == benchmark.METHODS
+    assert rates == [0, 10_000, 1_000, 100]
+    assert results["DDP", 100] == [{"seconds": 0.847}]
+    assert measured[100] == [94.0]
+    (tmp_path / "none.md").write_text("| DDP | as it is |\n")
+    with pytest.raises(SystemExit, match="no table of this benchmark"):
+        benchmark.recorded(tmp_path / "none.md")
+
+
 # In the process of a rank: counts the collectives of its second step, by kind and size
 COUNT = """
 import collections, json
