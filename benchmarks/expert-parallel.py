@@ -153,10 +153,11 @@ def expert_bytes() -> int:
     return 4 * 3 * experts * SHAPE["hidden_size"] * SHAPE["intermediate_size"]
 
 
-def expected_traffic(ranks: int, size: int) -> list[tuple[str, int, int, int]]:
+def expected_traffic(ranks: int, size: int, passes: int) -> list[tuple[str, int, int, int]]:
     """Kind, number and bytes of the collectives of a step, and how many ranks share each.
 
-    Groups of `size` ranks share the experts; 1 is chapter 3.
+    Groups of `size` ranks share the experts; 1 is chapter 3. A layer computes its forward pass once
+    or, with activation checkpointing, twice.
     """
     hidden, layers = SHAPE["hidden_size"], SHAPE["num_hidden_layers"]
     experts = SHAPE["num_local_experts"]
@@ -177,10 +178,12 @@ def expected_traffic(ranks: int, size: int) -> list[tuple[str, int, int, int]]:
     if ranks > size:
         expected.append(("all-gather", 2 * layers, 2 * layers * part, ranks // size))
         expected.append(("reduce-scatter", layers, layers * part, ranks // size))
-    # To the experts and back, in the forward and in the backward pass
+    # To the experts and back, in each forward pass and in the backward pass
     copies = 4 * SHAPE["num_experts_per_tok"] * SAMPLES * LENGTH * hidden
-    expected.append(("all-to-all of tokens", 4 * layers, 4 * layers * copies, size))
-    expected.append(("all-to-all of sizes", layers, layers * 8 * experts, size))
+    messages = (2 * passes + 2) * layers
+    expected.append(("all-to-all of tokens", messages, messages * copies, size))
+    sizes = passes * layers
+    expected.append(("all-to-all of sizes", sizes, sizes * 8 * experts, size))
     return expected
 
 
@@ -194,20 +197,22 @@ def main() -> None:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             (folder / "model" / name).write_bytes((REPOSITORY / "tiny-llama" / name).read_bytes())
         (folder / "model" / "config.json").write_text(json.dumps(MIXTRAL))
-        cases = {"chapter 3": (FSDP, 1), f"groups of {ranks}": (EP, ranks)}
+        cases = {"chapter 3": (FSDP, 1, []), f"groups of {ranks}": (EP, ranks, [])}
         if ranks == 4:
-            cases["groups of 2"] = (EP, 2)
+            cases["groups of 2"] = (EP, 2, [])
+        again = ["--activation-checkpointing"]
+        cases[f"groups of {ranks}, checkpointing"] = (EP, ranks, again)
         memory, first = [], None
         print(f"| {ranks} ranks | collective | number | computed | MB | computed | MB per rank |")
         print("|---|---|---|---|---|---|---|")
-        for method, (script, size) in cases.items():
+        for method, (script, size, others) in cases.items():
             flags = ["--expert-parallel", size] if script == EP else []
-            seen, losses = run(script, ranks, folder, *flags)
+            seen, losses = run(script, ranks, folder, *flags, *others)
             first = first or losses
             if any(abs(a - b) > 1e-5 * a for a, b in zip(first, losses, strict=True)):
                 sys.exit(f"error: the losses differ: {first}, {losses}")
             expected, sent = {}, {}
-            for kind, count, nbytes, members in expected_traffic(ranks, size):
+            for kind, count, nbytes, members in expected_traffic(ranks, size, 1 + len(others)):
                 counts, total = expected.get(kind, (0, 0))
                 expected[kind] = [counts + count, total + nbytes]
                 sent[kind] = sent.get(kind, 0) + nbytes * (members - 1) / members
