@@ -351,7 +351,7 @@ class StageModule(torch.nn.Module):
         batch = {self.input_name: x, "position_ids": positions, "use_cache": False}
         # PP 6: The last stage calls the model's own forward, because some families change logits.
         if self.is_last:
-            # 3D 4: The ranks of this group compute the loss together, and each gets the number.
+            # 3D 4: The ranks of a group compute the loss together, and each gets the same number.
             loss = self.part(**batch, labels=labels).loss.full_tensor()
             return torch.stack([loss])  # one dimension, to join the losses of all micro-batches
         return self.part.base_model(**batch).last_hidden_state
