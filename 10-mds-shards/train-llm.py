@@ -863,8 +863,13 @@ def newest_checkpoint(run_folder):
     found = {folder.name: folder for folder in folders}
     names_by_rank = gather(set(found))
     common = set.intersection(*names_by_rank)
+    # NODES: A run that was killed in its first save begins anew. All ranks had this folder before
+    # any rank completed its checkpoint. On a new disk, the folder is missing.
+    has_begun = (run_folder / RANK_FOLDER / "incomplete").exists()
+    knows_the_run = all(gather(bool(found) or has_begun))
+    in_first_save = knows_the_run and not all(names_by_rank)
     some_rank_has_one = any(names_by_rank)
-    if some_rank_has_one and not common:
+    if some_rank_has_one and not common and not in_first_save:
         fail(f"the ranks share no checkpoint in {run_folder}: take the same nodes or another -e")
     return found[max(common)] if common else None
 
