@@ -75,6 +75,7 @@ CASES = [
 ROW = r"^\| (\S+|Llama.*?|GPT.*?) \| ([\w ]+) \| (\d+) \| `(.*)` \| (\d+\.(\d+)) \| [\d.]* ?\|"
 
 
+@pytest.mark.rest
 def test_estimates_in_the_records(tmp_path):
     """Of every comparison with a measurement, on CPUs and on GPUs."""
     records = (REPOSITORY / "benchmarks" / "records" / "memory.md").read_text()
