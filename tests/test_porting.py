@@ -11,7 +11,8 @@ from torch.utils.data import default_collate
 
 PAGE = (REPOSITORY / "docs" / "porting.md").read_text()
 HEAD, *LOOPS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-SMALLEST, ANY_BATCH, RESUME, FSDP, TENSOR_PARALLEL = LOOPS
+SMALLEST, ANY_BATCH, RESUME, FSDP, DECODER, CHECKPOINT, *SPLIT = LOOPS
+TENSOR_PARALLEL, PIPELINE, CONTEXT_PARALLEL = SPLIT
 
 MODEL = """
 import torch
@@ -52,13 +53,13 @@ PRINT = "\nif os.environ['RANK'] == '0':\n    print('losses', *losses)\n"
 OPTIMIZERS = {"SGD": 0.3, "AdamW": 0.02}  # and their learning rates
 
 
-def run(folder, loop, call: str, processes: int, size=12, optimizer="SGD") -> list[float]:
+def run(folder, loop, call, processes, size=12, optimizer="SGD", model=MODEL) -> list[float]:
     folder.mkdir(exist_ok=True)
     assert loop.count("torch.optim.AdamW(") == call.count("LR") == 1
     loop, call = loop.replace("AdamW", optimizer), call.replace("LR", str(OPTIMIZERS[optimizer]))
     script = folder / "mine.py"
     batches = BATCHES.replace("SIZE", str(size))
-    script.write_text(HEAD + loop + MODEL + batches + f"losses = {call}" + PRINT)
+    script.write_text(HEAD + loop + model + batches + f"losses = {call}" + PRINT)
     output = folder / f"output-{len([*folder.glob('output-*')])}.txt"
     job = Job(script, [], output, processes, cwd=folder)
     assert job.wait() == 0, job.output
@@ -138,12 +139,108 @@ def test_fsdp_with_a_model_of_ones_own(tmp_path):
         assert_same_weights(folder / "model.pt", weights)
 
 
-def test_tensor_parallelism(tmp_path):
-    expected, _ = without_any_of_this()
-    ways = {"up": "columns", "down": "rows"}
-    plan = {f"layers.{n}.{name}": how for n in (0, 1) for name, how in ways.items()}
-    call = f"train(model, dataset, batches, lr=LR, plan={plan})"
-    for processes in (1, 2, 3):
-        assert_same(run(tmp_path / str(processes), TENSOR_PARALLEL, call, processes), expected)
-    with pytest.raises(AssertionError, match="is not split"):
-        run(tmp_path / "no", TENSOR_PARALLEL, call.replace("layers.0.up", "layer.0.up"), 1)
+# 13 tokens, of which each but the last is an input: 2, 3 and 4 ranks divide 12 tokens and 12 heads.
+TEXT = (
+    DECODER
+    + """
+torch.manual_seed(0)
+model = Decoder(vocabulary=12, length=12, width=24, size=2, layers=4)
+dataset = torch.randint(0, 12, (64, 13), generator=torch.Generator().manual_seed(1))
+dataset[:, 1::2] = dataset[:, ::2][:, :6]  # so that there is something to learn
+"""
+)
+LOOPS_OF_A_DECODER = {
+    "tensor": (TENSOR_PARALLEL, ""),
+    "pipeline": (PIPELINE, "micro_batch=2, "),
+    "context": (CONTEXT_PARALLEL, ""),
+}
+every_split = pytest.mark.parametrize("name", LOOPS_OF_A_DECODER)
+
+
+def alone(optimizer="SGD", max_norm=0.5, steps=16) -> list[float]:
+    """The losses of the decoder in one process, without any of this."""
+    names = {}
+    exec(HEAD + TEXT + BATCHES.replace("SIZE", "8"), names)
+    model, losses = names["model"], []
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=OPTIMIZERS[optimizer])
+    for batch in names["batches"][:steps]:
+        tokens = names["dataset"][batch]
+        logits = model(tokens[:, :-1], torch.arange(12))
+        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def run_split(
+    folder, name, processes, steps=16, save_every=99, optimizer="SGD", damage=("", "")
+) -> list[float]:
+    loop, more = LOOPS_OF_A_DECODER[name]
+    old, new = damage
+    model = TEXT
+    if old:
+        assert (loop + model).count(old) == 1
+        loop, model = loop.replace(old, new), model.replace(old, new)
+    call = f"train(model, dataset, batches[:{steps}], {more}lr=LR, max_norm=0.5, "
+    call += f"save_every={save_every})"
+    options = {"size": 8, "optimizer": optimizer, "model": model}
+    return run(folder, CHECKPOINT + loop, call, processes, **options)
+
+
+@every_split
+def test_split_decoder(tmp_path, name):
+    expected = alone()
+    assert expected[-1] < 0.9 * expected[0]
+    assert expected != alone(max_norm=99)  # so the norm is clipped
+    for processes in (1, 2, 4) if name == "pipeline" else (1, 2, 3):
+        assert_same(run_split(tmp_path / str(processes), name, processes), expected)
+
+
+@every_split
+@pytest.mark.rest
+def test_split_decoder_resumes(tmp_path, name):
+    """On another number of ranks, with the moments of AdamW."""
+    expected = alone("AdamW")
+    for before, after in itertools.permutations((1, 2, 4), 2):
+        folder = tmp_path / f"{before}-{after}"
+        options = {"save_every": 6, "optimizer": "AdamW"}
+        assert_same(run_split(folder, name, before, steps=9, **options), expected[:9])
+        assert_same(run_split(folder, name, after, **options), expected[6:])
+
+
+TIE = "    model.head.weight = model.embed.weight  # tie them again\n"
+REDUCE = "            dist.reduce(tied.grad, dst=0, group=ends)\n"
+DAMAGES = {
+    "smaller heads": ("tensor", "-1, self.size", "12, -1"),
+    "two embeddings": ("tensor", TIE, ""),
+    "the mean of each rank": ("context", "/ targets.numel()", "/ mine[2].numel()"),
+    "positions from 0": ("context", "mine[1])", "mine[1] % 6)"),
+    "no exchange": ("context", "layer.attention.attend = attend", "pass"),
+    "gradients divided twice": ("pipeline", "scale_grads=False", "scale_grads=True"),
+    "each stage its norm": ("pipeline", "        dist.all_reduce(norm)\n", ""),
+    "an old copy": (
+        "pipeline",
+        "            dist.broadcast(tied.data, src=0, group=ends)\n",
+        "            pass\n",
+    ),
+    "half of the tied gradient": ("pipeline", REDUCE, "            pass\n"),
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_goes_silently_wrong(tmp_path, damage):
+    """Other losses, without any error."""
+    name, *change = DAMAGES[damage]
+    losses, expected = run_split(tmp_path, name, 2, damage=change), alone()
+    assert losses[-1] != pytest.approx(expected[-1], rel=1e-3)
+
+
+@pytest.mark.rest
+def test_what_the_plan_misses_is_named(tmp_path):
+    damage = ['    "norm": tp.SequenceParallel(),\n', ""]
+    with pytest.raises(AssertionError, match="not in the plan"):
+        run_split(tmp_path, "tensor", 2, damage=damage)
