@@ -1,7 +1,7 @@
 """Chapter 8: what compressed gradients cost, and what they bring.
 
     python benchmarks/gradient-compression.py hooks  # bytes per step, and the time of the hook
-    python benchmarks/gradient-compression.py losses      # after the same tokens of the demo, three seeds
+    python benchmarks/gradient-compression.py losses  # the same tokens of the demo, three seeds
     python benchmarks/gradient-compression.py links  # tokens per second on slow links; needs root
     python benchmarks/gradient-compression.py plot -o docs/compression
 

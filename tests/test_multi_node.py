@@ -28,6 +28,8 @@ from safetensors.torch import load_file
 from test_fsdp import OFF, assert_same_checkpoint, told
 from test_torchrun import OWN_STORE, nodes
 
+pytestmark = pytest.mark.rest
+
 # Each rank tells at its end what it holds, and how often it has averaged gradients over the copies.
 WATCH = """
 import hashlib, os

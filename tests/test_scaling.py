@@ -56,6 +56,7 @@ FEW = ["DDP", "FSDP"]
 MANY = [*FEW, "HSDP", "TP in a node", "PP over the link"]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("processes", "methods"), [(1, FEW), (2, MANY)])
 def test_bytes_between_two_nodes(tmp_path, processes, methods):
     """On 2 and 4 ranks, by the counters of the interface; the same rows give the same losses."""
@@ -135,6 +136,7 @@ RUNS = [  # method, chapter, processes, samples of a micro-batch and group, micr
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("method", "chapter", "processes", "samples", "count", "parts"), RUNS)
 def test_collectives(trainer, tmp_path, method, chapter, processes, samples, count, parts):
     """What rank 0 of chapters 6 and 7 sends: the number, the sizes, and all bytes together."""
@@ -359,15 +361,11 @@ def test_reasons_in_the_estimate_of_tensor_parallelism(monkeypatch, reason):
 
 
 def test_collectives_of_the_published_runs():
-    """Their profile, of a model of 13 billion parameters, has as many in a layer, and as long."""
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
+    """Their profile, of a model of 13 billion parameters, has as many in a layer."""
     counts = kempner_forge("TP", 1, 4, 1).counts
     numbers = {name: (count / 2 - 2) / 32 for name, (count, _) in counts.items()}
     assert numbers["all-gather, activations"] == 12
     assert numbers["reduce-scatter, activations"] == 8
-    gather = tool.Collective("all-gather", 2 * 4 * 4096 * 5120, tool.Group(4, 1))
-    board = tool.Cluster(4, 1.0, NVLINK_4, 1.0, switch=False)
-    assert f"estimates {1e3 * gather.time(board):.2f} ms" in " ".join(page.split())
 
 
 def test_devices_that_compute_more_slowly():
@@ -393,34 +391,6 @@ def test_devices_that_compute_more_slowly():
         [estimate("TP", 1, tensor_parallel=t, batch_size=b).slower for t in (1, 2)] for b in (1, 2)
     )
     assert one[0] < one[1] < two[1]
-
-
-# The start of an item of the page, nodes, Gbit/s, settings, and the methods that it has figures of
-BOTH, LATENCY = "**`--nodes 2 --tensor-parallel 16`**", "**`--nodes 256 1024`**"
-SLOW, FEWER = "**`--link 10 --nodes 4 ", {"batch_size": 1, "gradient_accumulation_steps": 2}
-THINGS_TO_TRY = [
-    (LATENCY, 1024, 400, {}, ["FSDP", "TP", "HSDP"]),
-    *((BOTH, 2, 400, {TP: ranks}, ["TP"]) for ranks in (16, 8, 2)),
-    (BOTH, 2, 400, {}, ["FSDP"]),
-    (SLOW, 4, 10, FEWER, ["PP", "HSDP", "DDP", "TP", "FSDP"]),
-    (SLOW, 4, 10, FEWER | {"schedule": "zbv"}, ["PP"]),
-    (SLOW, 4, 10, FEWER | {"gradient_accumulation_steps": 16}, ["HSDP", "PP"]),
-    (SLOW, 4, 400, FEWER, ["PP", "FSDP"]),
-]
-
-
-@pytest.mark.parametrize(("item", "nodes", "link", "changes", "methods"), THINGS_TO_TRY)
-def test_things_to_try(item, nodes, link, changes, methods):
-    """The efficiencies in the page's list; and the bytes that leave a node."""
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
-    text = " ".join(page.partition(item)[2].partition("\n- **")[0].partition("\n\n")[0].split())
-    cluster = tool.Cluster(8, 4e14, NVLINK_4, link * 1e9 / 8)
-    for method in methods:
-        e = estimate(method, nodes, cluster, **changes)
-        said = f"{e.compute / e.step:.1%}".replace("%", " %")
-        assert re.search(rf"(?<![\d.]){re.escape(said)}", text), (method, said)
-        if changes == FEWER and link == 10 and method in ("PP", "HSDP"):
-            assert f"{e.over_link(8) / 1e9:.1f} GB" in text, method
 
 
 def test_groups_that_cannot_be():

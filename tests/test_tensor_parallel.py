@@ -29,6 +29,8 @@ from test_fsdp import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
+pytestmark = pytest.mark.rest
+
 TP = {"script": CHAPTER_6}
 
 # Put before a script: rank 0 saves the whole gradients of the first step, before they are clipped.
