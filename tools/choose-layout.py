@@ -39,6 +39,7 @@ class Layout:
     dp: int = 1
     shards: int = 1  # ranks between which FSDP divides the weights, or this rank's part of them
     exchange: str = "heads"  # of chapter 11
+    schedule: str = "1f1b"  # of chapters 7 and 13
     samples: int = 1  # of a micro-batch of a group
     micro_batches: int = 1  # of a group, in a step
     checkpointing: bool = False
@@ -47,6 +48,8 @@ class Layout:
         names = {1: "one device", 2: "DDP", 3: "FSDP", 5: "HSDP"}
         sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
         groups = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+        if self.schedule == "interleaved":
+            groups += ", interleaved"
         return names.get(self.chapter, groups)
 
 
@@ -106,8 +109,8 @@ def shapes(model, devices: int, per_node: int, args) -> list[Layout]:
     return found
 
 
-def variants(shape: Layout, global_batch: int) -> list[Layout]:
-    """This shape with all sizes of micro-batches, without and with activation checkpointing."""
+def variants(shape: Layout, layers: int, global_batch: int) -> list[Layout]:
+    """This shape with all sizes of micro-batches, with and without checkpointing, and schedules."""
     if global_batch % shape.dp:
         return []
     samples_of_group = global_batch // shape.dp
@@ -115,7 +118,11 @@ def variants(shape: Layout, global_batch: int) -> list[Layout]:
     for samples in powers_of_two(min(samples_of_group, 16)):
         count = samples_of_group // samples
         if samples_of_group % samples == 0 and count >= shape.pp:
-            found.append(replace(shape, samples=samples, micro_batches=count))
+            layout = replace(shape, samples=samples, micro_batches=count)
+            found.append(layout)
+            rounds_are_full = count % shape.pp == 0 and count >= 2 * shape.pp
+            if shape.pp > 1 and layers >= 2 * shape.pp and rounds_are_full:
+                found.append(replace(layout, schedule="interleaved"))
     return [replace(layout, checkpointing=c) for c in (False, True) for layout in found]
 
 
@@ -139,6 +146,8 @@ def memory(model, layout: Layout, args, offload: bool = False) -> float:
     kept = 2 * tokens * ((width + 2 * hidden) / t + 2 * hidden)  # for the backward pass of a layer
     layers = math.ceil((model.layers + 2) / p) if p > 1 else model.layers
     in_flight = min(p, layout.micro_batches)  # micro-batches of the first stage
+    if layout.schedule == "interleaved":  # 3p - 1 micro-batches, of half as many layers
+        in_flight = (3 * p - 1) / 2
     activations = layers * in_flight * kept
     if layout.checkpointing:
         activations = layers * in_flight * 2 * tokens * hidden / t + kept
@@ -167,7 +176,7 @@ def settings(layout: Layout, args) -> argparse.Namespace:
     changed.activation_checkpointing = layout.checkpointing
     changed.tensor_parallel, changed.pipeline_parallel = layout.tp, layout.pp
     changed.context_parallel, changed.expert_parallel = layout.cp, layout.ep
-    changed.exchange = layout.exchange
+    changed.exchange, changed.schedule = layout.exchange, layout.schedule
     changed.batch_size = layout.samples / layout.tp
     changed.gradient_accumulation_steps = layout.micro_batches / (layout.pp * layout.cp)
     return changed
@@ -202,7 +211,7 @@ def choose(model, devices: int, args) -> tuple[list[Choice], list[Choice]]:
     room = args.gpu_memory * 1e9 * (1 - SPARE)
     fit, out = [], []
     for shape in shapes(model, devices, per_node, args):
-        possible = variants(shape, args.global_batch_size)
+        possible = variants(shape, model.layers, args.global_batch_size)
         if not possible:
             what = f"{args.global_batch_size} samples"
             need = f"{shape.dp} groups of samples with at least {shape.pp} micro-batches"
@@ -273,6 +282,8 @@ def technique(layout: Layout) -> list:
     for name, size in (("pipeline", layout.pp), ("tensor", layout.tp)):
         if size > 1:
             flags += [f"--{name}-parallel", size]
+    if layout.schedule == "interleaved":
+        flags += ["--schedule", "interleaved"]
     if layout.chapter == 11:
         flags += ["--context-parallel", layout.cp, "--exchange", layout.exchange]
     if layout.chapter == 12:

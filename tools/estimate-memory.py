@@ -18,9 +18,9 @@ the root of FSDP: the parameters that are in no other unit.
 """
 
 import argparse
+import importlib.util
 import logging
 import math
-import runpy
 import sys
 import warnings
 import weakref
@@ -87,9 +87,12 @@ GROUPS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel", EXPERTS: "expe
 def chapter(number: int) -> dict:
     """What the script of a chapter defines. It prints nothing, except errors."""
     (script,) = REPOSITORY.glob(f"{number:02}-*/train-llm.py")
-    defined = runpy.run_path(str(script))
-    defined["parse_args"].__globals__["say"] = lambda message: None
-    return defined
+    spec = importlib.util.spec_from_file_location(f"chapter_{number}", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # torch.compile looks for it there
+    spec.loader.exec_module(module)
+    module.say = lambda message: None
+    return vars(module)
 
 
 def join_group(ranks: int) -> None:
@@ -105,10 +108,11 @@ def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
 
     `kind` is one of `PLAIN`, `TENSOR`, `CONTEXT`, `EXPERTS` and `LOW_RANK`.
     """
+    changes = chapter(kind) if kind != PLAIN else {}
     with mode:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         if kind == LOW_RANK:
-            chapter(kind)["replace_layers"](model, flags)
+            changes["replace_layers"](model, flags)
         for parameter in model.parameters():  # not the buffers
             parameter.data = parameter.data.to(dtype)
     if kind not in GROUPS:
@@ -116,14 +120,14 @@ def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
     ranks = getattr(flags, GROUPS[kind])
     join_group(ranks)
     if kind == TENSOR:
-        plan = chapter(kind)["PLANS"][config.model_type]
+        plan = changes["PLANS"][config.model_type]
         mesh = dist.init_device_mesh("cpu", (ranks,))
         with mode:
             tp.parallelize_module(model, mesh, plan, src_data_rank=None)
             model.tie_weights()
     if kind == EXPERTS:
         model.set_experts_implementation("expert_parallel")
-        for experts in chapter(kind)["experts_of"](model):
+        for experts in changes["experts_of"](model):
             experts.group = dist.group.WORLD
             with mode:
                 experts.sent_tokens = torch.zeros(experts.num_experts, dtype=torch.long)
