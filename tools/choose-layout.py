@@ -24,6 +24,8 @@ scaling = importlib.import_module("estimate-scaling")
 # Of the memory of a GPU, as in estimate-memory.py
 SPARE = 0.1
 TRACED = 3  # the best layouts
+# Layouts that differ by less count as equally fast, because the estimate is not more exact.
+CLOSE = 1.03
 ROWS = 10  # of the table of layouts that fit
 MOST_DEVICES = 65_536  # where the search for a number of devices ends
 
@@ -200,15 +202,20 @@ def assess(model, layout: Layout, nodes: int, cluster, args) -> Choice:
     )
 
 
-def choose(model, devices: int, args) -> tuple[list[Choice], list[Choice]]:
-    """Those that fit, the fastest first, and those that fall out, each with its problem.
+def room(args) -> float:
+    """Bytes of a device that PyTorch may use."""
+    return args.gpu_memory * 1e9 * (1 - SPARE)
 
-    Of each shape, this is the fastest variant that fits, or else the smallest one.
+
+def choose(model, devices: int, args) -> tuple[list[Choice], list[Choice]]:
+    """Those that fit, the best first, and those that fall out, each with its problem.
+
+    Of each shape, this is the fastest variant that fits, or else the smallest one. Among the
+    fastest layouts, the earliest chapter comes first.
     """
     per_node = min(args.devices_per_node, devices)
     nodes = devices // per_node
     cluster = scaling.cluster_of(args, per_node)
-    room = args.gpu_memory * 1e9 * (1 - SPARE)
     fit, out = [], []
     for shape in shapes(model, devices, per_node, args):
         possible = variants(shape, model.layers, args.global_batch_size)
@@ -218,7 +225,7 @@ def choose(model, devices: int, args) -> tuple[list[Choice], list[Choice]]:
             out.append(Choice(shape, math.inf, problem=f"{what} are too few for {need}"))
             continue
         smallest = min(possible, key=lambda layout: memory(model, layout, args))
-        possible = [layout for layout in possible if memory(model, layout, args) <= room]
+        possible = [layout for layout in possible if memory(model, layout, args) <= room(args)]
         if not possible:
             choice = Choice(smallest, memory(model, smallest, args))
             choice.problem = f"needs {choice.memory / 1e9:.0f} GB"
@@ -227,19 +234,24 @@ def choose(model, devices: int, args) -> tuple[list[Choice], list[Choice]]:
         choices = [assess(model, layout, nodes, cluster, args) for layout in possible]
         fit.append(min(choices, key=lambda choice: choice.step))
     fit.sort(key=lambda choice: choice.step)
+    close = [choice for choice in fit if choice.step <= CLOSE * fit[0].step]
+    close.sort(key=lambda choice: (choice.layout.chapter, choice.step))
+    fit[: len(close)] = close
     return fit, sorted(out, key=lambda choice: choice.memory)
 
 
 # -- The trace -------------------------------------------------------------------------------------
 
 
-def trace(choice: Choice, devices: int, args) -> None:
+NAMES = {1: "chapter 1", 2: "DDP", 3: "FSDP", 5: "HSDP", 6: "tensor parallel", 7: "pipeline"}
+NAMES |= {11: "context parallel", 12: "expert parallel", 13: "pipeline × tensor"}
+
+
+def trace(choice: Choice, devices: int, args, offload: bool = False) -> None:
     """Notes the bytes that estimate-memory.py finds, or why the chapter refuses the layout."""
     tool = importlib.import_module("estimate-memory")
-    layout = choice.layout
-    names = {1: "chapter 1", 2: "DDP", 3: "FSDP", 5: "HSDP", 6: "tensor parallel", 7: "pipeline"}
-    names |= {11: "context parallel", 12: "expert parallel", 13: "pipeline × tensor"}
-    method = tool.METHODS[names[layout.chapter]]
+    layout, choice.problem = choice.layout, ""
+    method = tool.METHODS["offload" if offload else NAMES[layout.chapter]]
     flags = ["-m", args.model_name, "-s", args.seq_length, "-b", layout.samples]
     flags += ["--gradient-accumulation-steps", layout.micro_batches, "--devices", devices]
     flags += ["--dtype", args.dtype, *technique(layout)]
@@ -249,23 +261,35 @@ def trace(choice: Choice, devices: int, args) -> None:
         tool.check(config, flags)
         traces = tool.Traces(config, flags)
         _, moments = tool.step(traces, method, devices, layout.samples)
-        choice.traced = tool.peak(moments)
     except SystemExit as refusal:
         choice.problem = str(refusal).removeprefix("error: ")
+        return
+    choice.traced = tool.peak(moments)
+    if choice.traced > room(args):
+        choice.problem = f"needs {choice.traced / 1e9:.0f} GB, traced"
 
 
-def trace_best(fit: list[Choice], out: list[Choice], devices: int, args) -> None:
-    """Traces the best layouts. Those that do not fit after all move to the others."""
-    room = args.gpu_memory * 1e9 * (1 - SPARE)
+def trace_smallest(model, fit: list[Choice], out: list[Choice], devices: int, args) -> None:
+    """Where no layout fits by formula, traces the smallest ones, in case some of them do."""
+    per_node = min(args.devices_per_node, devices)
+    for smallest in [choice for choice in out if choice.memory < math.inf][:TRACED]:
+        trace(smallest, devices, args)
+        if not smallest.problem:
+            out.remove(smallest)
+            nodes, cluster = devices // per_node, scaling.cluster_of(args, per_node)
+            choice = assess(model, smallest.layout, nodes, cluster, args)
+            choice.traced = smallest.traced
+            fit.append(choice)
+
+
+def trace_best(fit: list[Choice], out: list[Choice], devices: int, args, wanted: int) -> None:
+    """Traces so many of the best layouts. Those that do not fit after all move to the others."""
     place = 0
-    for _ in range(2 * TRACED):  # attempts
-        if place == min(TRACED, len(fit)):
+    for _ in range(2 * wanted):  # attempts
+        if place == min(wanted, len(fit)):
             return
-        choice = fit[place]
-        trace(choice, devices, args)
-        if choice.traced and choice.traced > room:
-            choice.problem = f"needs {choice.traced / 1e9:.0f} GB, traced"
-        if choice.problem:
+        trace(fit[place], devices, args)
+        if fit[place].problem:
             out.insert(0, fit.pop(place))
         else:
             place += 1
@@ -333,41 +357,49 @@ def reasons(out: list[Choice]) -> str:
     return table("layout | chapter | why not", rows)
 
 
+def size_of(choice: Choice) -> str:
+    """Its memory, traced if it is."""
+    if choice.traced:
+        return f"{choice.traced / 1e9:.0f} GB per device (traced)"
+    return f"{choice.memory / 1e9:.0f} GB per device"
+
+
 def what_would_fit(model, out: list[Choice], devices: int, args) -> list[str]:
     """Sentences for a model that does not fit: how much is missing, more devices, or offload."""
-    room = args.gpu_memory * (1 - SPARE)
-    lines = []
+    free = f"{room(args) / 1e9:.0f} GB of {args.gpu_memory:g} GB are free for PyTorch"
     smallest = out[0]
+    lines = [f"No layout fits {devices} devices."]
     if smallest.memory < math.inf:
-        lines += [
-            f"No layout fits {devices} devices. The smallest is {smallest.layout.name()} "
-            f"(chapter {smallest.layout.chapter}): {smallest.memory / 1e9:.0f} GB per device, "
-            f"and {room:.0f} GB of {args.gpu_memory:g} GB are free for PyTorch."
-        ]
+        name = f"{smallest.layout.name()} (chapter {smallest.layout.chapter})"
+        lines[0] += f" The smallest is {name}: {size_of(smallest)}, and {free}."
     more = 2 * devices
     while more <= MOST_DEVICES:
         fit, _ = choose(model, more, args)
+        if fit and args.trace:
+            trace_best(fit, [], more, args, wanted=1)
         if fit:
             best = fit[0]
-            lines += [
-                f"{more} devices are enough: {best.layout.name()} (chapter {best.layout.chapter}), "
-                f"{best.memory / 1e9:.0f} GB per device, efficiency {best.efficiency:.1%}.",
-                command(best.layout, more, args),
-            ]
+            name = f"{best.layout.name()} (chapter {best.layout.chapter})"
+            efficiency = f"estimated efficiency {best.efficiency:.1%}"
+            lines.append(f"{more} devices are enough: {name}, {size_of(best)}, {efficiency}.")
+            lines.append(command(best.layout, more, args))
             break
         more *= 2
-    offload = Layout(3, "FSDP", dp=devices, shards=devices, checkpointing=True)
-    memory_of_gpu = memory(model, offload, args, offload=True)
-    per_node = min(args.devices_per_node, devices)
-    if memory_of_gpu <= room * 1e9 and args.global_batch_size % devices == 0:
-        of_node = 16 * model.parameters / devices * per_node
-        count = args.global_batch_size // devices
-        lines += [
-            f"Or chapter 3 with --cpu-offload on {devices} devices: {memory_of_gpu / 1e9:.0f} GB "
-            f"per device, and {of_node / 1e9:,.0f} GB of CPU memory per node. Every step moves the "
-            f"weights of a device from the CPU, and its gradients back. Its time is not estimated.",
-            command(replace(offload, micro_batches=count), devices, args, "--cpu-offload"),
-        ]
+    if args.global_batch_size % devices:
+        return lines
+    count = args.global_batch_size // devices
+    layout = Layout(3, "FSDP", dp=devices, shards=devices, micro_batches=count, checkpointing=True)
+    offload = Choice(layout, memory(model, layout, args, offload=True))
+    if args.trace:
+        trace(offload, devices, args, offload=True)
+    if not offload.problem and offload.memory <= room(args):
+        of_node = 16 * model.parameters / devices * min(args.devices_per_node, devices) / 1e9
+        lines.append(
+            f"Or chapter 3 with --cpu-offload on {devices} devices: {size_of(offload)}, and "
+            f"{of_node:,.0f} GB of CPU memory per node. Each step moves weights and gradients "
+            "between GPU and CPU, and the CPU computes the update. This time is not estimated."
+        )
+        lines.append(command(layout, devices, args, "--cpu-offload"))
     return lines
 
 
@@ -376,10 +408,13 @@ def report(model, args) -> str:
     (devices,) = args.devices
     fit, out = choose(model, devices, args)
     if fit and args.trace:
-        trace_best(fit, out, devices, args)
+        trace_best(fit, out, devices, args, wanted=TRACED)
+    elif args.trace:
+        trace_smallest(model, fit, out, devices, args)
     if not fit:
         return "\n\n".join([*what_would_fit(model, out, devices, args), reasons(out)])
-    parts = ["Layouts that fit, the fastest first", table_of(fit)]
+    order = f"Among those within {CLOSE - 1:.0%} of the fastest, the earliest chapter is first."
+    parts = [f"Layouts that fit, the fastest first. {order}", table_of(fit)]
     if len(fit) > ROWS:
         parts.append(f"{len(fit) - ROWS} slower layouts fit, too.")
     parts += ["The first one:", command(fit[0].layout, devices, args)]
