@@ -38,8 +38,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from compression import PRELOAD, enter  # which also sets the threads of a rank
-
+compression = importlib.import_module("gradient-compression")  # also sets the threads of a rank
+PRELOAD, enter = compression.PRELOAD, compression.enter
 REPOSITORY = Path(__file__).resolve().parents[1]
 WARMUP = 3  # steps; DDP rebuilds its buckets after the first one
 SAMPLES, LENGTH = 8, 256  # global batch

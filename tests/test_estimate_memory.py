@@ -16,7 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 tool = load(REPOSITORY / "tools" / "estimate-memory.py")
 benchmark = load(REPOSITORY / "benchmarks" / "memory.py")
-TRACED = ["device", "dtype", "compile", "activation_checkpointing", "seq_length"]
+TRACED = ["device", "dtype", "compile", "activation_checkpointing", "seq_length", "exchange"]
+TRACED += ["tensor_parallel", "context_parallel", "expert_parallel", "rank", "density"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,9 +71,22 @@ CASES = [
     ("pipeline", 2, {}, ""),
     ("pipeline", 2, TIED, HALF),
 ]
+# Each token uses all experts, so all ranks get equally many tokens.
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 4}
+NEWER = [
+    ("context parallel", 2, {}, ""),
+    ("context parallel", 4, TIED, f"--exchange tokens {HALF}"),
+    ("expert parallel", 2, MIXTURE, ""),
+    ("expert parallel", 4, MIXTURE, HALF),
+    ("pipeline × tensor", 4, EVEN, ""),
+    ("pipeline × tensor", 4, EVEN | TIED, HALF),
+    ("sparse low-rank", 1, {}, ""),
+    ("sparse low-rank", 1, TIED, CHECKPOINT),
+]
+CASES += [pytest.param(*case, marks=pytest.mark.rest) for case in NEWER]
 
 
-ROW = r"^\| (\S+|Llama.*?|GPT.*?) \| ([\w ]+) \| (\d+) \| `(.*)` \| (\d+\.(\d+)) \| [\d.]* ?\|"
+ROW = r"^\| (\S+|Llama.*?|GPT.*?) \| ([-×\w ]+) \| (\d+) \| `(.*)` \| (\d+\.(\d+)) \| [\d.]* ?\|"
 
 
 @pytest.mark.rest
@@ -260,13 +274,52 @@ BAD = [
     ("-m {}/gpt2.json --tensor-parallel 2", "gpt2", 1),
     ("-m {}/gpt2.json --pipeline-parallel 2", "gpt2", 1),
     ("-m {}/llama.json --pipeline-parallel 64 --devices 64", "64 stages", 1),
+    ("-m {}/llama.json --pipeline-parallel 4 --tensor-parallel 4", "--tensor-parallel 16", 1),
+    ("-m {}/llama.json --context-parallel 4 -s 36", "--seq-length 36", 1),
+    ("-m {}/bloom.json --context-parallel 4", "bloom", 1),
+    ("-m {}/llama.json --expert-parallel 2", "llama", 1),
+    ("-m {}/mixtral.json --expert-parallel 16 --devices 16", "16 does not divide", 1),
+    ("-m {}/llama.json --rank 4096", "smaller", 1),
 ]
+
+
+@pytest.mark.rest
+def test_a_sample_of_128k_tokens_on_8_devices(tmp_path, estimate):
+    """It does not fit one device, and fits a group of 8, also if the layers are compiled."""
+    path = tmp_path / "config.json"
+    values = MODELS["Llama-3.1-8B"].to_dict() | {"max_position_embeddings": 131072}
+    path.write_text(json.dumps(values))
+    command = f"-m {path} -s 131072 -b 1 --devices 8 --context-parallel 8"
+    status, text = estimate(*command.split(), "--activation-checkpointing")
+    assert status == 0, text
+    rows = [re.split(r" +\| +", row) for row in re.findall(r"^\| (.*) \|$", text, re.MULTILINE)]
+    names, fits = rows[0], next(row for row in rows if row[0].startswith("fits"))
+    assert fits[names.index("FSDP")] == "no"
+    assert fits[names.index("context parallel")] == "yes"
+
+
+FIRST = ("forward", 0)  # the segment of the first layer
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("exchange", ["heads", "tokens"])
+def test_context_parallelism_divides_what_is_kept(exchange):
+    """All but the exchanged keys and values, with the rules of GPUs, compiled or not."""
+    for compiled in ("--compile", "--no-compile"):
+        options = f"{compiled} -b 1 -s 1024 --dtype bf16 --exchange {exchange}"
+        traces = traces_of(family("llama"), f"{options} --context-parallel 2")
+        sizes = []
+        for one in (traces, traces.of_kind(tool.CONTEXT)):
+            tables = one(1, autocast=False)
+            forward = [rows for (kind, place), rows in tables.items() if (kind, place) == FIRST]
+            sizes.append(sum(rows[:, tool.ACTIVATIONS].sum() for rows in forward))
+        assert 1.4 < sizes[0] / sizes[1] < 2.2, (exchange, compiled, sizes)
 
 
 @pytest.mark.parametrize(("flags", "part", "status"), BAD)
 def test_bad_input(tmp_path, monkeypatch, estimate, flags, part, status):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no second attempts
-    for name in ("t5", "gpt2", "llama"):
+    for name in ("t5", "gpt2", "llama", "bloom", "mixtral"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"model_type": name}))
     (tmp_path / "none.json").write_text("{}")
     (tmp_path / "broken.json").write_text("{")

@@ -1,5 +1,6 @@
 """Bytes and speeds between nodes: what the formulae say, and what chapters really send."""
 
+import importlib
 import importlib.util
 import itertools
 import json
@@ -9,8 +10,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,7 @@ CLUSTER = tool.Cluster(devices=8, rate=4e14, link_in=NVLINK_4, link=50e9)
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA_8B |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_8B |= {"vocab_size": 128256}
+LLAMA_8B_CONFIG = LLAMA_8B
 with tempfile.TemporaryDirectory() as folder:
     Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
     LLAMA_8B = tool.load_model(f"{folder}/config.json")
@@ -42,6 +46,7 @@ def settings(**changes) -> Namespace:
     usual = {"batch_size": 2, "seq_length": 8192, "gradient_accumulation_steps": 1}
     usual |= {"activation_checkpointing": False, "dtype": "bf16", "schedule": "1f1b"}
     usual |= {"tensor_parallel": None, "pipeline_parallel": None, "gathers": 2}
+    usual |= {"context_parallel": None, "expert_parallel": None, "exchange": "heads"}
     return Namespace(**usual | changes)
 
 
@@ -109,6 +114,7 @@ from torch.utils._pytree import tree_leaves
 KINDS = {"_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather"}
 KINDS |= {"_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter"}
 KINDS |= {"allreduce_": "all-reduce", "reduce_": "reduce", "broadcast_": "send", "send": "send"}
+KINDS |= {"all_to_all_single": "all-to-all", "alltoall_base_": "all-to-all"}
 seen = collections.Counter()
 steps = []
 
@@ -146,13 +152,28 @@ RUNS = [  # method, chapter, processes, samples of a micro-batch and group, micr
     ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "zbv"}),
     ("PP", CHAPTER_7, 4, 2, 4, {PP: 2, "schedule": "1f1b"}),
 ]
+CP, EP, CHECKPOINTS = "context_parallel", "expert_parallel", {"activation_checkpointing": True}
+NEWER = [
+    ("CP", "11-context-parallel", 2, 2, 2, {CP: 2, "exchange": "heads"} | CHECKPOINTS),
+    ("CP", "11-context-parallel", 4, 2, 2, {CP: 2, "exchange": "tokens"} | CHECKPOINTS),
+    ("EP", "12-expert-parallel", 2, 2, 2, {EP: 2} | CHECKPOINTS),
+    ("EP", "12-expert-parallel", 4, 2, 1, {EP: 2}),
+    ("3D", "13-3d-parallel", 4, 4, 4, {PP: 2, TP: 2}),
+    ("3D", "13-3d-parallel", 4, 4, 2, {PP: 1, TP: 2} | CHECKPOINTS),
+]
+for method, folder, *others in NEWER:
+    script = REPOSITORY / folder / "train-llm.py"
+    RUNS.append(pytest.param(method, script, *others, marks=pytest.mark.rest))
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("method", "chapter", "processes", "samples", "count", "parts"), RUNS)
 def test_collectives(trainer, tmp_path, method, chapter, processes, samples, count, parts):
     """What rank 0 of chapters 6 and 7 sends: the number, the sizes, and all bytes together."""
-    folder = write_model(tmp_path / "model", **LLAMA | {"num_hidden_layers": 4})
+    config = LLAMA | {"num_hidden_layers": 4}
+    if method == "EP":  # each token uses all experts, so all messages are equally long
+        config |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 4}
+    folder = write_model(tmp_path / "model", **config)
     flags = ["-m", folder, "-b", samples, "--gradient-accumulation-steps", count]
     flags += ["--max-steps", 2, "--eval-freq", 0, "--dtype", "fp32"]
     for name, value in parts.items():
@@ -161,10 +182,10 @@ def test_collectives(trainer, tmp_path, method, chapter, processes, samples, cou
     (found,) = re.findall("^seen (.*)", done.run.ranks[0].output, re.MULTILINE)
     found = {tuple(name.split(" ")): number for name, number in json.loads(found).items()}
 
-    # The estimator's settings are per device: a group has twice as many samples or micro-batches.
-    per_device = {"batch_size": samples // 2, "gradient_accumulation_steps": count}
-    if method == "PP":
-        per_device = {"batch_size": samples, "gradient_accumulation_steps": count // 2}
+    # The estimator's settings are per device: a group has more samples, micro-batches, or both.
+    repeats = parts.get(PP, 1) * parts.get(CP, 1)
+    per_device = {"batch_size": samples // parts.get(TP, 1)}
+    per_device["gradient_accumulation_steps"] = count // repeats
     cluster = tool.Cluster(processes, 1e12, 1e9, 1e9)
     model = tool.load_model(str(folder))
     e = estimate(method, 1, cluster, model, dtype="fp32", seq_length=32, **per_device, **parts)
@@ -444,3 +465,140 @@ def test_command_line(tmp_path):
     done = subprocess.run([*map(str, command)], **options)
     assert done.returncode == 1
     assert_one_sentence(done.stderr, "nothing.json")
+
+
+# -- The chooser -----------------------------------------------------------------------------------
+
+CHOOSER = REPOSITORY / "tools" / "choose-layout.py"
+sys.path.append(str(CHOOSER.parent))
+chooser = importlib.import_module("choose-layout")
+LLAMA_1B = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
+LLAMA_1B |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_1B |= {"vocab_size": 128256, "tie_word_embeddings": True}
+LLAMA_70B = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672}
+LLAMA_70B |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+LLAMA_70B |= {"vocab_size": 128256}
+LLAMA_405B = {"model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248}
+LLAMA_405B |= {"num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8}
+LLAMA_405B |= {"vocab_size": 128256}
+
+
+@lru_cache
+def llama(size: str):
+    """The sizes of a Llama of 1B, 8B, 70B or 405B parameters."""
+    config = {"1B": LLAMA_1B, "70B": LLAMA_70B, "405B": LLAMA_405B}.get(size)
+    if config is None:
+        return LLAMA_8B
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(config))
+        return tool.load_model(str(path))
+
+
+def choose(size: str, devices: int, *flags):
+    command = ["--choose", "--no-trace", "-m", "model", "--devices", devices, *flags]
+    args = chooser.scaling.parse_args([*map(str, command)])
+    return args, *chooser.choose(llama(size), devices, args)
+
+
+def test_layouts_that_fit_and_those_that_do_not():
+    args, fit, out = choose("8B", 8)
+    fastest = min(choice.step for choice in fit)
+    assert fit[0].layout.chapter == 3
+    assert fit[0].step <= 1.03 * fastest
+    slower = [choice.step for choice in fit if choice.step > 1.03 * fastest]
+    assert [choice.step for choice in fit[-len(slower) :]] == sorted(slower)
+    assert all(choice.memory <= 72e9 for choice in fit)
+    for choice in fit:
+        layout = choice.layout
+        assert layout.tp * layout.pp * layout.cp * layout.dp == 8
+        assert layout.dp * layout.samples * layout.micro_batches == args.global_batch_size
+    assert {choice.layout.chapter for choice in out} == {2}, "DDP alone is too large"
+    assert "needs" in out[0].problem
+    # A slower link between nodes changes the order, and a model of 1B needs no sharding.
+    _, slow, _ = choose("8B", 64, "--link", 10)
+    assert slow[0].layout.chapter in (5, 7, 13)
+    _, fit, _ = choose("1B", 8)
+    assert fit[0].layout.chapter == 2
+    # Too few samples for all devices
+    _, _, out = choose("1B", 64, "--global-batch-size", 8)
+    assert "8 samples are too few for 64 groups" in " ".join(choice.problem for choice in out)
+
+
+def test_a_model_that_does_not_fit():
+    """70B on 16 devices in 2 nodes: how much is missing, 32 devices, or offload."""
+    args, fit, _ = choose("70B", 16)
+    assert not fit
+    text = chooser.report(llama("70B"), args)
+    for part in (
+        r"No layout fits 16 devices\. The smallest is tp8 dp2 \(chapter 6\): \d+ GB per device",
+        r"32 devices are enough: .*, \d+ GB per device, efficiency [\d.]+%",
+        r"chapter 3 with --cpu-offload on 16 devices: \d+ GB per device, and \d+ GB of CPU memory",
+        r"--cpu-offload$",
+        r"\| pp8 dp2 \| 7 \| needs \d+ GB \|",
+    ):
+        assert re.search(part, text, re.MULTILINE), (part, text)
+
+
+def test_the_chooser_takes_seconds():
+    begin = time.perf_counter()
+    args, _, _ = choose("405B", 1024)
+    chooser.report(llama("405B"), args)
+    assert time.perf_counter() - begin < 20
+
+
+def test_mixtures_and_long_samples():
+    experts = {"expert_count": 64, "experts_per_token": 4}
+    mixture = replace(LLAMA_8B, layer=600_000_000, experts=500_000_000, **experts)
+    args = chooser.scaling.parse_args(["--choose", "--devices", "32"])
+    fit, _ = chooser.choose(mixture, 32, args)
+    assert 12 in {choice.layout.chapter for choice in fit}
+    # One sample of 128k tokens per group: FSDP alone runs out of memory.
+    flags = ["-s", 131072, "--global-batch-size", 8]
+    _, fit, out = choose("8B", 8, *flags)
+    assert fit[0].layout.cp == 8
+    assert 3 in {choice.layout.chapter for choice in out}
+
+
+@pytest.mark.parametrize("flags", ["", "--devices 8 16", "--devices 12"])
+def test_bad_flags_of_the_chooser(capsys, flags):
+    with pytest.raises(SystemExit):
+        tool.parse_args(["--choose", *flags.split()])
+    assert_one_sentence(capsys.readouterr().err, "devices")
+
+
+SMALL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}
+SMALL |= {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+@pytest.mark.rest
+def test_traced_layouts(tmp_path):
+    """The command as a reader gives it; the chapters accept the command lines that it prints."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    command = [sys.executable, TOOL, "--choose", "-m", path, "--devices", 16, "-s", 512]
+    command += ["--gpu-memory", 0.3, "--global-batch-size", 64]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^\| (\w.*) \|$", done.stdout, re.MULTILINE)
+    cells = [row.split(" | ") for row in rows]
+    traced = cells[0].index("GB, traced")
+    assert all(row[traced] for row in cells[1:4])
+    (line,) = re.findall(r"^torchrun .*", done.stdout, re.MULTILINE)
+    assert f"-m {path}" in line
+
+
+# The largest difference of a rule of thumb and a trace, relative to the trace
+ROUGH = 0.25
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(("size", "devices"), [("8B", 8), ("70B", 64)])
+def test_rules_of_thumb_for_memory(tmp_path, size, devices):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"8B": LLAMA_8B_CONFIG, "70B": LLAMA_70B}[size]))
+    args, fit, _ = choose(size, devices, "-m", path)
+    for choice in fit[:3]:
+        chooser.trace(choice, devices, args)
+        assert not choice.problem
+        assert choice.memory == pytest.approx(choice.traced, rel=ROUGH), choice.layout
