@@ -26,6 +26,10 @@ from runner import (
     CHAPTER_7,
     CHAPTER_8,
     CHAPTER_10,
+    CHAPTER_11,
+    CHAPTER_12,
+    CHAPTER_13,
+    CHAPTER_14,
     REPOSITORY,
     Run,
     load,
@@ -53,8 +57,10 @@ COMMANDS = commands_of(GUIDE)
 
 CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_4]
 CHAPTERS += [CHAPTER_5, CHAPTER_6, CHAPTER_7, CHAPTER_8, CHAPTER_10]
+CHAPTERS += [CHAPTER_11, CHAPTER_12, CHAPTER_13, CHAPTER_14]
 READMES = [f"{path.parent.name}/README.md" for path in CHAPTERS]
 LAUNCH = "launch/README.md"
+WHICH = "docs/which-chapter.md"
 RECORDS = ["benchmarks/results.md"]
 RECORDS += [f"benchmarks/records/{p.name}" for p in (REPOSITORY / "benchmarks").glob("records/*")]
 DOCS = [f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -122,8 +128,9 @@ def test_demo_and_the_commands_after_it(tmp_path):
 
     curves = {}
     for command, script in zip((demo, *others), CHAPTERS, strict=True):
-        launch = f"torchrun --standalone --nproc-per-node 2 {script.parent.name}/"
-        assert (launch in command) == (script != CHAPTER_1)
+        processes = 4 if script == CHAPTER_13 else 2
+        launch = f"torchrun --standalone --nproc-per-node {processes} {script.parent.name}/"
+        assert (launch in command) == (script not in (CHAPTER_1, CHAPTER_14))
         steps = 60 if script == CHAPTER_1 else 10
         # Not into outputs/, where somebody's demo may stand
         flags = ["--save-dir", tmp_path, "--max-steps", steps]
@@ -138,12 +145,14 @@ def test_demo_and_the_commands_after_it(tmp_path):
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").open()]
         losses = [record["loss"] for record in records if "loss" in record]
         # However long a run is to be, its learning rate rises for 40 steps.
-        if platform.python_version() == "3.11.7":  # the text that the recorded runs read
+        is_recorded = (RECORDED / name).exists()
+        if platform.python_version() == "3.11.7" and is_recorded:  # the text of the recorded runs
             expected = [r["loss"] for r in recorded(name) if r["step"] <= min(steps, 40)]
             assert losses[: len(expected)] == pytest.approx(expected, rel=1e-3)
         curves[script] = losses
     assert curves[CHAPTER_1][-1] < 6.4
-    for script in (CHAPTER_4, CHAPTER_8, CHAPTER_10):  # other rows, or rounded gradients
+    # Other rows, rounded gradients, or another model
+    for script in (CHAPTER_4, CHAPTER_8, CHAPTER_10, CHAPTER_12, CHAPTER_14):
         curves.pop(script)
     for losses in curves.values():
         assert losses[:1] == pytest.approx(curves[CHAPTER_1][:1], rel=1e-4)
@@ -185,9 +194,12 @@ DECIDED_LATER = {
 def test_flags_are_those_of_help(tmp_path, chapter):
     # The chapters of one branch after the other; a chapter has the flags of those it continues
     text = page("docs/flags.md")
-    parts = re.split(r"Chapter (?:[3-8]|10) adds", text)
-    common, third, fourth, fifth, sixth, seventh, eighth, tenth = parts
-    more = {CHAPTER_3: third, CHAPTER_4: third + fourth, CHAPTER_5: third + fifth}
+    parts = re.split(r"Chapter (?:[3-8]|1[0-4]) adds", text)
+    common, third, fourth, fifth, sixth, seventh, eighth, tenth, *newest = parts
+    eleventh, twelfth, thirteenth, fourteenth = newest
+    more = {CHAPTER_11: third + eleventh, CHAPTER_12: third + twelfth, CHAPTER_14: fourteenth}
+    more |= {CHAPTER_13: third + seventh + thirteenth}
+    more |= {CHAPTER_3: third, CHAPTER_4: third + fourth, CHAPTER_5: third + fifth}
     more |= {CHAPTER_10: third + fifth + tenth}
     more |= {CHAPTER_6: third + sixth, CHAPTER_7: third + seventh, CHAPTER_8: eighth}
     tables = common + more.get(chapter, "")
@@ -204,7 +216,7 @@ def test_flags_are_those_of_help(tmp_path, chapter):
         default = re.search(r"\(default: (.*)\)$", text)
         described[flags] = default.group(1) if default else None
     del described["-h", "--help"]
-    if chapter == CHAPTER_1:
+    if chapter in (CHAPTER_1, CHAPTER_14):
         assert described.pop(("--device",))  # below the table: no other chapter has it
     switches = {flags: flags[:1] for flags in described if f"--no-{flags[0][2:]}" in flags}
     described = {switches.get(flags, flags): default for flags, default in described.items()}
@@ -212,7 +224,7 @@ def test_flags_are_those_of_help(tmp_path, chapter):
     words = {"None": "none", "False": "off", "True": "on"}
     for flags, default in described.items():
         expected = DECIDED_LATER.get(flags) or words.get(default, default)
-        if chapter == CHAPTER_7 and flags == ("--gradient-accumulation-steps",):
+        if chapter in (CHAPTER_7, CHAPTER_13) and flags == ("--gradient-accumulation-steps",):
             expected = "the number of stages"
         if chapter in (CHAPTER_5, CHAPTER_10) and flags == ("--gradient-accumulation-steps",):
             expected = "1, without --global-batch-size"
@@ -261,8 +273,9 @@ def test_links_lead_somewhere(file):
 
 
 def test_the_first_page_leads_all_chapters():
-    """In at most 200 lines: the tree is that of the diffs, and both tables have all chapters."""
-    assert len(README.splitlines()) <= 200
+    """In at most 90 lines and 900 words: the tree is that of the diffs, with a table of chapters."""
+    assert len(README.splitlines()) <= 90
+    assert len(README.split()) <= 900
     folders = {path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py")}
     folders |= {"09-hf-trainer"}
     (tree,) = re.findall("```text\n(.*?)```", README, re.DOTALL)
@@ -278,9 +291,11 @@ def test_the_first_page_leads_all_chapters():
                 continues[part[0]] = before
                 before = part[0]
     assert continues == CONTINUES | {"01-single-gpu": None, "09-hf-trainer": None}
-    for heading in ("Which chapter", "What each chapter adds"):
-        table = section("README.md", heading)
-        linked = re.findall(r"^\|.*?\[`(\d\d-[\w-]+)`\]\(\1/README\.md\)", table, re.MULTILINE)
+    tables = {"The chapters": "README.md"}
+    tables |= dict.fromkeys(("Which chapter", "What each chapter costs"), WHICH)
+    for heading, file in tables.items():
+        pattern = r"^\|.*?\[`(\d\d-[\w-]+)`\]\((?:\.\./)?\1/README\.md\)"
+        linked = re.findall(pattern, section(file, heading), re.MULTILINE)
         assert sorted(linked) == sorted(folders), heading
 
 
@@ -305,7 +320,7 @@ def test_pages_link_forward_and_back(file):
 
 
 @pytest.mark.parametrize(
-    ("readme", "count"), [*zip(READMES, (4, 5, 2, 3, 2, 3, 3, 3, 2), strict=True)]
+    ("readme", "count"), [*zip(READMES, (4, 5, 2, 3, 2, 3, 3, 3, 2, 3, 3, 3, 2), strict=True)]
 )
 def test_chapter_readme_commands(tmp_path, readme, count):
     """Every flag and value is understood: all that is wrong is a flag added here."""
@@ -463,9 +478,10 @@ def test_remedies_for_too_little_memory_have_one_order():
 
 
 def test_changed_lines_in_the_readme():
-    said = [int(number) for number in re.findall(r"(\d+) changed lines of code", README)]
-    pairs = [[read(name) for name in (step.before, step.after)] for step in STEPS]
-    assert said == [changed_code_lines(*pair) for pair in pairs]
+    said = re.findall(r"\[(\d+)\]\((.*)/changes.diff\)", README)
+    pairs = {step.after: [read(name) for name in (step.before, step.after)] for step in STEPS}
+    counts = {name: str(changed_code_lines(*pair)) for name, pair in pairs.items()}
+    assert {name: number for number, name in said} == counts
 
 
 # -- Figures ---------------------------------------------------------------------------------------
@@ -549,7 +565,7 @@ def test_which_chapter(estimator, name):
     header = [f"{devices} × {memory} GB" for devices, memory in DEVICES]
     for row in (["model", "parameters", *header], [name, size, *cells]):
         row = f"| {' | '.join(row)} |"
-        assert row in section("README.md", "Which chapter"), f"README.md needs the row\n{row}"
+        assert row in section(WHICH, "Which chapter"), f"{WHICH} needs the row\n{row}"
 
 
 def test_traffic():
@@ -632,7 +648,7 @@ ALL_RUNS += ("demo-pipeline-parallel", "demo-gradient-compression", "demo-mds-sh
 
 SAMPLES = [
     (readme, run)
-    for readme, run in zip(READMES, ALL_RUNS, strict=True)
+    for readme, run in zip(READMES, ALL_RUNS, strict=False)  # those that are recorded
     if "\n## What the output looks like\n" in page(readme)
 ]
 

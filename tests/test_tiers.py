@@ -74,7 +74,15 @@ def test_each_chapter_has_a_quick_job():
     from test_quick import CHAPTERS
 
     others = {"04-streaming", "09-hf-trainer", "10-mds-shards"}  # tests of their own
+    # Files with a quick test of training, evaluation and resume
+    own = {"11-context-parallel", "12-expert-parallel", "13-3d-parallel", "14-sparse-low-rank"}
     chapters = {path.name for path in REPOSITORY.glob("[0-9][0-9]-*")}
-    assert chapters == {"01-single-gpu", *CHAPTERS, *others}
+    assert chapters == {"01-single-gpu", *CHAPTERS, *others, *own}
+    for chapter in own:
+        file = Path(__file__).with_name(f"test_{chapter[3:].replace('-', '_')}.py")
+        tests = tiers_of(file.read_text())
+        assert any(
+            used & {"trainer", "shared", "sparse"} for rest, used in tests.values() if not rest
+        )
     text = (REPOSITORY / "tests" / "test_quick.py").read_text()
     assert all(f'"chapter", ["{chapter}"]' in text for chapter in others)
