@@ -35,6 +35,9 @@ CHAPTER_11 = REPOSITORY / "11-context-parallel" / "train-llm.py"
 CHAPTER_12 = REPOSITORY / "12-expert-parallel" / "train-llm.py"
 CHAPTER_13 = REPOSITORY / "13-3d-parallel" / "train-llm.py"
 CHAPTER_14 = REPOSITORY / "14-sparse-low-rank" / "train-llm.py"
+CHAPTERS_BY_NUMBER = {
+    path.parent.name[:2]: path for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py")
+}
 
 
 def load(script: Path):
