@@ -56,8 +56,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def main():
     args = parse_args()
     device = torch.device(args.device)
-    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    args.compile = device.type == "cuda" if args.compile is None else args.compile
+    if args.dtype is None:
+        args.dtype = "fp32" if device.type == "cpu" else "bf16"
+    if args.compile is None:
+        args.compile = device.type == "cuda"
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation  # samples per optimizer step
     torch.manual_seed(args.seed)  # for random initial weights
@@ -77,7 +79,9 @@ def main():
         parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
     )
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
-    total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
+    total_steps = state.step + max(steps_left, 0)
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
     scheduler = lr_schedule(args, optimizer, total_steps)
     # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
     # sums that need more precision (norms, softmax, the loss) in fp32.
@@ -140,7 +144,7 @@ def main():
 
         at_end = state.step == total_steps
         stop_signal = max(stop_signals, default=0)
-        eval_now = args.eval_freq and (state.step % args.eval_freq == 0 or at_end)
+        eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
@@ -159,8 +163,8 @@ def main():
             numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
             say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
-            finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
-            if not (math.isfinite(mean_loss) and finite_gradient):
+            gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or not gradient_is_normal:
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
             logged_step = state.step
@@ -229,10 +233,12 @@ def from_files(name):
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    if unfit := report["missing_keys"] | report["mismatched_keys"]:
+    unfit = report["missing_keys"] | report["mismatched_keys"]  # names, or names with shapes
+    if unfit:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
     # Transformers does not tie weights that differ, so the model would not be that of the config.
-    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if model.all_tied_weights_keys != tied_by_config:
         own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
         remedy = "set tie_word_embeddings to false in config.json"
         fail(f"the files of {name} {own} embeddings: {remedy}")
@@ -289,20 +295,24 @@ def load_documents(name, subset):
     if os.path.isdir(name):
         pattern += "/**/*"
     found = sorted(glob.glob(pattern, recursive=True))
-    if "*" in name and "://" not in name and not found:
+    is_pattern = "*" in name and "://" not in name
+    if is_pattern and not found:
         fail(f"no file matches {name}")
     files = [file for file in found if Path(file).suffix in FORMATS]
-    if files and not any(map(os.path.getsize, files)):
+    sizes = [os.path.getsize(file) for file in files]
+    if files and sum(sizes) == 0:
         fail(f"{name} is empty")
-    # `datasets` takes names of files as patterns. Without files, it is an address or a Hub id.
-    files = [glob.escape(file) for file in files] or [name]
+    files = [glob.escape(file) for file in files]  # `datasets` takes names as patterns, too
+    if not files:  # an address or a name on the Hub
+        files = [name]
     kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
     spec = {"path": name, "name": subset}
     if kinds == {"text"}:
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
         spec["encoding_errors"] = "replace"
-    elif len(kinds) == 1 and not os.path.isdir(name):
-        spec = {"path": min(kinds), "data_files": files}
+    elif len(kinds) == 1 and not os.path.isdir(name):  # `datasets` finds the splits of a folder
+        [kind] = kinds
+        spec = {"path": kind, "data_files": files}
     if kinds == {"json"}:
         # A number among texts is an error. By default, the texts would get quotation marks.
         spec["on_mixed_types"] = None
@@ -326,6 +336,7 @@ def tokenize(rows, tokenizer, column, vocab_size):
 def tokenized(documents, tokenizer, config):
     """The token ids of the documents of a split: column `text`, or the first column with text."""
     features = documents.features
+    # Text is `string` or `large_string`. Lists have no dtype.
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
     if not columns:
         fail(f"no column of the dataset has a text in every row: {dict(features)}")
@@ -488,7 +499,10 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
 
 
 def open_run(args):
-    """Makes the folder of a run with a name. Returns folder, newest checkpoint and state."""
+    """Makes the folder of a run with a name. Returns the folder, the newest checkpoint, the state.
+
+    The folder is None without a name, and the checkpoint is None in a new run.
+    """
     flags = {name: getattr(args, name) for name in LASTING}
     new_state = RunState(flags, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
@@ -502,7 +516,8 @@ def open_run(args):
     with reading(newest):
         saved = json.loads((newest / "state.json").read_text())
     unknown = saved.keys() - asdict(new_state).keys()
-    if unknown or (newest / ".metadata").exists():
+    has_shards = (newest / ".metadata").exists()  # as in chapter 3
+    if unknown or has_shards:
         fail(f"{newest} is from another chapter: choose another --experiment-name")
     state = RunState(**saved)
     for name, value in state.flags.items():
@@ -547,6 +562,7 @@ class PhaseTimer:
         self.spans[phase].append((begin, self.now()))
 
     def now(self):
+        """The clock in seconds, or on a GPU an event that gets its time when the GPU is there."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -558,7 +574,10 @@ class PhaseTimer:
         steps = len(self.spans["update"])
         metrics = {}
         for phase, spans in self.spans.items():
-            times = (a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in spans)
+            if self.on_gpu:
+                times = [begin.elapsed_time(end) for begin, end in spans]
+            else:
+                times = [1e3 * (end - begin) for begin, end in spans]
             metrics[f"time/{phase}_ms"] = sum(times) / steps
         self.spans.clear()
         now = time.perf_counter()
@@ -602,13 +621,16 @@ def memory_metrics(device):
 
 def describe_run(args, model, train_samples):
     """Values that are logged once: every flag, and numbers that follow from the flags."""
+    device_memory = None
+    if torch.cuda.is_available():
+        device_memory = torch.cuda.mem_get_info()[1] / 1e9
     return vars(args) | {
         "world_size": 1,
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
         "dataset_samples": len(train_samples),
         "dataset_tokens": len(train_samples) * args.seq_length,
-        "device_memory_gb": torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 1e9,
+        "device_memory_gb": device_memory,
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "transformers_version": transformers.__version__,
@@ -676,7 +698,8 @@ def explain(message):
     try:
         yield
     except Exception as error:
-        fail(f"{message} ({error.__cause__ or error!r:.300})")
+        cause = error.__cause__ or error
+        fail(f"{message} ({cause!r:.300})")
 
 
 def reading(checkpoint):

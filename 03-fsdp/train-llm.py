@@ -71,8 +71,10 @@ def main():
     args = parse_args()
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
-    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    args.compile = device.type == "cuda" if args.compile is None else args.compile
+    if args.dtype is None:
+        args.dtype = "fp32" if device.type == "cpu" else "bf16"
+    if args.compile is None:
+        args.compile = device.type == "cuda"
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     global_batch = args.batch_size * accumulation * WORLD_SIZE
@@ -86,23 +88,27 @@ def main():
     config, tokenizer = load_config_and_tokenizer(args)
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    if os.environ["LOCAL_RANK"] != "0":
+    is_first_of_node = os.environ["LOCAL_RANK"] == "0"
+    if not is_first_of_node:
         dist.barrier(patient_group)
     train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
-    if os.environ["LOCAL_RANK"] == "0":
+    if is_first_of_node:
         dist.barrier(patient_group)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
     # DDP: Other flags or data on one rank would spoil the training without any error.
-    if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
+    descriptions = gather(f"{vars(args)} {state.step} {state.train_samples}")
+    if len(set(descriptions)) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     model = build_model(args, config, device, checkpoint)
     optimizer = torch.optim.AdamW(
         parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
     )
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
-    total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
+    total_steps = state.step + max(steps_left, 0)
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
     scheduler = lr_schedule(args, optimizer, total_steps)
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
@@ -136,9 +142,10 @@ def main():
             # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            is_last = micro_step == accumulation - 1
             # FSDP 2: Scatter in every micro-batch, because whole gradients take 4 bytes per weight.
             # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
-            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            communicate = args.reshard_after_forward or is_last
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
             with timer("data"):
@@ -177,7 +184,7 @@ def main():
         stop = torch.tensor(stop_signal)
         dist.all_reduce(stop, dist.ReduceOp.MAX)
         stop_signal = stop.item()
-        eval_now = args.eval_freq and (state.step % args.eval_freq == 0 or at_end)
+        eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
@@ -198,8 +205,8 @@ def main():
             numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
             say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
-            finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
-            if not (math.isfinite(mean_loss) and finite_gradient):
+            gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or not gradient_is_normal:
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
             logged_step = state.step
@@ -290,10 +297,12 @@ def from_files(name):
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    if unfit := report["missing_keys"] | report["mismatched_keys"]:
+    unfit = report["missing_keys"] | report["mismatched_keys"]  # names, or names with shapes
+    if unfit:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
     # Transformers does not tie weights that differ, so the model would not be that of the config.
-    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if model.all_tied_weights_keys != tied_by_config:
         own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
         remedy = "set tie_word_embeddings to false in config.json"
         fail(f"the files of {name} {own} embeddings: {remedy}")
@@ -350,20 +359,24 @@ def load_documents(name, subset):
     if os.path.isdir(name):
         pattern += "/**/*"
     found = sorted(glob.glob(pattern, recursive=True))
-    if "*" in name and "://" not in name and not found:
+    is_pattern = "*" in name and "://" not in name
+    if is_pattern and not found:
         fail(f"no file matches {name}")
     files = [file for file in found if Path(file).suffix in FORMATS]
-    if files and not any(map(os.path.getsize, files)):
+    sizes = [os.path.getsize(file) for file in files]
+    if files and sum(sizes) == 0:
         fail(f"{name} is empty")
-    # `datasets` takes names of files as patterns. Without files, it is an address or a Hub id.
-    files = [glob.escape(file) for file in files] or [name]
+    files = [glob.escape(file) for file in files]  # `datasets` takes names as patterns, too
+    if not files:  # an address or a name on the Hub
+        files = [name]
     kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
     spec = {"path": name, "name": subset}
     if kinds == {"text"}:
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
         spec["encoding_errors"] = "replace"
-    elif len(kinds) == 1 and not os.path.isdir(name):
-        spec = {"path": min(kinds), "data_files": files}
+    elif len(kinds) == 1 and not os.path.isdir(name):  # `datasets` finds the splits of a folder
+        [kind] = kinds
+        spec = {"path": kind, "data_files": files}
     if kinds == {"json"}:
         # A number among texts is an error. By default, the texts would get quotation marks.
         spec["on_mixed_types"] = None
@@ -387,6 +400,7 @@ def tokenize(rows, tokenizer, column, vocab_size):
 def tokenized(documents, tokenizer, config):
     """The token ids of the documents of a split: column `text`, or the first column with text."""
     features = documents.features
+    # Text is `string` or `large_string`. Lists have no dtype.
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
     if not columns:
         fail(f"no column of the dataset has a text in every row: {dict(features)}")
@@ -565,7 +579,10 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
 
 
 def open_run(args):
-    """Makes the folder of a run with a name. Returns folder, newest checkpoint and state."""
+    """Makes the folder of a run with a name. Returns the folder, the newest checkpoint, the state.
+
+    The folder is None without a name, and the checkpoint is None in a new run.
+    """
     flags = {name: getattr(args, name) for name in LASTING}
     new_state = RunState(flags, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
@@ -579,7 +596,8 @@ def open_run(args):
     with reading(newest):
         saved = json.loads((newest / "state.json").read_text())
     unknown = saved.keys() - asdict(new_state).keys()
-    if unknown or (newest / "training_state.pt").exists():  # FSDP: a file of chapters 1 and 2
+    is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
+    if unknown or is_whole:
         fail(f"{newest} is from another chapter: choose another --experiment-name")
     state = RunState(**saved)
     for name, value in state.flags.items():
@@ -698,7 +716,7 @@ def join_process_group():
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
     # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
     # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
-    store, *_ = next(dist.rendezvous("env://"))
+    store, _, _ = next(dist.rendezvous("env://"))  # without the rank and the number of ranks
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -716,10 +734,11 @@ def gather(value):
 
 def of_all_ranks(metrics):
     """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
-    for rank, others in enumerate(gather(metrics)):
-        metrics |= {name: max(metrics[name], value) for name, value in others.items()}
-        metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in others.items()}
-    return metrics
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        result |= {name.replace("/", f"/rank{rank}/"): value for name, value in of_rank.items()}
+    return result
 
 
 # -- Timer, metrics, logs, small helpers -----------------------------------------------------------
@@ -745,6 +764,7 @@ class PhaseTimer:
         self.spans[phase].append((begin, self.now()))
 
     def now(self):
+        """The clock in seconds, or on a GPU an event that gets its time when the GPU is there."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -756,7 +776,10 @@ class PhaseTimer:
         steps = len(self.spans["update"])
         metrics = {}
         for phase, spans in self.spans.items():
-            times = (a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in spans)
+            if self.on_gpu:
+                times = [begin.elapsed_time(end) for begin, end in spans]
+            else:
+                times = [1e3 * (end - begin) for begin, end in spans]
             metrics[f"time/{phase}_ms"] = sum(times) / steps
         self.spans.clear()
         now = time.perf_counter()
@@ -800,13 +823,16 @@ def memory_metrics(device):
 
 def describe_run(args, model, train_samples):
     """Values that are logged once: every flag, and numbers that follow from the flags."""
+    device_memory = None
+    if torch.cuda.is_available():
+        device_memory = torch.cuda.mem_get_info()[1] / 1e9
     return vars(args) | {
         "world_size": WORLD_SIZE,  # DDP: the number of devices
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
         "dataset_samples": len(train_samples),
         "dataset_tokens": len(train_samples) * args.seq_length,
-        "device_memory_gb": torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 1e9,
+        "device_memory_gb": device_memory,
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "transformers_version": transformers.__version__,
@@ -874,7 +900,8 @@ def explain(message):
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
-        fail(f"{message} ({error.__cause__ or error!r:.300})")
+        cause = error.__cause__ or error
+        fail(f"{message} ({cause!r:.300})")
 
 
 def reading(checkpoint):

@@ -79,13 +79,15 @@ def main():
     args = parse_args()
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
-    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    args.compile = device.type == "cuda" if args.compile is None else args.compile
+    if args.dtype is None:
+        args.dtype = "fp32" if device.type == "cpu" else "bf16"
+    if args.compile is None:
+        args.compile = device.type == "cuda"
     check_groups(args)  # PP: before anything that takes time
     accumulation = args.gradient_accumulation_steps
     # PP 1: The ranks of a pipeline train on the same samples, so a pipeline counts as one device.
     pipelines = WORLD_SIZE // args.pipeline_parallel
-    pipeline = RANK % pipelines  # the number of the pipeline of this rank: see PP 8
+    pipeline = RANK % pipelines  # with 2 pipelines, the even ranks are pipeline 0
     global_batch = args.batch_size * accumulation * pipelines
     torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
@@ -97,16 +99,18 @@ def main():
     config, tokenizer = load_config_and_tokenizer(args)
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    if os.environ["LOCAL_RANK"] != "0":
+    is_first_of_node = os.environ["LOCAL_RANK"] == "0"
+    if not is_first_of_node:
         dist.barrier(patient_group)
     train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
-    if os.environ["LOCAL_RANK"] == "0":
+    if is_first_of_node:
         dist.barrier(patient_group)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
     # DDP: Other flags or data on one rank would spoil the training without any error.
-    if len(set(gather(f"{vars(args)} {state.step} {state.train_samples}"))) > 1:
+    descriptions = gather(f"{vars(args)} {state.step} {state.train_samples}")
+    if len(set(descriptions)) > 1:
         fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
     # PP: `model` holds the weights of this rank. `stages` share the weights, and do the computing.
     model, stages, tied_head = build_model(args, config, device, checkpoint)
@@ -114,7 +118,9 @@ def main():
         parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
     )
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
-    total_steps = min(state.step + max(steps_left, 0), args.max_steps or sys.maxsize)
+    total_steps = state.step + max(steps_left, 0)
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
     scheduler = lr_schedule(args, optimizer, total_steps)
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
@@ -166,7 +172,8 @@ def main():
         with timer("schedule"):
             tied_head.copy_weight()
             input_ids = torch.cat(batches)  # the schedule splits this batch again
-            # The stages get `labels`. `loss_fn` gets `target`. The result is the losses before it.
+            # The first stage gets `input_ids`, each stage gets `labels`, `loss_fn` gets `target`.
+            # `losses` are what the last stage returns, so `loss_fn` has not divided them.
             losses = schedule.step(input_ids, labels=input_ids, target=input_ids)
         if losses is not None:  # PP: the last stage is on this rank
             # The other ranks of the pipeline add 0 to the average over all ranks.
@@ -202,7 +209,7 @@ def main():
         stop = torch.tensor(stop_signal)
         dist.all_reduce(stop, dist.ReduceOp.MAX)
         stop_signal = stop.item()
-        eval_now = args.eval_freq and (state.step % args.eval_freq == 0 or at_end)
+        eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
@@ -223,8 +230,8 @@ def main():
             numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
             say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
-            finite_gradient = args.dtype == "fp16" or grad_norm.isfinite()
-            if not (math.isfinite(mean_loss) and finite_gradient):
+            gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or not gradient_is_normal:
                 fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
             loss_sum.zero_()
             logged_step = state.step
@@ -279,7 +286,8 @@ def part_of(model, unit_names, own_names):
     for name in unit_names:
         unit = model.get_submodule(name) if name in own_names else Elsewhere()
         part.set_submodule(name, unit)
-    # `model` computes the rotary frequencies, and sets the kind of attention in the config.
+    # Share these with `model`. Later, `init_weights` fills the rotary frequencies of `model`, and
+    # `set_attn_implementation` changes its config.
     part.config = model.config
     part.base_model.config = model.config
     part.base_model.rotary_emb = model.base_model.rotary_emb
@@ -300,7 +308,7 @@ class StageModule(torch.nn.Module):
         # PP 6: The last stage calls the model's own forward, because some families change logits.
         if self.is_last:
             loss = self.part(**batch, labels=labels).loss
-            return loss[None]  # one dimension, to join the losses of all micro-batches
+            return torch.stack([loss])  # one dimension, to join the losses of all micro-batches
         return self.part.base_model(**batch).last_hidden_state
 
 
@@ -324,7 +332,7 @@ class TiedHead:
         if not self.modules:
             return
         # FSDP casts the head to the compute precision anyway, so more bytes would be useless.
-        # The embeddings send their weight. On the other rank, the head gives room to receive it.
+        # On the rank of the embeddings, `weight` is sent. On the rank of the head, it is replaced.
         module = self.head if self.embeddings is None else self.embeddings
         weight = module.weight.to_local().to(self.dtype)
         dist.broadcast(weight, group=self.group, group_src=0)
@@ -340,7 +348,7 @@ class TiedHead:
         if self.embeddings is not None:
             self.embeddings.weight.grad.to_local().copy_(total)
         if self.head is not None:
-            self.head.weight.grad = None  # the optimizer clears the other gradients
+            self.head.weight.grad = None  # a copy, so the optimizer does not have this weight
 
 
 def make_stages(model, unit_names, args, device, mesh):
@@ -392,13 +400,11 @@ def make_stages(model, unit_names, args, device, mesh):
         )
         stages.append(stage)
     if is_tied:
-        # All ranks make the groups of all pipelines. With zbv, one rank has both stages.
+        # All ranks make the groups of all pipelines. With zbv, one rank has both stages, so it is
+        # alone in its group.
         first_ranks = mesh.mesh[0].tolist()
         last_ranks = first_ranks if args.schedule == "zbv" else mesh.mesh[-1].tolist()
-        if first_ranks == last_ranks:
-            ends = [[rank] for rank in first_ranks]
-        else:
-            ends = [list(pair) for pair in zip(first_ranks, last_ranks, strict=True)]
+        ends = [sorted({first, last}) for first, last in zip(first_ranks, last_ranks, strict=True)]
         group, _ = dist.new_subgroups_by_enumeration(ends)
     return stages, stage_modules, TiedHead(embeddings, head, group, DTYPES[args.dtype])
 
@@ -434,7 +440,7 @@ def build_model(args, config, device, checkpoint):
     # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
     weight_device = "cpu" if args.cpu_offload else device
     stage_modules.to_empty(device=weight_device)
-    AsOnOneDevice.device = weight_device  # PP: there it draws the weights of other ranks
+    AsOnOneDevice.device = weight_device  # PP: where init_weights draws other ranks' weights
     model.tie_weights()
     # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
     # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
@@ -478,10 +484,12 @@ def from_files(name):
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    if unfit := report["missing_keys"] | report["mismatched_keys"]:
+    unfit = report["missing_keys"] | report["mismatched_keys"]  # names, or names with shapes
+    if unfit:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
     # Transformers does not tie weights that differ, so the model would not be that of the config.
-    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if model.all_tied_weights_keys != tied_by_config:
         own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
         remedy = "set tie_word_embeddings to false in config.json"
         fail(f"the files of {name} {own} embeddings: {remedy}")
@@ -554,20 +562,24 @@ def load_documents(name, subset):
     if os.path.isdir(name):
         pattern += "/**/*"
     found = sorted(glob.glob(pattern, recursive=True))
-    if "*" in name and "://" not in name and not found:
+    is_pattern = "*" in name and "://" not in name
+    if is_pattern and not found:
         fail(f"no file matches {name}")
     files = [file for file in found if Path(file).suffix in FORMATS]
-    if files and not any(map(os.path.getsize, files)):
+    sizes = [os.path.getsize(file) for file in files]
+    if files and sum(sizes) == 0:
         fail(f"{name} is empty")
-    # `datasets` takes names of files as patterns. Without files, it is an address or a Hub id.
-    files = [glob.escape(file) for file in files] or [name]
+    files = [glob.escape(file) for file in files]  # `datasets` takes names as patterns, too
+    if not files:  # an address or a name on the Hub
+        files = [name]
     kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
     spec = {"path": name, "name": subset}
     if kinds == {"text"}:
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
         spec["encoding_errors"] = "replace"
-    elif len(kinds) == 1 and not os.path.isdir(name):
-        spec = {"path": min(kinds), "data_files": files}
+    elif len(kinds) == 1 and not os.path.isdir(name):  # `datasets` finds the splits of a folder
+        [kind] = kinds
+        spec = {"path": kind, "data_files": files}
     if kinds == {"json"}:
         # A number among texts is an error. By default, the texts would get quotation marks.
         spec["on_mixed_types"] = None
@@ -591,6 +603,7 @@ def tokenize(rows, tokenizer, column, vocab_size):
 def tokenized(documents, tokenizer, config):
     """The token ids of the documents of a split: column `text`, or the first column with text."""
     features = documents.features
+    # Text is `string` or `large_string`. Lists have no dtype.
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
     if not columns:
         fail(f"no column of the dataset has a text in every row: {dict(features)}")
@@ -683,10 +696,11 @@ def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs t
     # PP 11: A pipeline always computes all its micro-batches. Empty ones have weight 0.
     size = args.batch_size * args.gradient_accumulation_steps
     pipelines = WORLD_SIZE // args.pipeline_parallel
-    pipeline = RANK % pipelines  # the number of the pipeline of this rank: see PP 8
+    pipeline = RANK % pipelines
     forward_schedule = copy.copy(schedule)
     if args.schedule in SEVERAL_STAGES:
-        # These schedules are lists of actions. Keep no backward pass: those of zbv fail here.
+        # These schedules are lists of actions. Drop backward passes: `eval` fails on those of zbv.
+        # The copy is shallow, so training keeps its own list.
         kept = {FORWARD, SEND_F, RECV_F, UNSHARD, RESHARD}
         actions = schedule.pipeline_order_with_comms[schedule.rank]
         actions = [action for action in actions if action.computation_type in kept]
@@ -703,9 +717,10 @@ def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs t
         losses = forward_schedule.eval(input_ids, labels=labels, target=labels)
         if losses is not None:  # the last stage is on this rank
             for n, loss in enumerate(losses):
-                count = len(indices[n * args.batch_size : (n + 1) * args.batch_size])
-                if count > 0:  # a mean over no label is NaN
-                    loss_sum += loss * count
+                first = n * args.batch_size
+                without_padding = indices[first : first + args.batch_size]
+                if without_padding:  # the mean loss of padding alone is NaN
+                    loss_sum += loss * len(without_padding)
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
     return loss_sum.item() / len(samples)
@@ -770,7 +785,7 @@ def sharded_state(model, stateful):
     # PP: Rank 0 saves its lists of names, so they must have the names of all stages.
     for group in moments["param_groups"]:
         names = gather(group["params"])
-        group["params"] = sorted({name for of_rank in names for name in of_rank})
+        group["params"] = sorted(set().union(*names))
     return stateful | {"model": weights, "optimizer": moments}
 
 
@@ -790,7 +805,10 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
 
 
 def open_run(args):
-    """Makes the folder of a run with a name. Returns folder, newest checkpoint and state."""
+    """Makes the folder of a run with a name. Returns the folder, the newest checkpoint, the state.
+
+    The folder is None without a name, and the checkpoint is None in a new run.
+    """
     flags = {name: getattr(args, name) for name in LASTING}
     new_state = RunState(flags, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
@@ -804,7 +822,8 @@ def open_run(args):
     with reading(newest):
         saved = json.loads((newest / "state.json").read_text())
     unknown = saved.keys() - asdict(new_state).keys()
-    if unknown or (newest / "training_state.pt").exists():  # FSDP: a file of chapters 1 and 2
+    is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
+    if unknown or is_whole:
         fail(f"{newest} is from another chapter: choose another --experiment-name")
     state = RunState(**saved)
     for name, value in state.flags.items():
@@ -932,7 +951,7 @@ def join_process_group():
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
     # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
     # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
-    store, *_ = next(dist.rendezvous("env://"))
+    store, _, _ = next(dist.rendezvous("env://"))  # without the rank and the number of ranks
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -975,10 +994,11 @@ def gather(value):
 
 def of_all_ranks(metrics):
     """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
-    for rank, others in enumerate(gather(metrics)):
-        metrics |= {name: max(metrics[name], value) for name, value in others.items()}
-        metrics |= {name.replace("/", f"/rank{rank}/"): value for name, value in others.items()}
-    return metrics
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        result |= {name.replace("/", f"/rank{rank}/"): value for name, value in of_rank.items()}
+    return result
 
 
 # -- Timer, metrics, logs, small helpers -----------------------------------------------------------
@@ -1004,6 +1024,7 @@ class PhaseTimer:
         self.spans[phase].append((begin, self.now()))
 
     def now(self):
+        """The clock in seconds, or on a GPU an event that gets its time when the GPU is there."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -1015,7 +1036,10 @@ class PhaseTimer:
         steps = len(self.spans["update"])
         metrics = {}
         for phase, spans in self.spans.items():
-            times = (a.elapsed_time(b) if self.on_gpu else 1e3 * (b - a) for a, b in spans)
+            if self.on_gpu:
+                times = [begin.elapsed_time(end) for begin, end in spans]
+            else:
+                times = [1e3 * (end - begin) for begin, end in spans]
             metrics[f"time/{phase}_ms"] = sum(times) / steps
         self.spans.clear()
         now = time.perf_counter()
@@ -1059,13 +1083,16 @@ def memory_metrics(device):
 
 def describe_run(args, model, train_samples):
     """Values that are logged once: every flag, and numbers that follow from the flags."""
+    device_memory = None
+    if torch.cuda.is_available():
+        device_memory = torch.cuda.mem_get_info()[1] / 1e9
     return vars(args) | {
         "world_size": WORLD_SIZE,  # DDP: the number of devices
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
         "dataset_samples": len(train_samples),
         "dataset_tokens": len(train_samples) * args.seq_length,
-        "device_memory_gb": torch.cuda.is_available() and torch.cuda.mem_get_info()[1] / 1e9,
+        "device_memory_gb": device_memory,
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "transformers_version": transformers.__version__,
@@ -1133,7 +1160,8 @@ def explain(message):
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
-        fail(f"{message} ({error.__cause__ or error!r:.300})")
+        cause = error.__cause__ or error
+        fail(f"{message} ({cause!r:.300})")
 
 
 def reading(checkpoint):

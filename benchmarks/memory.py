@@ -34,6 +34,8 @@ from transformers import AutoConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 FIRST_STEP, LAST_STEP = 3, 6
+LOW_RANK = "sparse low-rank"
+ONE_DEVICE = ("chapter 1", LOW_RANK)
 
 LLAMA_1B = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192}
 LLAMA_1B |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -141,15 +143,17 @@ def arguments(method: str, flags: list) -> list:
     """Of this script, to run a chapter and to watch it."""
     known = tool().METHODS[method]
     (chapter,) = REPOSITORY.glob(f"{known.chapter:02}-*/train-llm.py")
-    switch = [known.flag] if method in ("no reshard", "offload") else []
-    steps = ["--from-scratch", "--max-steps", LAST_STEP, "--eval-freq", 0]
+    switch = known.flags if method in ("no reshard", "offload") else []
+    steps = ["--max-steps", LAST_STEP, "--eval-freq", 0]
+    if method != LOW_RANK:  # it has no other way to start
+        steps += ["--from-scratch"]
     return ["--watch", chapter, *flags, *steps, *switch]
 
 
 def run(method: str, devices: int, flags: list) -> str:
     """What the ranks of the chapter print."""
     launch = [sys.executable]
-    if method != "chapter 1":
+    if method not in ONE_DEVICE:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", devices]
     command = [*map(str, [*launch, __file__, *arguments(method, flags)])]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -172,6 +176,15 @@ def estimated(method: str, devices: int, flags: list) -> tuple[float, list[int]]
     known = tool().METHODS[method]
     states, moments = tool().step(traces, known, devices, args.batch_size)
     return tool().peak(moments), [*states.values()]
+
+
+def group_flags(method: str, size: int) -> list:
+    """Of a chapter with groups of so many ranks, in each dimension. Chapter 14 has a rank of 8."""
+    known = tool().METHODS[method]
+    if known.chapter <= 3:
+        return []
+    size = 8 if method == LOW_RANK else size
+    return [part for flag in known.flags for part in (flag, size)]
 
 
 def model_folder(folder: Path, config: dict) -> Path:
@@ -207,7 +220,7 @@ def main(argv=None) -> list[float]:
     counts = [n for n in (1, 2, 4, 8) if n <= (gpus or 4)]
     parser.add_argument("--devices", type=int, nargs="+", default=counts, help="[%(default)s]")
     parser.add_argument("--methods", nargs="+", choices=methods, default=[*methods])
-    group = "ranks of a group in chapters 5 to 7 [%(default)s]"
+    group = "ranks of a group from chapter 5 on, in each dimension [%(default)s]"
     parser.add_argument("--group-size", type=int, default=2, help=group)
     parser.add_argument("-b", "--batch-sizes", type=int, nargs="+", default=[2, 8])
     parser.add_argument("-s", "--seq-length", type=int, default=1024 if gpus else 128)
@@ -229,13 +242,16 @@ def main(argv=None) -> list[float]:
             each = args.methods, args.devices, args.batch_sizes, args.flags.split(";")
             for method, devices, batch, variant in itertools.product(*each):
                 flags = ["-b", batch, "-s", args.seq_length, *variant.split()]
+                flags += group_flags(method, args.group_size)
                 chapter = methods[method].chapter
-                if chapter > 3:
-                    flags += [methods[method].flag, args.group_size]
-                possible = devices % args.group_size == 0 if chapter > 3 else True
-                # Chapters 6 and 7 do not train all families.
+                group = methods[method].group(tool().parse_args([*map(str, flags)]))
+                possible = group and devices % group == 0
+                # The later chapters do not train all families.
                 possible &= chapter < 6 or config["model_type"] != "gpt2"
-                if possible and (chapter > 1 or devices == 1):
+                mixture = "num_experts_per_tok" in config
+                possible &= chapter != 12 or mixture
+                possible &= chapter not in (6, 7, 13, 14) or not mixture
+                if possible and (method not in ONE_DEVICE or devices == 1):
                     ratios.append(compare(name, folder, method, devices, flags, device))
     print(f"\n{len(ratios)} runs, ratios {min(ratios):.3f} to {max(ratios):.3f}")
     return ratios

@@ -31,6 +31,10 @@ CHAPTER_7 = REPOSITORY / "07-pipeline-parallel" / "train-llm.py"
 CHAPTER_8 = REPOSITORY / "08-gradient-compression" / "train-llm.py"
 CHAPTER_9 = REPOSITORY / "09-hf-trainer" / "train-llm.py"
 CHAPTER_10 = REPOSITORY / "10-mds-shards" / "train-llm.py"
+CHAPTER_11 = REPOSITORY / "11-context-parallel" / "train-llm.py"
+CHAPTER_12 = REPOSITORY / "12-expert-parallel" / "train-llm.py"
+CHAPTER_13 = REPOSITORY / "13-3d-parallel" / "train-llm.py"
+CHAPTER_14 = REPOSITORY / "14-sparse-low-rank" / "train-llm.py"
 
 
 def load(script: Path):

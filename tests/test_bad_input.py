@@ -102,7 +102,14 @@ def files(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("zero batch", "empty glob", "no weights", "unknown key")
+
+
+def tiers(case):
+    return pytest.param(case, marks=[] if case in QUICK else pytest.mark.rest)
+
+
+@pytest.mark.parametrize("case", [tiers(case) for case in CASES])
 def test_one_sentence(trainer, files, case):
     flags, status, part = CASES[case]
     flags = [str(flag).format(tmp=files) for flag in flags]
@@ -116,6 +123,7 @@ def test_one_sentence(trainer, files, case):
 EVERY_CHAPTER = sorted(REPOSITORY.glob("0[2-8]-*/train-llm.py"))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("chapter", EVERY_CHAPTER, ids=lambda path: path.parent.name)
 @pytest.mark.parametrize("case", ["no end of text", "tokens outside the vocabulary"])
 def test_tokenizer_of_another_model_in_every_chapter(trainer, files, chapter, case):
@@ -128,6 +136,7 @@ def test_tokenizer_of_another_model_in_every_chapter(trainer, files, chapter, ca
     assert [*(trainer.folder / "run").glob("*/")] == []  # neither a checkpoint nor final/
 
 
+@pytest.mark.rest
 def test_out_of_gpu_memory_names_the_flags_that_help(trainer):
     """There may be no GPU here: the optimizer runs out of memory in its stead."""
     before = "import torch\n"
@@ -155,6 +164,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.rest
 def test_hub_says_no_or_nothing(trainer, tmp_path, model):
     """Real processes: the libraries read the address of the Hub when they are imported."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
@@ -192,6 +202,7 @@ def test_hub_says_no_or_nothing(trainer, tmp_path, model):
         assert_one_sentence(run.output, "network")
 
 
+@pytest.mark.rest
 def test_config_that_is_no_config(trainer, tmp_path):
     folder = write_model(tmp_path / "model", **LLAMA)
     (folder / "config.json").write_text("{")

@@ -29,6 +29,7 @@ def run(tmp_path):
 WORK = ["-b", 2, "-s", 64, "--flags", f"-d {REPOSITORY}/README.md --num-epochs 99"]
 
 
+@pytest.mark.rest
 def test_chapters_and_peers(run, tmp_path):
     """The benchmark itself ends with an error where the losses differ by more than 0.1 %."""
     file = tmp_path / "new" / "table.md"
@@ -92,6 +93,7 @@ def test_arithmetic_of_the_table():
     assert without_peak[3].split("|")[5].strip() == ""
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
@@ -117,6 +119,7 @@ def test_shapes():
             assert AutoModelForCausalLM.from_config(config).num_parameters() == size
 
 
+@pytest.mark.rest
 def test_data_path(run):
     flags = ["--tokens", 500_000, "--rounds", 1, "--steps", 0]
     output = run("data-path.py", *flags, before=IMPORTABLE)
@@ -128,6 +131,7 @@ def test_data_path(run):
     assert len({rows for _, rows in streams}) == 3
 
 
+@pytest.mark.rest
 def test_checkpoints(run):
     flags = ["--shape", "tiny", "--rounds", 1, "--saves", 1, "--steps", 2]
     output = run("checkpoints.py", *flags, "--only", "torch.save", "DCP", "async")
@@ -135,16 +139,18 @@ def test_checkpoints(run):
     assert rows == ["chapter 1", "chapter 3", "chapter 5"]
 
 
+@pytest.mark.rest
 def test_startup(run):
     flags = f"-b 1 -s 32 -d {REPOSITORY}/README.md --num-epochs 9"
     output = run("startup.py", "--chapters", 1, "--rounds", 1, "--flags", flags)
     assert len(re.findall(r"^\| chapter 1, (?:cold|warm)(?: \| [\d.]+){4}", output, re.M)) == 2
 
 
+@pytest.mark.rest
 def test_compression(run, tmp_path):
     """All methods send less than none; the plot needs what the other parts record."""
     records = tmp_path / "records.json"
-    output = run("compression.py", "hooks", "--rounds", 1, "--records", records)
+    output = run("gradient-compression.py", "hooks", "--rounds", 1, "--records", records)
     rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", output, re.M)
     assert len(rows) == 8
     assert rows[0] == ("none", "4.199", "6.298", "1.000")
@@ -154,7 +160,7 @@ def test_compression(run, tmp_path):
     losses = {f"{method} on 2": [[7.0, 6.0], [7.1, 6.1]] for method in found["hooks"]}
     records.write_text(json.dumps(found | {"links": links, "losses": losses}))
     flags = ["plot", "--link", "1 Gbit/s", "--records", records, "-o", tmp_path / "picture"]
-    run("compression.py", *flags)
+    run("gradient-compression.py", *flags)
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
@@ -177,6 +183,7 @@ def test_kinds_of_operations():
     assert {name: profiler.kind_of(name) for name in KINDS} == KINDS
 
 
+@pytest.mark.rest
 def test_profile_of_a_step(run):
     flags = ["-b", 2, "-s", 64, "-d", f"{REPOSITORY}/README.md", "--num-epochs", 99]
     output = run("profile-step.py", "--steps", 3, *flags)

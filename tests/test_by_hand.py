@@ -124,6 +124,7 @@ def bytes_of_experts(n: int) -> list[int]:
     return found
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("name", "processes"), PROCESSES)
 def test_gradients_and_bytes(tmp_path, name, processes):
     """The gradients are those of one process. The bytes are those of the formula, and the bytes
@@ -191,6 +192,7 @@ DAMAGES = [
 ]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("name", "code", "instead"), DAMAGES)
 def test_a_damage_shows(tmp_path, name, code, instead):
     """A rank prints a large difference for a part of the script."""
@@ -212,6 +214,7 @@ def test_the_command_in_the_docstring(name):
     assert command == f"torchrun --standalone --nproc-per-node 2 by-hand/{name}.py"
 
 
+@pytest.mark.rest
 def test_the_command_of_the_page(tmp_path):
     """With torchrun itself, in the top folder."""
     (command,) = re.findall(r"^torchrun .*$", page("by-hand/README.md"), re.MULTILINE)
@@ -220,6 +223,7 @@ def test_the_command_of_the_page(tmp_path):
     assert output.count("bytes sent, largest difference") == 2 * len(formula("ddp", 2)[0])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("name", "processes"), [("ddp", None), ("ddp", 1), ("pipeline", None), ("pipeline", 4)]
 )

@@ -6,6 +6,10 @@ import threading
 import time
 import zipfile
 
+import pytest
+
+pytestmark = pytest.mark.rest
+
 
 class Comet(http.server.BaseHTTPRequestHandler):
     """Comet's side, as far as a run needs it to begin."""

@@ -16,6 +16,8 @@ from conftest import (
 )
 from runner import CHAPTER_2, CHAPTER_8, Run
 
+pytestmark = pytest.mark.rest
+
 # Put before the script: each rank then tells, at its end, a digest of its weights, how many buckets
 # its backward passes have averaged, how many pieces of memory hold its gradients, and which samples
 # it has trained on.

@@ -51,6 +51,7 @@ def test_each_pass_happens_once_and_in_order(tool):
     assert tool.in_flight(tool.simulate("1f1b", 4, 8)) == [4, 3, 2, 1]
 
 
+@pytest.mark.rest
 def test_real_runs(tmp_path):
     """They wait at least as long as the formula says; the records say how much longer."""
     status, output = outcome(tmp_path, TOOL, "--measure", "-p", 2, "-m", 4, "--sleep", 0.02)

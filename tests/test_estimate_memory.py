@@ -10,13 +10,14 @@ import pytest
 import torch
 from conftest import assert_one_sentence
 from runner import REPOSITORY, Job, load
-from test_readme import MODELS
+from test_readme import MODELS, section
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 tool = load(REPOSITORY / "tools" / "estimate-memory.py")
 benchmark = load(REPOSITORY / "benchmarks" / "memory.py")
-TRACED = ["device", "dtype", "compile", "activation_checkpointing", "seq_length"]
+TRACED = ["device", "dtype", "compile", "activation_checkpointing", "seq_length", "exchange"]
+TRACED += ["tensor_parallel", "context_parallel", "expert_parallel", "rank", "density"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,14 +71,28 @@ CASES = [
     ("pipeline", 2, {}, ""),
     ("pipeline", 2, TIED, HALF),
 ]
+# Each token uses all experts, so all ranks get equally many tokens.
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 4}
+NEWER = [
+    ("context parallel", 2, {}, ""),
+    ("context parallel", 4, TIED, f"--exchange tokens {HALF}"),
+    ("expert parallel", 2, MIXTURE, ""),
+    ("expert parallel", 4, MIXTURE, HALF),
+    ("pipeline × tensor", 4, EVEN, ""),
+    ("pipeline × tensor", 4, EVEN | TIED, HALF),
+    ("sparse low-rank", 1, {}, ""),
+    ("sparse low-rank", 1, TIED, CHECKPOINT),
+]
+CASES += [pytest.param(*case, marks=pytest.mark.rest) for case in NEWER]
 
 
-ROW = r"^\| (\S+|Llama.*?|GPT.*?) \| ([\w ]+) \| (\d+) \| `(.*)` \| (\d+\.(\d+)) \| [\d.]* ?\|"
+ROW = r"^\| (\S+|Llama.*?|GPT.*?) \| ([-×\w ]+) \| (\d+) \| `(.*)` \| (\d+\.(\d+)) \| [\d.]* ?\|"
 
 
+@pytest.mark.rest
 def test_estimates_in_the_records(tmp_path):
     """Of every comparison with a measurement, on CPUs and on GPUs."""
-    records = (REPOSITORY / "benchmarks" / "results.md").read_text()
+    records = (REPOSITORY / "benchmarks" / "records" / "memory.md").read_text()
     records = records.partition("## Memory, estimated and measured")[2].partition("\n## ")[0]
     rows = re.findall(ROW, records, re.MULTILINE)
     assert len(rows) == 28
@@ -92,6 +107,7 @@ def test_estimates_in_the_records(tmp_path):
         assert f"{guess / 1e9:.{len(decimals)}f}" == said, (model, method, flags)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("method", "devices", "config", "flags"), CASES)
 def test_what_the_chapters_allocate(tmp_path, monkeypatch, method, devices, config, flags):
     """By the benchmark: states exactly, with rows that 2 ranks do not divide; and the total."""
@@ -170,6 +186,7 @@ def test_activations_are_those_that_autograd_keeps(name, options):
     assert traced == pytest.approx(kept_by_autograd(name, flags), rel=0.05)
 
 
+@pytest.mark.rest
 def test_compiled_code_keeps_what_is_foretold():
     """Layers and loss."""
     traced, flags = kept("llama", "--dtype bf16")
@@ -257,13 +274,52 @@ BAD = [
     ("-m {}/gpt2.json --tensor-parallel 2", "gpt2", 1),
     ("-m {}/gpt2.json --pipeline-parallel 2", "gpt2", 1),
     ("-m {}/llama.json --pipeline-parallel 64 --devices 64", "64 stages", 1),
+    ("-m {}/llama.json --pipeline-parallel 4 --tensor-parallel 4", "--tensor-parallel 16", 1),
+    ("-m {}/llama.json --context-parallel 4 -s 36", "--seq-length 36", 1),
+    ("-m {}/bloom.json --context-parallel 4", "bloom", 1),
+    ("-m {}/llama.json --expert-parallel 2", "llama", 1),
+    ("-m {}/mixtral.json --expert-parallel 16 --devices 16", "16 does not divide", 1),
+    ("-m {}/llama.json --rank 4096", "smaller", 1),
 ]
+
+
+@pytest.mark.rest
+def test_a_sample_of_128k_tokens_on_8_devices(tmp_path, estimate):
+    """It does not fit one device, and fits a group of 8, also if the layers are compiled."""
+    path = tmp_path / "config.json"
+    values = MODELS["Llama-3.1-8B"].to_dict() | {"max_position_embeddings": 131072}
+    path.write_text(json.dumps(values))
+    command = f"-m {path} -s 131072 -b 1 --devices 8 --context-parallel 8"
+    status, text = estimate(*command.split(), "--activation-checkpointing")
+    assert status == 0, text
+    rows = [re.split(r" +\| +", row) for row in re.findall(r"^\| (.*) \|$", text, re.MULTILINE)]
+    names, fits = rows[0], next(row for row in rows if row[0].startswith("fits"))
+    assert fits[names.index("FSDP")] == "no"
+    assert fits[names.index("context parallel")] == "yes"
+
+
+FIRST = ("forward", 0)  # the segment of the first layer
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("exchange", ["heads", "tokens"])
+def test_context_parallelism_divides_what_is_kept(exchange):
+    """All but the exchanged keys and values, with the rules of GPUs, compiled or not."""
+    for compiled in ("--compile", "--no-compile"):
+        options = f"{compiled} -b 1 -s 1024 --dtype bf16 --exchange {exchange}"
+        traces = traces_of(family("llama"), f"{options} --context-parallel 2")
+        sizes = []
+        for one in (traces, traces.of_kind(tool.CONTEXT)):
+            tables = one(1, autocast=False)
+            forward = [rows for (kind, place), rows in tables.items() if (kind, place) == FIRST]
+            sizes.append(sum(rows[:, tool.ACTIVATIONS].sum() for rows in forward))
+        assert 1.4 < sizes[0] / sizes[1] < 2.2, (exchange, compiled, sizes)
 
 
 @pytest.mark.parametrize(("flags", "part", "status"), BAD)
 def test_bad_input(tmp_path, monkeypatch, estimate, flags, part, status):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no second attempts
-    for name in ("t5", "gpt2", "llama"):
+    for name in ("t5", "gpt2", "llama", "bloom", "mixtral"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"model_type": name}))
     (tmp_path / "none.json").write_text("{}")
     (tmp_path / "broken.json").write_text("{")
@@ -274,30 +330,34 @@ def test_bad_input(tmp_path, monkeypatch, estimate, flags, part, status):
 
 # -- Figures in the READMEs ------------------------------------------------------------------------
 
-READMES = [REPOSITORY / name / "README.md" for name in ("01-single-gpu", "02-ddp", "03-fsdp")]
+# Chapter 1 has its table in the README, chapters 2 and 3 have theirs in the record.
+README_1, RECORD = "01-single-gpu/README.md", "benchmarks/records/memory.md"
 COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m meta-llama/(\S+) (.*)$"
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_tables_in_the_readmes(tmp_path, estimate, readme):
-    text = readme.read_text()
-    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
-    tables = [table for table in tables if re.match(r"\| (?:GB per device|moment) ", table)]
-    ((name, options),) = re.findall(COMMAND, text, re.MULTILINE)
-    path = tmp_path / "config.json"
-    path.write_text(MODELS[name].to_json_string(use_diff=False))
-    status, output = estimate("-m", path, *options.split())
-    assert status == 0
-    assert len(tables) == (2 if readme.parent.name == "03-fsdp" else 1)
-    for table in tables:
-        assert table in output
+@pytest.mark.parametrize(("page", "count"), [(README_1, [1]), (RECORD, [1, 2])])
+def test_tables_in_the_texts(tmp_path, estimate, page, count):
+    text = (REPOSITORY / page).read_text()
+    if page == RECORD:
+        text = section(page, "Estimated only: the tables of chapters 2 and 3")
+    _, *parts = re.split(COMMAND, text, flags=re.MULTILINE)
+    for number, part in enumerate(count):
+        name, options, rest = parts[3 * number : 3 * number + 3]
+        tables = re.findall(r"(?:^\|.*\n)+", rest, re.MULTILINE)
+        tables = [table for table in tables if re.match(r"\| (?:GB per device|moment) ", table)]
+        path = tmp_path / "config.json"
+        path.write_text(MODELS[name].to_json_string(use_diff=False))
+        status, output = estimate("-m", path, *options.split())
+        assert status == 0
+        assert len(tables) == part
+        for table in tables:
+            assert table in output
 
 
 def test_what_helps_in_chapter_1():
     """The rows of its table, and the figure in the text."""
-    text = READMES[0].read_text()
+    text = (REPOSITORY / README_1).read_text()
     rows = {
-        "--no-compile": r"at the loss, with ([\d.]+) GB",
         "--no-compile -b 4 --gradient-accumulation-steps 2": r"^\| `-b 4`.*? \| ([\d.]+) \|",
         "--no-compile --activation-checkpointing": r"^\| `--activation-[a-z]+` \| ([\d.]+) \|",
         "--compile": r"^\| `--compile`.*? \| ([\d.]+) \|",

@@ -67,6 +67,7 @@ def read_tensorboard(folder):
     return scalars, events
 
 
+@pytest.mark.rest
 def test_tensorboard(run, tmp_path):
     for _ in range(2):  # the second export hides the first one
         export(run, "--to", "tensorboard", "-o", tmp_path / "tb")
@@ -108,6 +109,7 @@ def read_wandb(data: bytes):
             whole = b""
 
 
+@pytest.mark.rest
 def test_wandb_offline(run, tmp_path):
     output = export(run, "--to", "wandb", "-o", tmp_path / "wb")
     (folder,) = (tmp_path / "wb" / "wandb").glob("offline-run-*")
@@ -191,6 +193,7 @@ def values_of(records):
     return {key: value for key, value in known.items() if key[1] not in ("step", "epoch")}
 
 
+@pytest.mark.rest
 def test_comet_without_a_key(run, tmp_path):
     """An archive for each run; a run of an older version of the chapters has no parameters."""
     shutil.copytree(run, tmp_path / "older")
@@ -204,6 +207,7 @@ def test_comet_without_a_key(run, tmp_path):
     assert "older has no parameters.json: only metrics are exported" in output
 
 
+@pytest.mark.rest
 def test_comet_with_a_key(run, tmp_path):
     """The archive is sent, or one sentence says how to send it later."""
     sent = []
@@ -236,6 +240,7 @@ def test_comet_with_a_key(run, tmp_path):
     assert read_archive(archive)[1] == values_of(RECORDS)
 
 
+@pytest.mark.rest
 def test_a_run_that_goes_on_and_is_killed(trainer, tmp_path):
     """SIGKILL leaves an empty archive. After a resume, the new archive lacks the first steps."""
     flags = ["--max-steps", 30, "--ckpt-freq", 10, "--eval-freq", 15]

@@ -24,6 +24,8 @@ from runner import CHAPTER_2, CHAPTER_3, REPOSITORY
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+pytestmark = pytest.mark.rest
+
 FSDP = {"script": CHAPTER_3}
 
 # The norm of the gradients in double precision, in each step: on a CPU, the usual one adds up the

@@ -96,6 +96,7 @@ def chapter_9():
 # -- The same training -----------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_losses_are_those_of_chapter_1(trainer, runs):
     """Across epochs, with accumulation: on one process, and on two with DDP; and FSDP on CPUs."""
     flags = ["-b", 24, "--gradient-accumulation-steps", 4, "--max-steps", 12, "--eval-freq", 6]
@@ -125,6 +126,7 @@ def test_losses_are_those_of_chapter_1(trainer, runs):
     assert sentence not in ddp.output
 
 
+@pytest.mark.rest
 def test_demo(tmp_path, trainer):
     """Within 0.1 % of chapter 1 at every logged step; then the tools read what it has written."""
     expected = trainer.folder / "demo-single-gpu"
@@ -180,6 +182,7 @@ def undisturbed(tmp_path_factory, model, dataset) -> Result:
     return runs(*STEPS, "parallel=ddp", processes=2)
 
 
+@pytest.mark.rest
 def test_stop_and_resume(runs, undisturbed):
     """The signal reaches one rank only. The same command goes on with the same numbers."""
     flags = {"name": "stopped", "processes": 2}
@@ -195,6 +198,7 @@ def test_stop_and_resume(runs, undisturbed):
     assert [record["step"] for record in again.records[:8]] == [*range(1, 9)]
 
 
+@pytest.mark.rest
 def test_other_settings_do_not_resume(runs):
     runs("training.max_steps=2", name="run")
     text = (runs.folder / "conf" / "small.yaml").read_text()
@@ -226,6 +230,7 @@ WRONG = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("override", WRONG)
 def test_a_mistake_is_one_sentence(runs, override):
     run = runs.start(override)
@@ -233,6 +238,7 @@ def test_a_mistake_is_one_sentence(runs, override):
     assert_one_sentence(run.output, WRONG[override])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("file", "before", "after", "sentence"),
     [
@@ -250,6 +256,7 @@ def test_a_tokenizer_that_does_not_fit(runs, model, tmp_path, file, before, afte
     assert_one_sentence(run.output, sentence)
 
 
+@pytest.mark.rest
 def test_a_misspelt_key_in_a_file_is_one_sentence(runs):
     file = runs.folder / "conf" / "small.yaml"
     file.write_text(file.read_text().replace("seq_length", "sequence_length"))
@@ -258,6 +265,7 @@ def test_a_misspelt_key_in_a_file_is_one_sentence(runs):
     assert_one_sentence(run.output, "Key 'sequence_length' not in 'Data'")
 
 
+@pytest.mark.rest
 def test_a_sweep_without_save_dir(tmp_path):
     """Hydra needs the folder of a sweep before it knows the folder of its configuration."""
     flags = ["-m", "--config-name", "demo", "experiment_name=test-of-a-sweep"]
@@ -344,6 +352,7 @@ def test_order_of_samples(chapter_1, chapter_9):
     assert order.tolist() == chapter_1.sample_order(0, 20, 7, 3)
 
 
+@pytest.mark.rest
 def test_a_gpu_that_does_not_shard_ends_the_run(chapter_9, runs):
     """Without a GPU here, the callback is called as on one."""
     config = SimpleNamespace(run_folder=runs.folder)
@@ -363,13 +372,10 @@ def test_memory_in_the_readme():
     shape |= {"num_attention_heads": 8, "vocab_size": 50304, "tie_word_embeddings": False}
     config = AutoConfig.for_model("gpt_neox", **shape)
     whole, root, layer = parameters(config)
-    for count in (whole, root, layer):
-        assert f"{count:,}" in text
     tokens_per_device = 8 * 1024
     behind = 34 * tokens_per_device * 2048 * 16 + 4 * tokens_per_device * 50304
     ddp = (16 * whole + 2 * whole + behind) / 1e9
     fsdp = (16 * whole / 2 + 2 * (root + 2 * layer) + behind) / 1e9
-    assert f"{ddp:.2f} GB with DDP and {fsdp:.2f} GB with FSDP" in text
     assert f"| the formula | {ddp:.1f} | {fsdp:.1f} |" in text
     names = "the estimator", "the estimator with `--activation-checkpointing`"
     for name, flags in zip(names, ([], ["--activation-checkpointing"]), strict=True):
@@ -381,6 +387,7 @@ def test_memory_in_the_readme():
 # -- Logs ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.rest
 def test_reports(runs):
     """Files for the tools, an archive of Comet, events of TensorBoard, an offline run of W&B."""
     flags = ["training.max_steps=2", "report_to=[comet_ml,tensorboard,wandb]"]
@@ -530,6 +537,7 @@ class Sweep:
         return re.search(rf"\b{name}=(\S+)", text)[1]
 
 
+@pytest.mark.rest
 def test_sweep_scancel_and_failure_on_slurm(slurm, sweep, runs, undisturbed):
     """Two runs of two tasks are one job array, and equal a run without Slurm."""
     both = sweep("sweep", "optimizer.learning_rate=1e-2,2e-2", *STEPS)
@@ -564,6 +572,7 @@ def test_sweep_scancel_and_failure_on_slurm(slurm, sweep, runs, undisturbed):
     assert "Traceback" not in ending.output
 
 
+@pytest.mark.rest
 def test_time_limit_and_preemption_on_slurm(slurm, sweep, runs, undisturbed, tmp_path):
     """All ranks save the same step; the job goes on exactly, on a new port.
 

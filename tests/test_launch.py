@@ -30,6 +30,7 @@ ACTIVE = {"VIRTUAL_ENV": sys.prefix}
 ACTIVE |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
+@pytest.mark.rest
 def test_shellcheck_finds_nothing():
     require("shellcheck")
     scripts = [*(REPOSITORY / "launch").glob("*.sh"), REPOSITORY / ".ci" / "run"]
@@ -162,6 +163,7 @@ def test_which_python(tmp_path):
     assert call(VIRTUAL_ENV="yes").stdout.startswith("python first ")
 
 
+@pytest.mark.rest
 def test_a_python_without_torch(start, tmp_path):
     (tmp_path / "venv" / "bin" / "python").write_text("#!/bin/sh\nexit 1")
     assert_one_sentence(start("02", status=2), "cannot import torch")
@@ -181,6 +183,7 @@ elif sys.argv[1:] == ["fail"]:
 """
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("terminal", [False, True])
 def test_the_message_of_a_mistake_comes_last(tmp_path, terminal):
     """With torchrun's report above it. The ranks have a terminal if the caller has one."""
@@ -213,6 +216,7 @@ def test_the_message_of_a_mistake_comes_last(tmp_path, terminal):
     assert ("size: 77 20\n" in output) == terminal
 
 
+@pytest.mark.rest
 def test_one_node(trainer):
     """In a folder with a space."""
     flags = ["--max-steps", 3, "--eval-freq", 0]
@@ -227,6 +231,7 @@ def test_one_node(trainer):
 KILLS = 10
 
 
+@pytest.mark.rest
 def test_restarts_on_two_nodes(trainer, start):
     """A worker dies on either node in turn, ten times, each time after a new checkpoint.
 

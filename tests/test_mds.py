@@ -134,6 +134,7 @@ def rows_in(folder) -> list[list[int]]:
     return [rows[i]["tokens"].tolist() for i in range(len(rows))]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("packing", ["pack", "overflow", "trunc"])
 def test_rows(write, texts, packing):
     """Also from two processes."""
@@ -149,6 +150,7 @@ def test_rows(write, texts, packing):
     assert facts["tokenizer"] == str(TINY_LLAMA)  # which the model of the tests below is not
 
 
+@pytest.mark.rest
 def test_the_tool_goes_on(write):
     """After SIGKILL, and after all parts but before the index; then there is nothing to do."""
     expected = rows_in(write("undisturbed", "--processes", 1, "--part-rows", 999).folder)
@@ -174,6 +176,7 @@ def test_the_tool_goes_on(write):
     assert_one_sentence(write("killed", "--packing", "trunc", status=1).output, "of other flags")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("flags", "status", "sentence"),
     [
@@ -189,6 +192,7 @@ def test_bad_flags_of_the_tool(write, flags, status, sentence):
     assert_one_sentence(run.output, sentence)
 
 
+@pytest.mark.rest
 def test_a_tokenizer_without_end_of_text(write, tmp_path):
     """The tool would write no token after a document."""
     shutil.copytree(TINY_LLAMA, tmp_path / "model")
@@ -229,6 +233,7 @@ def in_order(steps: list[torch.Tensor]) -> list[list]:
     return [sorted(rows.tolist()) for rows in steps]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("packing", ["pack", "overflow"])
 def test_from_2_to_4_to_1_rank(train, write, few, trainer, weights, packing):
     """With another -b each, across the end of an epoch: the losses of a run that never stops."""
@@ -331,6 +336,7 @@ def test_a_rank_downloads_some_of_the_shards(world_size, batch_size):
     assert len(set(taken)) == len(taken)
 
 
+@pytest.mark.rest
 def test_memory_and_time_do_not_grow_with_the_rows():
     tracemalloc.start()
     begin = time.monotonic()
@@ -346,6 +352,7 @@ def test_memory_and_time_do_not_grow_with_the_rows():
     assert seconds < 20
 
 
+@pytest.mark.rest
 def test_an_address_and_its_cache(train, many, trainer):
     """A rank fetches a shard once, or again if its cache is small. The cache begins empty."""
     plain, zipped = many
@@ -419,6 +426,7 @@ def flip_a_bit(file):
     file.write_bytes(content)
 
 
+@pytest.mark.rest
 def test_a_flipped_bit_in_a_folder(train, shards, trainer, tmp_path):
     """Otherwise another token would be trained on, without an error."""
     data = tmp_path / "copy"
@@ -428,6 +436,7 @@ def test_a_flipped_bit_in_a_folder(train, shards, trainer, tmp_path):
     assert_one_sentence(run.output, "is damaged: its hash is not the hash in index.json")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("damage", ["refuse", "damaged", "full"])
 def test_a_shard_that_cannot_be_downloaded(train, zipped, trainer, tmp_path, damage):
     data = tmp_path / "copy"
@@ -452,6 +461,7 @@ streaming.Stream.prepare_shard = prepare_shard
     assert not run.checkpoints
 
 
+@pytest.mark.rest
 def test_two_runs_at_a_time(train, many, trainer):
     """At one address with one --local-cache: each run has shards of its own."""
     _, zipped = many
@@ -469,6 +479,7 @@ def test_two_runs_at_a_time(train, many, trainer):
     assert len(folders) == 3
 
 
+@pytest.mark.rest
 def test_two_runs_read_one_folder(train, shards, trainer):
     flags = ["--max-steps", 20]
     options = {"processes": 1, "start_only": True}
@@ -513,6 +524,7 @@ torch.nn.functional.cross_entropy = compute
 KILL = "os.kill(os.getpid(), signal.{})"
 
 
+@pytest.mark.rest
 def test_reading_while_computing(train, many, trainer):
     """SIGTERM or SIGKILL while the thread downloads: the next start reads equal rows."""
     plain, zipped = many
@@ -530,6 +542,7 @@ def test_reading_while_computing(train, many, trainer):
         assert resumed.column("loss") == local.column("loss")
 
 
+@pytest.mark.rest
 def test_other_rows_are_refused(train, shards, zipped, trainer, tmp_path):
     def copy(name, **facts):
         shutil.copytree(shards, tmp_path / name)
@@ -559,6 +572,7 @@ def test_other_rows_are_refused(train, shards, zipped, trainer, tmp_path):
         assert_one_sentence(run.output, sentence)
 
 
+@pytest.mark.rest
 def test_other_rows_of_a_run_that_goes_on(train, write, few, trainer, tmp_path):
     """As many rows as before, of the same documents in another order."""
     lines = few.read_text().splitlines(keepends=True)
@@ -574,6 +588,7 @@ def test_other_rows_of_a_run_that_goes_on(train, write, few, trainer, tmp_path):
     assert_one_sentence(run.output, "has changed since this run began")
 
 
+@pytest.mark.rest
 def test_held_out_documents(train, shards, texts, trainer, monkeypatch):
     """The loss of tools/perplexity.py, and no document after the first ones is read."""
     folder = trainer.folder / "held-out"
@@ -597,6 +612,7 @@ def test_held_out_documents(train, shards, texts, trainer, monkeypatch):
     assert_one_sentence(run.run.ranks[0].output, "cannot read the documents of")
 
 
+@pytest.mark.rest
 def test_the_demo(trainer):
     """The two commands of the README, to the second step. Without the first, one sentence."""
     text = (REPOSITORY / "10-mds-shards" / "README.md").read_text()

@@ -28,6 +28,8 @@ from safetensors.torch import load_file
 from test_fsdp import OFF, assert_same_checkpoint, told
 from test_torchrun import OWN_STORE, nodes
 
+pytestmark = pytest.mark.rest
+
 # Each rank tells at its end what it holds, and how often it has averaged gradients over the copies.
 WATCH = """
 import hashlib, os
@@ -175,8 +177,21 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
     assert "Continuing from runs/run/rank-0/step-00000006" in resumed.output
     assert exact(resumed.records) == records
 
+    # Killed in the first save, which only rank 0 has completed: the run begins anew
+    for rank, left in enumerate(("step-00000003", "incomplete")):
+        for folder in (disks[rank] / f"rank-{rank}").iterdir():
+            shutil.rmtree(folder)
+        (disks[rank] / f"rank-{rank}" / left).mkdir()
+    again = on_disk_0(train(*flags, **options))
+    assert "Continuing from" not in again.output
+    assert exact(again.records) == records
+
     result = train(*flags, "-b", 8, processes=1, status=1, **options)
     assert_one_sentence(result.output, "of other ranks")
+    # A new disk in place of the one of rank 1
+    shutil.rmtree(disks[1] / "rank-1")
+    result = train(*flags, status=1, **options)
+    assert_one_sentence(result.run.ranks[0].output, "share no checkpoint in runs/run")
     result = train(*flags, "-b", 4, processes=3, status=1, **options)
     assert_one_sentence(result.run.ranks[0].output, "share no checkpoint in runs/run")
 

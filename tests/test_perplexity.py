@@ -102,6 +102,7 @@ def test_a_plain_loop_finds_the_same(trained, documents, held_out, measure):
     assert math.exp(loss) == pytest.approx(math.exp(expected), rel=1e-6)
 
 
+@pytest.mark.rest
 def test_output(trained, held_out, measure):
     """One line, from a process as users start it."""
     final = trained.folder / "final"
@@ -112,6 +113,7 @@ def test_output(trained, held_out, measure):
     assert output == f"{figures}  ({documents} documents, {labels} tokens)\n"
 
 
+@pytest.mark.rest
 def test_weights_of_other_chapters(trainer, held_out, measure):
     folder = trainer("--max-steps", 1, "--eval-freq", 0, script=CHAPTER_1).folder
     step = measure(folder / "step-00000001", held_out)
@@ -171,6 +173,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.rest
 def test_mistakes(trained, held_out, tmp_path):
     damaged = tmp_path / "damaged"
     shutil.copytree(trained.folder / "step-00000002", damaged)

@@ -35,6 +35,8 @@ from test_tensor_parallel import SIZE, worst
 from test_tensor_parallel import write_weights as write_tp_weights
 from test_torchrun import ONE_NODE, Forking
 
+pytestmark = pytest.mark.rest
+
 PP = {"script": CHAPTER_7}
 
 # Runs a chapter many times in the same processes, each time with other flags. In some steps each

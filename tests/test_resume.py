@@ -35,6 +35,7 @@ def test_resume_is_exact(trainer, dropout_model):
     assert epochs[0] < 1 < epochs[-1] <= 2
 
 
+@pytest.mark.rest
 def test_stop_signals_save_and_the_run_goes_on_exactly(trainer, dropout_model):
     flags = ["-m", dropout_model, "--max-steps", 150, "--eval-freq", 60]
     whole = trainer(*flags, name="whole")
@@ -55,6 +56,7 @@ def test_stop_signals_save_and_the_run_goes_on_exactly(trainer, dropout_model):
     assert_same_model(resumed, whole)
 
 
+@pytest.mark.rest
 def test_sigkill_at_random_moments(trainer):
     """Saves after every step, so that most kills hit one; each start goes on from a whole one."""
     flags = ["--max-steps", 120, "--ckpt-freq", 1, "--eval-freq", 50]
@@ -115,6 +117,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.rest
 def test_another_training_under_the_same_name_is_refused(trainer, dropout_model, tmp_path):
     before = trainer("--max-steps", 3)
     other_data = tmp_path / "other.txt"
@@ -159,6 +162,7 @@ def test_damaged_checkpoint(trainer):
 SHARDED = ("03-fsdp", "06-tensor-parallel", "07-pipeline-parallel")
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("chapter", ["02-ddp", "08-gradient-compression", *SHARDED])
 def test_damaged_checkpoint_of_several_ranks(trainer, chapter):
     """Each rank says so, or waits for the rank that does. Nothing is trained or removed."""
@@ -182,6 +186,7 @@ def test_damaged_checkpoint_of_several_ranks(trainer, chapter):
     assert len(result.records) == 2
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("chapter", ["01-single-gpu", "02-ddp", "03-fsdp"])
 def test_a_folder_with_another_name_is_no_checkpoint(trainer, chapter):
     """It is neither resumed, nor removed, nor counted."""
@@ -197,6 +202,7 @@ def test_a_folder_with_another_name_is_no_checkpoint(trainer, chapter):
     assert result.checkpoints == ["step-00000003", "step-00000004", *others]
 
 
+@pytest.mark.rest
 def test_full_disk_while_saving(trainer):
     flags = ["--max-steps", 9, "--ckpt-freq", 3]
     whole = trainer(*flags, name="whole")
@@ -229,13 +235,8 @@ os.fsync, pathlib.Path.rename = watched_fsync, watched_rename
 """
 
 
-@pytest.mark.parametrize("chapter", ["01-single-gpu", "02-ddp", *SHARDED])
-def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer, chapter):
-    """Each file, and then the folder: a killed process cannot show a missing sync."""
-    script = REPOSITORY / chapter / "train-llm.py"
-    options = {"script": script, "processes": 2 * (chapter != "01-single-gpu")}
-    result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=WATCH_DISK, **options)
-    output = result.run.ranks[0].output if options["processes"] else result.output
+def assert_synced(output: str, run_folder, names: list[str]) -> None:
+    """Each folder had all of its files when it got its name, and they were on the disk."""
     synced, named = [], []
     for line in output.splitlines():
         what, *words = line.split(" ")
@@ -244,11 +245,25 @@ def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer, chapter):
         if what == "rename" and words[1:]:
             named.append(words[0].rsplit("/", 1)[1])
             assert set(words[1:]) <= set(synced)
-            assert synced[-1] == str(result.folder / "incomplete")  # after the files
+            incomplete = f"{run_folder}/incomplete"
+            assert synced[-1] == incomplete  # after the files
+            files = {word.removeprefix(incomplete) for word in words[1:]}
+            folder = run_folder / named[-1]
+            assert files == {str(file).removeprefix(str(folder)) for file in folder.rglob("*")}
             synced.clear()
-    assert named == ["step-00000001", "step-00000002", "final"]
+    assert named == names
 
 
+def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer):
+    """Each file, and then the folder: a killed process cannot show a missing sync.
+
+    Chapters 2 to 10: test_quick.py
+    """
+    result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=WATCH_DISK)
+    assert_synced(result.output, result.folder, ["step-00000001", "step-00000002", "final"])
+
+
+@pytest.mark.rest
 def test_a_loss_that_is_not_finite_is_never_saved(trainer):
     flags = ["--lr", 1e30, "--max-grad-norm", 0, "--max-steps", 50, "--log-freq", 50]
     result = trainer(*flags, "--ckpt-freq", 1, status=1)
@@ -258,6 +273,7 @@ def test_a_loss_that_is_not_finite_is_never_saved(trainer):
         assert all(torch.isfinite(weight).all() for weight in weights)
 
 
+@pytest.mark.rest
 def test_a_failing_run_leaves_its_records_to_comet(trainer):
     flags = ["--lr", 1e30, "--max-grad-norm", 0, "--max-steps", 50]
     result = trainer(*flags, status=1, comet=True)
@@ -267,6 +283,7 @@ def test_a_failing_run_leaves_its_records_to_comet(trainer):
     assert messages.count('"metricName":"loss"') >= len(result.column("loss")) > 0
 
 
+@pytest.mark.rest
 def test_a_tokenizer_that_saves_folders(trainer, model):
     """With several chat templates it does; a checkpoint has room for that."""
     folder = trainer.folder / "templates"

@@ -1,5 +1,6 @@
 """Bytes and speeds between nodes: what the formulae say, and what chapters really send."""
 
+import importlib
 import importlib.util
 import itertools
 import json
@@ -9,8 +10,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,7 @@ CLUSTER = tool.Cluster(devices=8, rate=4e14, link_in=NVLINK_4, link=50e9)
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA_8B |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_8B |= {"vocab_size": 128256}
+LLAMA_8B_CONFIG = LLAMA_8B
 with tempfile.TemporaryDirectory() as folder:
     Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
     LLAMA_8B = tool.load_model(f"{folder}/config.json")
@@ -42,6 +46,7 @@ def settings(**changes) -> Namespace:
     usual = {"batch_size": 2, "seq_length": 8192, "gradient_accumulation_steps": 1}
     usual |= {"activation_checkpointing": False, "dtype": "bf16", "schedule": "1f1b"}
     usual |= {"tensor_parallel": None, "pipeline_parallel": None, "gathers": 2}
+    usual |= {"context_parallel": None, "expert_parallel": None, "exchange": "heads"}
     return Namespace(**usual | changes)
 
 
@@ -56,6 +61,7 @@ FEW = ["DDP", "FSDP"]
 MANY = [*FEW, "HSDP", "TP in a node", "PP over the link"]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("processes", "methods"), [(1, FEW), (2, MANY)])
 def test_bytes_between_two_nodes(tmp_path, processes, methods):
     """On 2 and 4 ranks, by the counters of the interface; the same rows give the same losses."""
@@ -86,6 +92,18 @@ def test_other_losses_are_found_out():
             benchmark.check_losses(results)
 
 
+def test_the_picture_from_the_record(tmp_path):
+    file = REPOSITORY / "benchmarks" / "records" / "links.md"
+    methods, rates, results, measured = benchmark.recorded(file)
+    assert methods == benchmark.METHODS
+    assert rates == [0, 10_000, 1_000, 100]
+    assert results["DDP", 100] == [{"seconds": 0.847}]
+    assert measured[100] == [94.0]
+    (tmp_path / "none.md").write_text("| DDP | as it is |\n")
+    with pytest.raises(SystemExit, match="no table of this benchmark"):
+        benchmark.recorded(tmp_path / "none.md")
+
+
 # In the process of a rank: counts the collectives of its second step, by kind and size
 COUNT = """
 import collections, json
@@ -96,6 +114,7 @@ from torch.utils._pytree import tree_leaves
 KINDS = {"_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather"}
 KINDS |= {"_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter"}
 KINDS |= {"allreduce_": "all-reduce", "reduce_": "reduce", "broadcast_": "send", "send": "send"}
+KINDS |= {"all_to_all_single": "all-to-all", "alltoall_base_": "all-to-all"}
 seen = collections.Counter()
 steps = []
 
@@ -133,12 +152,28 @@ RUNS = [  # method, chapter, processes, samples of a micro-batch and group, micr
     ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "zbv"}),
     ("PP", CHAPTER_7, 4, 2, 4, {PP: 2, "schedule": "1f1b"}),
 ]
+CP, EP, CHECKPOINTS = "context_parallel", "expert_parallel", {"activation_checkpointing": True}
+NEWER = [
+    ("CP", "11-context-parallel", 2, 2, 2, {CP: 2, "exchange": "heads"} | CHECKPOINTS),
+    ("CP", "11-context-parallel", 4, 2, 2, {CP: 2, "exchange": "tokens"} | CHECKPOINTS),
+    ("EP", "12-expert-parallel", 2, 2, 2, {EP: 2} | CHECKPOINTS),
+    ("EP", "12-expert-parallel", 4, 2, 1, {EP: 2}),
+    ("3D", "13-3d-parallel", 4, 4, 4, {PP: 2, TP: 2}),
+    ("3D", "13-3d-parallel", 4, 4, 2, {PP: 1, TP: 2} | CHECKPOINTS),
+]
+for method, folder, *others in NEWER:
+    script = REPOSITORY / folder / "train-llm.py"
+    RUNS.append(pytest.param(method, script, *others, marks=pytest.mark.rest))
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("method", "chapter", "processes", "samples", "count", "parts"), RUNS)
 def test_collectives(trainer, tmp_path, method, chapter, processes, samples, count, parts):
     """What rank 0 of chapters 6 and 7 sends: the number, the sizes, and all bytes together."""
-    folder = write_model(tmp_path / "model", **LLAMA | {"num_hidden_layers": 4})
+    config = LLAMA | {"num_hidden_layers": 4}
+    if method == "EP":  # each token uses all experts, so all messages are equally long
+        config |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 4}
+    folder = write_model(tmp_path / "model", **config)
     flags = ["-m", folder, "-b", samples, "--gradient-accumulation-steps", count]
     flags += ["--max-steps", 2, "--eval-freq", 0, "--dtype", "fp32"]
     for name, value in parts.items():
@@ -147,10 +182,10 @@ def test_collectives(trainer, tmp_path, method, chapter, processes, samples, cou
     (found,) = re.findall("^seen (.*)", done.run.ranks[0].output, re.MULTILINE)
     found = {tuple(name.split(" ")): number for name, number in json.loads(found).items()}
 
-    # The estimator's settings are per device: a group has twice as many samples or micro-batches.
-    per_device = {"batch_size": samples // 2, "gradient_accumulation_steps": count}
-    if method == "PP":
-        per_device = {"batch_size": samples, "gradient_accumulation_steps": count // 2}
+    # The estimator's settings are per device: a group has more samples, micro-batches, or both.
+    repeats = parts.get(PP, 1) * parts.get(CP, 1)
+    per_device = {"batch_size": samples // parts.get(TP, 1)}
+    per_device["gradient_accumulation_steps"] = count // repeats
     cluster = tool.Cluster(processes, 1e12, 1e9, 1e9)
     model = tool.load_model(str(folder))
     e = estimate(method, 1, cluster, model, dtype="fp32", seq_length=32, **per_device, **parts)
@@ -359,15 +394,11 @@ def test_reasons_in_the_estimate_of_tensor_parallelism(monkeypatch, reason):
 
 
 def test_collectives_of_the_published_runs():
-    """Their profile, of a model of 13 billion parameters, has as many in a layer, and as long."""
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
+    """Their profile, of a model of 13 billion parameters, has as many in a layer."""
     counts = kempner_forge("TP", 1, 4, 1).counts
     numbers = {name: (count / 2 - 2) / 32 for name, (count, _) in counts.items()}
     assert numbers["all-gather, activations"] == 12
     assert numbers["reduce-scatter, activations"] == 8
-    gather = tool.Collective("all-gather", 2 * 4 * 4096 * 5120, tool.Group(4, 1))
-    board = tool.Cluster(4, 1.0, NVLINK_4, 1.0, switch=False)
-    assert f"estimates {1e3 * gather.time(board):.2f} ms" in " ".join(page.split())
 
 
 def test_devices_that_compute_more_slowly():
@@ -393,34 +424,6 @@ def test_devices_that_compute_more_slowly():
         [estimate("TP", 1, tensor_parallel=t, batch_size=b).slower for t in (1, 2)] for b in (1, 2)
     )
     assert one[0] < one[1] < two[1]
-
-
-# The start of an item of the page, nodes, Gbit/s, settings, and the methods that it has figures of
-BOTH, LATENCY = "**`--nodes 2 --tensor-parallel 16`**", "**`--nodes 256 1024`**"
-SLOW, FEWER = "**`--link 10 --nodes 4 ", {"batch_size": 1, "gradient_accumulation_steps": 2}
-THINGS_TO_TRY = [
-    (LATENCY, 1024, 400, {}, ["FSDP", "TP", "HSDP"]),
-    *((BOTH, 2, 400, {TP: ranks}, ["TP"]) for ranks in (16, 8, 2)),
-    (BOTH, 2, 400, {}, ["FSDP"]),
-    (SLOW, 4, 10, FEWER, ["PP", "HSDP", "DDP", "TP", "FSDP"]),
-    (SLOW, 4, 10, FEWER | {"schedule": "zbv"}, ["PP"]),
-    (SLOW, 4, 10, FEWER | {"gradient_accumulation_steps": 16}, ["HSDP", "PP"]),
-    (SLOW, 4, 400, FEWER, ["PP", "FSDP"]),
-]
-
-
-@pytest.mark.parametrize(("item", "nodes", "link", "changes", "methods"), THINGS_TO_TRY)
-def test_things_to_try(item, nodes, link, changes, methods):
-    """The efficiencies in the page's list; and the bytes that leave a node."""
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
-    text = " ".join(page.partition(item)[2].partition("\n- **")[0].partition("\n\n")[0].split())
-    cluster = tool.Cluster(8, 4e14, NVLINK_4, link * 1e9 / 8)
-    for method in methods:
-        e = estimate(method, nodes, cluster, **changes)
-        said = f"{e.compute / e.step:.1%}".replace("%", " %")
-        assert re.search(rf"(?<![\d.]){re.escape(said)}", text), (method, said)
-        if changes == FEWER and link == 10 and method in ("PP", "HSDP"):
-            assert f"{e.over_link(8) / 1e9:.1f} GB" in text, method
 
 
 def test_groups_that_cannot_be():
@@ -462,3 +465,140 @@ def test_command_line(tmp_path):
     done = subprocess.run([*map(str, command)], **options)
     assert done.returncode == 1
     assert_one_sentence(done.stderr, "nothing.json")
+
+
+# -- The chooser -----------------------------------------------------------------------------------
+
+CHOOSER = REPOSITORY / "tools" / "choose-layout.py"
+sys.path.append(str(CHOOSER.parent))
+chooser = importlib.import_module("choose-layout")
+LLAMA_1B = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
+LLAMA_1B |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_1B |= {"vocab_size": 128256, "tie_word_embeddings": True}
+LLAMA_70B = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672}
+LLAMA_70B |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
+LLAMA_70B |= {"vocab_size": 128256}
+LLAMA_405B = {"model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248}
+LLAMA_405B |= {"num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8}
+LLAMA_405B |= {"vocab_size": 128256}
+
+
+@lru_cache
+def llama(size: str):
+    """The sizes of a Llama of 1B, 8B, 70B or 405B parameters."""
+    config = {"1B": LLAMA_1B, "70B": LLAMA_70B, "405B": LLAMA_405B}.get(size)
+    if config is None:
+        return LLAMA_8B
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps(config))
+        return tool.load_model(str(path))
+
+
+def choose(size: str, devices: int, *flags):
+    command = ["--choose", "--no-trace", "-m", "model", "--devices", devices, *flags]
+    args = chooser.scaling.parse_args([*map(str, command)])
+    return args, *chooser.choose(llama(size), devices, args)
+
+
+def test_layouts_that_fit_and_those_that_do_not():
+    args, fit, out = choose("8B", 8)
+    fastest = min(choice.step for choice in fit)
+    assert fit[0].layout.chapter == 3
+    assert fit[0].step <= 1.03 * fastest
+    slower = [choice.step for choice in fit if choice.step > 1.03 * fastest]
+    assert [choice.step for choice in fit[-len(slower) :]] == sorted(slower)
+    assert all(choice.memory <= 72e9 for choice in fit)
+    for choice in fit:
+        layout = choice.layout
+        assert layout.tp * layout.pp * layout.cp * layout.dp == 8
+        assert layout.dp * layout.samples * layout.micro_batches == args.global_batch_size
+    assert {choice.layout.chapter for choice in out} == {2}, "DDP alone is too large"
+    assert "needs" in out[0].problem
+    # A slower link between nodes changes the order, and a model of 1B needs no sharding.
+    _, slow, _ = choose("8B", 64, "--link", 10)
+    assert slow[0].layout.chapter in (5, 7, 13)
+    _, fit, _ = choose("1B", 8)
+    assert fit[0].layout.chapter == 2
+    # Too few samples for all devices
+    _, _, out = choose("1B", 64, "--global-batch-size", 8)
+    assert "8 samples are too few for 64 groups" in " ".join(choice.problem for choice in out)
+
+
+def test_a_model_that_does_not_fit():
+    """70B on 16 devices in 2 nodes: how much is missing, 32 devices, or offload."""
+    args, fit, _ = choose("70B", 16)
+    assert not fit
+    text = chooser.report(llama("70B"), args)
+    for part in (
+        r"No layout fits 16 devices\. The smallest is tp8 dp2 \(chapter 6\): \d+ GB per device",
+        r"32 devices are enough: .*, \d+ GB per device, efficiency [\d.]+%",
+        r"chapter 3 with --cpu-offload on 16 devices: \d+ GB per device, and \d+ GB of CPU memory",
+        r"--cpu-offload$",
+        r"\| pp8 dp2 \| 7 \| needs \d+ GB \|",
+    ):
+        assert re.search(part, text, re.MULTILINE), (part, text)
+
+
+def test_the_chooser_takes_seconds():
+    begin = time.perf_counter()
+    args, _, _ = choose("405B", 1024)
+    chooser.report(llama("405B"), args)
+    assert time.perf_counter() - begin < 20
+
+
+def test_mixtures_and_long_samples():
+    experts = {"expert_count": 64, "experts_per_token": 4}
+    mixture = replace(LLAMA_8B, layer=600_000_000, experts=500_000_000, **experts)
+    args = chooser.scaling.parse_args(["--choose", "--devices", "32"])
+    fit, _ = chooser.choose(mixture, 32, args)
+    assert 12 in {choice.layout.chapter for choice in fit}
+    # One sample of 128k tokens per group: FSDP alone runs out of memory.
+    flags = ["-s", 131072, "--global-batch-size", 8]
+    _, fit, out = choose("8B", 8, *flags)
+    assert fit[0].layout.cp == 8
+    assert 3 in {choice.layout.chapter for choice in out}
+
+
+@pytest.mark.parametrize("flags", ["", "--devices 8 16", "--devices 12"])
+def test_bad_flags_of_the_chooser(capsys, flags):
+    with pytest.raises(SystemExit):
+        tool.parse_args(["--choose", *flags.split()])
+    assert_one_sentence(capsys.readouterr().err, "devices")
+
+
+SMALL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}
+SMALL |= {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8}
+
+
+@pytest.mark.rest
+def test_traced_layouts(tmp_path):
+    """The command as a reader gives it; the chapters accept the command lines that it prints."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL))
+    command = [sys.executable, TOOL, "--choose", "-m", path, "--devices", 16, "-s", 512]
+    command += ["--gpu-memory", 0.3, "--global-batch-size", 64]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^\| (\w.*) \|$", done.stdout, re.MULTILINE)
+    cells = [row.split(" | ") for row in rows]
+    traced = cells[0].index("GB, traced")
+    assert all(row[traced] for row in cells[1:4])
+    (line,) = re.findall(r"^torchrun .*", done.stdout, re.MULTILINE)
+    assert f"-m {path}" in line
+
+
+# The largest difference of a rule of thumb and a trace, relative to the trace
+ROUGH = 0.25
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(("size", "devices"), [("8B", 8), ("70B", 64)])
+def test_rules_of_thumb_for_memory(tmp_path, size, devices):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"8B": LLAMA_8B_CONFIG, "70B": LLAMA_70B}[size]))
+    args, fit, _ = choose(size, devices, "-m", path)
+    for choice in fit[:3]:
+        chooser.trace(choice, devices, args)
+        assert not choice.problem
+        assert choice.memory == pytest.approx(choice.traced, rel=ROUGH), choice.layout

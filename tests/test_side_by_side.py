@@ -296,6 +296,7 @@ def assert_aligned(page) -> list:
     return columns
 
 
+@pytest.mark.rest
 @in_browser
 def test_columns_have_the_chapters(open_page):
     page = open_page()
@@ -305,6 +306,7 @@ def test_columns_have_the_chapters(open_page):
         assert column.eval_on_selector_all(".line:not(.gap)", words) == text
 
 
+@pytest.mark.rest
 @in_browser
 def test_columns_are_aligned_and_scroll_together(open_page):
     page = open_page()
@@ -330,6 +332,7 @@ def test_columns_are_aligned_and_scroll_together(open_page):
     assert len(assert_aligned(page)[0]) == len(ROWS)
 
 
+@pytest.mark.rest
 @in_browser
 def test_changed_lines_are_coloured_and_the_others_folded(open_page):
     page = open_page()
@@ -381,6 +384,7 @@ def test_changed_lines_are_coloured_and_the_others_folded(open_page):
     assert sum(counts) * 3 == hidden
 
 
+@pytest.mark.rest
 @in_browser
 def test_keyboard(open_page):
     page = open_page()
@@ -443,6 +447,7 @@ def test_keyboard(open_page):
     assert not page.is_visible("nav ol")
 
 
+@pytest.mark.rest
 @in_browser
 def test_table_of_contents(open_page, page_file):
     page = open_page()
@@ -505,6 +510,7 @@ CONTRAST = """() => {
 }"""
 
 
+@pytest.mark.rest
 @in_browser
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_themes(open_page, future_page, theme):
@@ -524,6 +530,7 @@ def test_themes(open_page, future_page, theme):
     assert page.get_attribute("html", "data-theme") != theme
 
 
+@pytest.mark.rest
 @in_browser
 def test_narrow_screen(open_page):
     page = open_page(width=390, height=844)
@@ -549,6 +556,7 @@ def test_narrow_screen(open_page):
     assert page.query_selector(".column:not([hidden]) .here").is_visible()
 
 
+@pytest.mark.rest
 @in_browser
 def test_tree_of_chapters(open_page, future_page):
     page = open_page(file=future_page)
@@ -630,6 +638,7 @@ def test_tree_of_chapters(open_page, future_page):
     assert own == ["TRAINER = 1\n"]
 
 
+@pytest.mark.rest
 @in_browser
 def test_tree_on_a_narrow_screen(open_page, future_page):
     page = open_page(width=390, height=844, file=future_page)
@@ -643,6 +652,7 @@ def test_tree_on_a_narrow_screen(open_page, future_page):
     assert page.inner_text("#status") == "2 changes"  # of the chapter that it continues
 
 
+@pytest.mark.rest
 @in_browser
 def test_fourteen_files(open_page, tmp_path):
     """Each has a colour of its own, and the first ten have keys."""
@@ -671,6 +681,7 @@ def test_fourteen_files(open_page, tmp_path):
     assert page.evaluate("[...shown]") == [1, 9, 13]
 
 
+@pytest.mark.rest
 @in_browser
 def test_other_files_in_the_browser(browser, tmp_path):
     """One of them much longer and wider, without markers, with what HTML would take for its own."""

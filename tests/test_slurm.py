@@ -20,6 +20,8 @@ from conftest import assert_one_sentence, exact, require
 from runner import CHAPTER_3, REPOSITORY, free_port
 from test_launch import ACTIVE, CHAPTERS, CLEAN
 
+pytestmark = pytest.mark.rest
+
 SCRIPT = REPOSITORY / "launch" / "slurm.sh"
 
 # Without cgroups, accounting and limits of resources. `config_overrides` allows more CPUs than the

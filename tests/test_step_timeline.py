@@ -16,6 +16,7 @@ TOOL = REPOSITORY / "tools" / "step-timeline.py"
 tool = load(TOOL)
 
 
+@pytest.mark.rest
 def test_a_step_of_chapter_2(tmp_path):
     """One run through torchrun: PNG, SVG, collectives, phases and clocks."""
 

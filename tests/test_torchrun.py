@@ -16,6 +16,8 @@ import pytest
 from conftest import assert_same_losses, assert_same_model, exact
 from runner import CHAPTER_2, CHAPTER_3, REPOSITORY, Run, free_port
 
+pytestmark = pytest.mark.rest
+
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 FORKING = REPOSITORY / "tests" / "forking.py"
 

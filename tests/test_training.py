@@ -131,6 +131,7 @@ def test_operations_per_token(chapter_1, case):
     assert chapter_1.flops_per_token(config, 16) == 6 * used + 12 * 3 * 8 * 16
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("number", ["02", "03", "06", "07", "08"])
 def test_operations_per_device(trainer, model, chapter_1, number):
     """Of the whole model and of the whole job, divided by all devices, whatever they share."""
@@ -162,6 +163,7 @@ def test_accumulation_is_the_larger_batch(trainer):
         assert parts.column("eval/loss") == pytest.approx(whole.column("eval/loss"), rel=1e-5)
 
 
+@pytest.mark.rest
 def test_logged_loss_is_the_mean_since_the_last_log(trainer):
     each = trainer("--max-steps", 9, name="each")
     some = trainer("--max-steps", 9, "--log-freq", 4, name="some")
@@ -170,6 +172,7 @@ def test_logged_loss_is_the_mean_since_the_last_log(trainer):
     assert some.column("loss") == pytest.approx(means, rel=1e-6)
 
 
+@pytest.mark.rest
 def test_activation_checkpointing_and_bf16(trainer):
     plain = trainer("--max-steps", 10, name="plain")
     recomputed = trainer("--max-steps", 10, "--activation-checkpointing", name="recomputed")
@@ -192,6 +195,7 @@ def test_clipping_decay_and_schedule(trainer):
     assert clipped.column("loss")[-1] != result.column("loss")[-1]
 
 
+@pytest.mark.rest
 def test_second_beta_of_adam(trainer):
     """The second update differs, and the optimizer has the value."""
     flags = ["--max-steps", 3, "--eval-freq", 0]
@@ -208,6 +212,7 @@ SCHEDULES = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "consta
 SCHEDULES += ["constant_with_warmup", "warmup_stable_decay"]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_works_to_its_last_step(trainer, schedule):
     """Also where the warm-up takes all steps, and after a resume."""
@@ -230,6 +235,7 @@ def test_every_schedule_works_to_its_last_step(trainer, schedule):
     trainer(*all_warmup, "--eval-freq", 0, name="warmup")
 
 
+@pytest.mark.rest
 def test_compile_changes_nothing_but_speed(trainer):
     plain = trainer("--max-steps", 4, "--eval-freq", 2, name="plain")
     cases = (["--eval-freq", 0], ["--eval-freq", 2, "--activation-checkpointing"])
@@ -249,6 +255,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_families_train_from_scratch_and_reload(trainer, family):
     shape = {k: v for k, v in LLAMA.items() if k not in ("architectures", "tie_word_embeddings")}
@@ -263,6 +270,7 @@ def test_model_families_train_from_scratch_and_reload(trainer, family):
     assert tuned.column("loss")[0] < result.column("loss")[0] - 1
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("chapter", [CHAPTER_1, CHAPTER_2], ids=lambda path: path.parent.name)
 def test_a_head_of_its_own_under_a_tied_config(trainer, model, chapter):
     """Refused where the two matrices differ, and trained as tied where they are equal."""
@@ -303,6 +311,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.rest
 def test_threads_do_not_spin(tmp_path):
     """Processes of their own: one that has imported torch keeps the setting it began with."""
     script = tmp_path / "watch.py"

@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from generate import refuse_parts
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -77,6 +78,7 @@ def local_folders(checkpoint: Path) -> list[Path]:
 
 def read(checkpoint: Path) -> dict:
     """{"model": ..., "optimizer": ..., "scheduler": ..., "scaler": ...} with whole tensors."""
+    refuse_parts(checkpoint)
     if (checkpoint / ".metadata").exists():
         return read_dcp(checkpoint)
     if (checkpoint / "training_state.pt").exists():

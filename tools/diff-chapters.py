@@ -20,6 +20,10 @@ CONTINUES = {
     "07-pipeline-parallel": "03-fsdp",
     "08-gradient-compression": "02-ddp",
     "10-mds-shards": "05-multi-node",
+    "11-context-parallel": "03-fsdp",
+    "12-expert-parallel": "03-fsdp",
+    "13-3d-parallel": "07-pipeline-parallel",
+    "14-sparse-low-rank": "01-single-gpu",
 }
 
 

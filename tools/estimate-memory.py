@@ -3,13 +3,14 @@
     python tools/estimate-memory.py --devices 1 2 4 8 --gpu-memory 80
     python tools/estimate-memory.py -m my-model/config.json -b 4 -s 2048 --explain
     python tools/estimate-memory.py --devices 32 --shard-size 8 --tensor-parallel 8
+    python tools/estimate-memory.py -m my-model --devices 8 --context-parallel 8 -b 1 -s 131072
 
 Only the config of the model is needed, and no GPU. A forward and a backward pass run on fake
 tensors, which have shapes and no memory, with the settings of the chapters, and every allocation
 and release is noted down. Of layers of a kind one is traced, in between others, and stands for
-all. What FSDP gathers and scatters is added by its rules. Layers that are split, as in chapter 6,
-are traced with the plan of that chapter, on one rank of a process group that does not exist.
-Pipelines follow PyTorch's order of the passes on each rank.
+all. What FSDP gathers and scatters is added by its rules. Chapters 6, 11, 12 and 14 change layers
+or attention. Their traces use the code of the chapter itself, on one rank of a process group that
+does not exist. Pipelines follow PyTorch's order of the passes on each rank.
 
 GB are 1e9 bytes. A place in the model is a number: -1 for the embeddings, 0 for the first layer,
 and the number of layers for the head, which is all that comes behind the last layer. -2 stands for
@@ -17,17 +18,17 @@ the root of FSDP: the parameters that are in no other unit.
 """
 
 import argparse
+import importlib.util
 import logging
 import math
-import runpy
 import sys
 import warnings
 import weakref
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,11 +45,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -71,28 +78,62 @@ def numel(shapes, devices: int = 1) -> int:
     return sum(math.ceil(shape[0] / devices) * math.prod(shape[1:]) for shape in shapes)
 
 
+# Chapters that change the model of chapter 1: what each is called, and the flag of its group
+PLAIN, TENSOR, CONTEXT, EXPERTS, LOW_RANK = 1, 6, 11, 12, 14
+GROUPS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel", EXPERTS: "expert_parallel"}
+
+
 @lru_cache
-def chapter(folder: str) -> dict:
-    """What the script of a chapter defines."""
-    return runpy.run_path(str(REPOSITORY / folder / "train-llm.py"))
+def chapter(number: int) -> dict:
+    """What the script of a chapter defines. It prints nothing, except errors."""
+    (script,) = REPOSITORY.glob(f"{number:02}-*/train-llm.py")
+    spec = importlib.util.spec_from_file_location(f"chapter_{number}", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # torch.compile looks for it there
+    spec.loader.exec_module(module)
+    module.say = lambda message: None
+    return vars(module)
 
 
-def build(config, mode: FakeTensorMode, ranks: int, dtype=torch.float32):
-    """The model on fake tensors; with several ranks, the part of the first of them."""
+def join_group(ranks: int) -> None:
+    """Makes this process the first of so many ranks. The others do not exist."""
+    if dist.is_initialized() and dist.get_world_size() != ranks:
+        dist.destroy_process_group()
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+
+
+def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
+    """The model on fake tensors, as this chapter changes it; of several ranks, that of the first.
+
+    `kind` is one of `PLAIN`, `TENSOR`, `CONTEXT`, `EXPERTS` and `LOW_RANK`.
+    """
+    changes = chapter(kind) if kind != PLAIN else {}
     with mode:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        if kind == LOW_RANK:
+            changes["replace_layers"](model, flags)
         for parameter in model.parameters():  # not the buffers
             parameter.data = parameter.data.to(dtype)
-    if ranks > 1:  # the other ranks of this process group do not exist
-        if dist.is_initialized() and dist.get_world_size() != ranks:
-            dist.destroy_process_group()
-        if not dist.is_initialized():
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        plan = chapter("06-tensor-parallel")["PLANS"][config.model_type]
+    if kind not in GROUPS:
+        return model
+    ranks = getattr(flags, GROUPS[kind])
+    join_group(ranks)
+    if kind == TENSOR:
+        plan = changes["PLANS"][config.model_type]
         mesh = dist.init_device_mesh("cpu", (ranks,))
         with mode:
             tp.parallelize_module(model, mesh, plan, src_data_rank=None)
             model.tie_weights()
+    if kind == EXPERTS:
+        model.set_experts_implementation("expert_parallel")
+        for experts in changes["experts_of"](model):
+            experts.group = dist.group.WORLD
+            with mode:
+                experts.sent_tokens = torch.zeros(experts.num_experts, dtype=torch.long)
+                experts.received_tokens = torch.zeros((), dtype=torch.long)
+                for parameter in experts.parameters():  # a rank has some of the experts
+                    parameter.data = parameter.data[: len(parameter) // ranks].clone()
     return model
 
 
@@ -300,6 +341,9 @@ class AsOnGPU(TorchFunctionMode):
         if function is torch.nn.functional.scaled_dot_product_attention:
             # FlashAttention drops out without a mask to keep, the CPU's kernel cannot.
             kwargs = kwargs | {"dropout_p": 0.0}
+            # It also knows masks that are aligned at the last token. The CPU writes them out.
+            if isinstance(kwargs.get("attn_mask"), CausalBias):
+                kwargs |= {"attn_mask": None, "is_causal": True}
             # In fp32 there is no kernel for grouped queries that does without the whole matrix.
             query = args[0] if args else kwargs["query"]
             if query.dtype == torch.float32 and not autocast and kwargs.get("enable_gqa"):
@@ -311,24 +355,46 @@ class AsOnGPU(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def trace(config, flags, batch: int, autocast: bool, examples: list[int], ranks: int) -> dict:
+class Balanced(TorchFunctionMode):
+    """Gives each rank of chapter 12 equally many tokens: fake tensors have no numbers to count."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name == "bincount":  # of the experts that the tokens have chosen
+            self.copies = len(args[0])
+            return args[0].new_zeros(kwargs["minlength"])
+        if name == "tolist":  # how many copies of tokens go to each rank
+            ranks = len(args[0])
+            return [self.copies // ranks + (rank < self.copies % ranks) for rank in range(ranks)]
+        if name == "repeat_interleave":  # for each copy that arrives, the number of its expert
+            return args[0].new_zeros(self.copies)
+        return function(*args, **kwargs or {})
+
+
+def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: int) -> dict:
     """Allocations of a forward and a backward pass, for each segment of them, in bytes.
 
-    `examples` has for each layer the one that stands for it; `ranks` split each layer.
+    `examples` has for each layer the one that stands for it; `kind` is that of `build`.
     """
     on_gpu, mode = flags.device == "cuda", FakeTensorMode()
     precision = torch.float32 if flags.dtype == "fp32" else torch.bfloat16  # fp16 takes as much
-    model = build(config, mode, ranks, torch.float32 if autocast else precision)
+    model = build(config, flags, kind, mode, torch.float32 if autocast else precision)
+    rules = [AsOnGPU()] * on_gpu + [Balanced()] * (kind == EXPERTS)
     every, layers, head = layers_of(model), sorted({*examples}), len(examples)
     for i in sorted({*range(head)} - {*layers}, reverse=True):
         del every[i]
     numbers = dict(zip(layers_of(model), layers, strict=True))
     if flags.activation_checkpointing:
         options = {"use_reentrant": False}  # the default
-        if on_gpu and not flags.compile:  # the backward pass would not know of it
-            options["context_fn"] = lambda: (nullcontext(), AsOnGPU())
+        # The backward pass would not know of these rules. Compiled code has followed them before.
+        if kind == EXPERTS or not flags.compile:
+            options["context_fn"] = lambda: (nullcontext(), together(rules))
         model.activation_checkpointing_enable(options)
     with ExitStack() as stack:
+        if kind == CONTEXT:  # replaces functions that all models look up by their names
+            for interface in (AttentionInterface, AttentionMaskInterface):
+                stack.enter_context(mock.patch.dict(interface._global_mapping))
+            chapter(kind)["share_attention"](model, flags)
         stack.enter_context(mode)
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         recorder = Recorder(model, examples)
@@ -358,24 +424,19 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], ranks:
                 partition_fn=min_cut_rematerialization_partition,
                 decompositions=select_decomp_table,
             )
-            # All layers, or in chapter 6 their attention and MLP
-            split = [part for x in numbers for part in (x.self_attn, x.mlp)] if ranks > 1 else []
-            for part in split or numbers:
+            for part in compiled_parts(numbers, kind):
                 part.compile(backend=backend, dynamic=False)
             loss_function = torch.compile(model.loss_function, backend=backend, dynamic=False)
             model.loss_function = loss_function
         ids = torch.zeros(batch, flags.seq_length, dtype=torch.int64)
-        inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-        if ranks > 1:  # as in chapter 6
+        if kind == TENSOR:
             stack.enter_context(tp.loss_parallel())
-            inputs["position_ids"] = torch.arange(flags.seq_length)[None]
         stack.enter_context(recorder)
-        stack.enter_context(AsOnGPU() if on_gpu else nullcontext())
+        stack.enter_context(together(rules))
         for measured in (False, True) if flags.compile else (True,):  # the first time compiles
             recorder.on, recorder.segment = measured, ("forward", EMBEDDINGS)
             with torch.autocast("cpu", precision, enabled=autocast and flags.dtype != "fp32"):
-                loss = model(**inputs).loss
-                loss = loss.full_tensor() if ranks > 1 else loss
+                loss = loss_of(model, ids, flags, kind)
             recorder.segment = ("backward", head)
             torch.autograd.backward(loss)  # loss.backward() would switch AsOnGPU off
             recorder.on, recorder.segment = False, None
@@ -383,6 +444,36 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], ranks:
             if not measured:
                 model.zero_grad()
     return recorder.table()
+
+
+def loss_of(model, ids: torch.Tensor, flags, kind: int) -> torch.Tensor:
+    """The loss of a batch of whole samples, as the chapter computes it."""
+    if kind == CONTEXT:
+        return chapter(kind)["loss_of"](model, ids, flags)
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if kind == TENSOR:
+        positions = torch.arange(flags.seq_length)[None]
+        return model(**inputs, position_ids=positions).loss.full_tensor()
+    return model(**inputs).loss
+
+
+@contextmanager
+def together(contexts: list):
+    """One context for all of these, in their order."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def compiled_parts(layers, kind: int) -> list:
+    """What the chapter compiles: layers, or parts of them."""
+    if kind == TENSOR:
+        return [part for layer in layers for part in (layer.self_attn, layer.mlp)]
+    if kind == EXPERTS:
+        parts = [part for layer in layers for part in layer.children()]
+        return [part for part in parts if not chapter(kind)["experts_of"](part)]
+    return [*layers]
 
 
 def marked(numbers: dict, recorder: Recorder):
@@ -410,28 +501,28 @@ def marked(numbers: dict, recorder: Recorder):
 class Traces:
     """A model without values, and what it allocates with these flags, for any batch size.
 
-    With several ranks, which split each layer as in chapter 6, all is that of one rank.
+    `kind` is that of `build`. If a chapter splits layers or samples, all is that of one rank.
     """
 
-    def __init__(self, config, flags, ranks: int = 1):
-        self.config, self.flags = config, flags
-        model = build(config, FakeTensorMode(), ranks)
+    def __init__(self, config, flags, kind: int = PLAIN):
+        self.config, self.flags, self.kind = config, flags, kind
+        model = build(config, flags, kind, FakeTensorMode())
         layers = layers_of(model)
         self.parameters = shapes_of(model.parameters())
         self.outer = shapes_of(outer_of(model))
         self.units = units_of(model)
         self.layers = [shapes_of(layer.parameters()) for layer in layers]
+        experts = chapter(EXPERTS)["experts_of"](model) if kind == EXPERTS else []
+        self.expert_shapes = {*chain(*(shapes_of(part.parameters()) for part in experts))}
+        supports = [x for name, x in model.named_buffers() if name.endswith(".support")]
+        self.supports = sum(x.numel() * x.element_size() for x in supports)  # of chapter 14
         # The layer that stands for each. The first and the last one have neighbours like no other
         # and stand for themselves; of each kind in between, one does for all.
         kinds, last = [*map(repr, layers)], len(layers) - 1
         inner = {kind: i for i, kind in reversed([*enumerate(kinds)][1:last])}
         self.examples = [i if i in (0, last) else inner[kind] for i, kind in enumerate(kinds)]
-        self.traced = lru_cache(lambda *how: trace(config, flags, *how, self.examples, ranks))
-
-    @cached_property
-    def split(self):
-        """The traces of a rank of chapter 6."""
-        return Traces(self.config, self.flags, self.flags.tensor_parallel)
+        self.traced = lru_cache(lambda *how: trace(config, flags, *how, self.examples, kind))
+        self.of_kind = lru_cache(lambda kind: Traces(config, flags, kind))
 
     def __call__(self, batch: int, autocast: bool) -> dict:
         """For each segment the bytes that are added, a row per event, in the columns above."""
@@ -461,35 +552,54 @@ class Traces:
 class Method:
     name: str
     chapter: int
-    flag: str = ""  # from chapter 5 on, it says how many devices make a group
+    flags: tuple[str, ...] = ()  # from chapter 5 on, the column appears if all of them are given
+    kind: int = PLAIN  # how the chapter changes the model, for the traces
 
     @property
     def sharded(self) -> bool:
-        return self.chapter >= 3
+        return self.chapter not in (1, 2, 14)
+
+    @property
+    def in_pipeline(self) -> bool:
+        return self.chapter in (7, 13)
 
     @property
     def reshard(self) -> bool:
-        return self.name not in ("no reshard", "pipeline")
+        return self.name != "no reshard" and not self.in_pipeline
 
     def group(self, flags) -> int | None:
-        """How many devices make a group; None without the flag, 1 where there is no such flag."""
-        return getattr(flags, self.flag.strip("-").replace("-", "_"), 1)
+        """How many devices make a group; None if a flag is missing, 1 without groups."""
+        sizes = [getattr(flags, flag.strip("-").replace("-", "_"), 1) for flag in self.flags]
+        if None in sizes:
+            return None
+        return math.prod(sizes) if self.chapter != 14 else 1
 
     def copy_ranks(self, devices: int, flags) -> int:
-        """How many of the devices hold a copy of the weights together, or of their part of them."""
+        """How many of the devices hold a copy of the weights together, or of their part of them.
+
+        In chapter 12 this is true of the experts. The other weights are on all devices.
+        """
         group = self.group(flags)
-        return (group if self.chapter == 5 else devices // group) if self.sharded else 1
+        if not self.sharded:
+            return 1
+        if self.chapter == 5:
+            return group
+        return devices if self.chapter == 11 else devices // group
 
 
 METHODS = [
     Method("chapter 1", 1),
     Method("DDP", 2),
     Method("FSDP", 3),
-    Method("no reshard", 3, "--no-reshard-after-forward"),
-    Method("offload", 3, "--cpu-offload"),
-    Method("HSDP", 5, "--shard-size"),
-    Method("tensor parallel", 6, "--tensor-parallel"),
-    Method("pipeline", 7, "--pipeline-parallel"),
+    Method("no reshard", 3, ("--no-reshard-after-forward",)),
+    Method("offload", 3, ("--cpu-offload",)),
+    Method("HSDP", 5, ("--shard-size",)),
+    Method("tensor parallel", 6, ("--tensor-parallel",), TENSOR),
+    Method("pipeline", 7, ("--pipeline-parallel",)),
+    Method("context parallel", 11, ("--context-parallel",), CONTEXT),
+    Method("expert parallel", 12, ("--expert-parallel",), EXPERTS),
+    Method("pipeline × tensor", 13, ("--pipeline-parallel", "--tensor-parallel"), TENSOR),
+    Method("sparse low-rank", 14, ("--rank",), LOW_RANK),
 ]
 METHODS = {method.name: method for method in METHODS}
 PARTS = ["weights, fp32", "gradients", "AdamW's moments", "copies of weights", "activations"]
@@ -514,19 +624,21 @@ def stage_count(flags) -> int:
 def ranks(traces: Traces, method: Method) -> list[Rank]:
     """All ranks of a pipeline, else one, which is like all others."""
     flags, head = traces.flags, len(traces.layers)
-    if method.chapter != 7:
+    if not method.in_pipeline:
         places = range(EMBEDDINGS, head + 1)
         return [Rank(traces.units, {0: places}, [(0, "forward"), (0, "backward")])]
     count, number = stage_count(flags), flags.pipeline_parallel
     many = max(flags.gradient_accumulation_steps, count)  # as many as stages are the default
-    # As in chapter 7: embeddings and head count as a layer each.
+    # As in chapters 7 and 13: embeddings and head count as a layer each.
     cuts = [round(n * (head + 2) / count) - 1 for n in range(count + 1)]
     # A head that is tied to the embeddings is a copy, which AdamW does not update.
     embeddings, norm, *behind = traces.outer
     copy = [] if behind or count == 1 else [embeddings]
     groups = {EMBEDDINGS: [embeddings], head: [norm, *behind, *copy]}
     groups |= dict(enumerate(traces.layers))
-    schedule = chapter("07-pipeline-parallel")["SCHEDULES"][flags.schedule]
+    schedule = chapter(7)["SCHEDULES"][flags.schedule]
+    # Each rank of a tensor group sends its part of the tokens.
+    width = traces.config.hidden_size / (flags.tensor_parallel if method.chapter == 13 else 1)
     directions = {"F": "forward", "B": "backward"}
     result = []
     for rank, actions in enumerate(get_schedule_ops(schedule, number, many, count // number)):
@@ -537,9 +649,9 @@ def ranks(traces: Traces, method: Method) -> list[Rank]:
         # Each micro-batch has buffers for what neighbours send, and token ids, twice. The gradient
         # that this rank has sent last is kept, too.
         sent = many * sum((n > 0) + (n < count - 1) for n in stages) + any(n > 0 for n in stages)
-        per_token = sent * traces.config.hidden_size * BYTES[flags.dtype] + many * 2 * 8
+        per_token = sent * width * BYTES[flags.dtype] + many * 2 * 8
         updates_all = [] if head not in own else copy
-        result += [Rank(own, stages, passes, updates_all, flags.seq_length * per_token)]
+        result += [Rank(own, stages, passes, updates_all, round(flags.seq_length * per_token))]
     return result
 
 
@@ -554,17 +666,27 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     there; it stays until the next one is needed. On one device there are only copies. In a pipeline
     weights stay gathered during a step, and gradients whole and in fp32, until they are scattered
     at the end of the step. Of other methods this is the last micro-batch.
+
+    In chapter 12 the experts of a layer are a unit of their own. Here they count with their layer.
     """
     flags, groups, head = traces.flags, rank.groups, len(traces.layers)
     shards, size = method.copy_ranks(devices, flags), BYTES[flags.dtype]
+    everyone = devices if method.chapter == 12 else shards
     whole = {place: size * numel(shapes) for place, shapes in groups.items()}
-    shard = {place: 4 * numel(shapes, shards) for place, shapes in groups.items()}
+    shard, buffer_size, gathered = {}, {}, {}
+    for place, shapes in groups.items():
+        parts = [shards if shape in traces.expert_shapes else everyone for shape in shapes]
+        sizes = [4 * numel([shape], n) for shape, n in zip(shapes, parts, strict=True)]
+        padded = [n * size for n, size in zip(parts, sizes, strict=True)]
+        shard[place], buffer_size[place] = sum(sizes), sum(padded)
+        # On one device there is no buffer for what arrives.
+        gathered[place] = sum(x for n, x in zip(parts, padded, strict=True) if n > 1)
     all_shards = sum(shard.values())
     updated = all_shards - 4 * numel(rank.copy, shards)
     steps = 4 * (sum(map(len, groups.values())) - len(rank.copy))  # AdamW counts for each tensor
     states = {"weights": updated, "gradients": updated, "moments": 2 * updated + steps}
     here = 0 if method.name == "offload" and flags.device == "cuda" else 1  # else the same memory
-    in_pipeline, accumulates = method.chapter == 7, flags.gradient_accumulation_steps > 1
+    in_pipeline, accumulates = method.in_pipeline, flags.gradient_accumulation_steps > 1
     # Gathered once for all micro-batches of a step, along with whole gradients in fp32
     stays = in_pipeline or (accumulates and not method.reshard)
     whole_gradients = {place: 4 * count // size for place, count in whole.items()}
@@ -577,7 +699,8 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     moments, in_flight, nothing = {}, {stage: [] for stage in rank.stages}, np.zeros(COLUMNS)
 
     def note(name: str, row, gradients: float, copies: float) -> None:
-        sizes = [here * all_shards, gradients, here * states["moments"], copies]
+        weights = here * all_shards + traces.supports
+        sizes = [weights, gradients, here * states["moments"], copies]
         sizes += [row[ACTIVATIONS] + rank.buffers * batch, row[LOGITS]]
         moments[name] = max([*map(float, sizes)], moments.get(name, [0.0]), key=sum)
 
@@ -591,19 +714,19 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
 
     def arriving(forward: bool, place: int) -> int:
         """The buffer into which a unit is gathered."""
-        if shards == 1 or stays or not (forward or (method.reshard and place > 0)):
+        if stays or not (forward or (method.reshard and place > 0)):
             return 0
         before = place if forward else place - 1
-        return size * shards * shard[max(unit for unit in groups if unit <= before)] // 4
+        return size * gathered[max(unit for unit in groups if unit <= before)] // 4
 
     def scatter(unit: int, place: int, row, copies: float, left: float, new: float) -> None:
         """Notes the moment when gradients are in the buffer, and others are left for later."""
         # PyTorch frees the gradients that are in the buffer, except the last one of the unit.
         bytes_each = 4 if stays else size
-        after = shard[unit] + (bytes_each * numel(groups[unit][-1:]) if shards > 1 else 0)
+        after = shard[unit] + (bytes_each * numel(groups[unit][-1:]) if gathered[unit] else 0)
         # Gradients that stay are counted already.
         more = max(after - gradients[unit], 0) if stays else max(new, after)
-        held = sum(gradients.values()) + shards * shard[unit] + left + more
+        held = sum(gradients.values()) + buffer_size[unit] + left + more
         name = f"{title('backward', place, head)}, scatter"
         note(name, row, held, copies)
         gradients[unit] = here * shard[unit]
@@ -646,7 +769,7 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
                 else:
                     copies -= whole[unit] if unit in there(forward, place) else 0
                     scatter(unit, place, now, copies, left, new)
-                    on_its_way = shards * shard[unit]
+                    on_its_way = buffer_size[unit]
         if forward:
             in_flight[stage].append(now)
     if in_pipeline:  # FSDP begins with what is in no layer
@@ -662,7 +785,7 @@ def step(traces: Traces, method: Method, devices: int, batch: int) -> tuple[dict
 
     Both are those of the fullest rank. Under DDP and FSDP only the optimizer stays in any case.
     """
-    traces = traces.split if method.chapter == 6 else traces
+    traces = traces if method.kind == traces.kind else traces.of_kind(method.kind)
     every = [course(rank, traces, method, devices, batch) for rank in ranks(traces, method)]
     states = {name: max(states[name] for states, _ in every) for name in every[0][0]}
     return states, max((moments for _, moments in every), key=peak)
@@ -686,7 +809,7 @@ SPARE = 0.1
 
 
 def methods(devices: int, flags) -> list[Method]:
-    """Those of chapters 1 to 3, and of chapters 5 to 7 if the flag of each divides the devices."""
+    """Those of chapters 1 to 3, and others whose flags are given and divide the devices."""
     groups = {method: method.group(flags) for method in METHODS.values()}
     return [method for method, group in groups.items() if group and devices % group == 0]
 
@@ -738,7 +861,8 @@ def markdown(rows: list) -> str:
 
 
 LEGEND = f"""
-- weights, fp32: 4 bytes per parameter, under FSDP of this rank's shard
+- weights, fp32: 4 bytes per parameter, under FSDP of this rank's shard; in chapter 14 also 4 bytes
+  for the place of each value of S
 - gradients: as far as they are there, whole or in shards, with FSDP's buffer for scattering
 - AdamW's moments: 8 bytes per parameter and 4 per tensor, under FSDP of this rank's shard
 - copies of weights: in the compute dtype: autocast's, or what FSDP has gathered
@@ -748,7 +872,11 @@ LEGEND = f"""
 - fits, largest batch: with {SPARE:.0%} spared for CUDA, NCCL and gaps, a rule of thumb
 - no reshard, offload: chapter 3 with --no-reshard-after-forward, with --cpu-offload
 - HSDP, tensor parallel: chapter 5 with --shard-size, chapter 6 with --tensor-parallel
-- pipeline: chapter 7, the fullest rank, with at least as many micro-batches as stages"""
+- pipeline: chapter 7, the fullest rank, with at least as many micro-batches as stages
+- pipeline × tensor: chapter 13, the fullest rank, with both flags
+- context parallel: chapter 11; expert parallel: chapter 12, if all ranks get equally many tokens
+- sparse low-rank: chapter 14 with --rank, on one device
+- In chapters 6, 11 and 13, a batch is that of a group of devices."""
 
 
 # -- Flags -----------------------------------------------------------------------------------------
@@ -784,6 +912,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--tensor-parallel", type=positive, help="also chapter 6: GPUs that split each layer")
     add("--pipeline-parallel", type=positive, help="also chapter 7: GPUs of a pipeline")
     add("--schedule", choices=["1f1b", "gpipe", "interleaved"], default="1f1b", help="of chapter 7")
+    add("--context-parallel", type=positive, help="also chapter 11: GPUs that share each sample")
+    add("--exchange", choices=["heads", "tokens"], default="heads", help="of chapter 11")
+    add("--expert-parallel", type=positive, help="also chapter 12: GPUs that share the experts")
+    add("--rank", type=positive, help="also chapter 14: columns of B, and rows of A")
+    add("--density", type=float, default=0.03, help="of chapter 14: the share of values of S")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
     add("--dtype", choices=BYTES, help="compute precision [bf16 for cuda, fp32 for cpu]")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
@@ -792,6 +925,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.compile = args.device == "cuda" if args.compile is None else args.compile
+    args.alpha = 1  # of chapter 14, without effect on memory
     return args
 
 
@@ -803,11 +937,17 @@ def check(config, args) -> None:
     for method in METHODS.values():
         group = method.group(args)
         if group and all(count % group for count in args.devices):
-            fail(f"{method.flag} {group} divides none of --devices")
+            flags = " × ".join(method.flags)
+            fail(f"{flags} {group} divides none of --devices")
     if args.tensor_parallel:
-        chapter("06-tensor-parallel")["check_plan"](config, args)
+        chapter(TENSOR)["check_plan"](config, args)
+    for kind in (CONTEXT, EXPERTS):
+        if getattr(args, GROUPS[kind]):
+            check = chapter(kind)["check_split" if kind == CONTEXT else "check_experts"]
+            with mock.patch.dict(check.__globals__, WORLD_SIZE=max(args.devices)):
+                check(config, args)
     if args.pipeline_parallel:
-        families, count = chapter("07-pipeline-parallel")["FAMILIES"], stage_count(args)
+        families, count = chapter(7)["FAMILIES"], stage_count(args)
         if config.model_type not in families:
             fail(f"{config.model_type} is not among {', '.join(families)}: chapter 7 lacks it")
         if config.num_hidden_layers < count:

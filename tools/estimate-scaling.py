@@ -2,17 +2,24 @@
 
     python tools/estimate-scaling.py -m meta-llama/Llama-3.1-8B -b 2 -s 8192
     python tools/estimate-scaling.py -m my-model/config.json --link 25 --explain -o scaling
+    python tools/estimate-scaling.py -b 1 -s 131072 --devices 8 --context-parallel 8
+    python tools/estimate-scaling.py --choose -m meta-llama/Llama-3.1-70B --devices 64 -s 8192
 
 Nothing is measured here. Give the rate that your devices reach on one node, and the speed of your
 links; the rest follows from formulae, which --explain prints. Only the config of the model is
 needed. The methods are those of the chapters: DDP (2), FSDP (3), HSDP, which shards within a node
 and averages between nodes (5), and tensor (TP, 6) and pipeline parallelism (PP, 7), each with FSDP
-between its groups. All methods train on the same number of samples per device.
+between its groups. Flags add context (CP, 11) and expert parallelism (EP, 12), and pipelines of
+tensor groups (3D, 13). All methods train on the same number of samples per device.
+
+--choose prints the layouts of a model on so many devices that fit, the fastest first, and why the
+others fall out. tools/choose-layout.py does this.
 
 GB are 1e9 bytes, Gbit/s are 1e9 bits per second.
 """
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -33,6 +40,8 @@ TILE, MULTIPROCESSORS = (128, 256), 132
 BUCKET = 25 * 2**20  # bytes: bucket_cap_mb of DistributedDataParallel
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 METHODS = ["DDP", "FSDP", "HSDP", "TP", "PP"]
+MORE_METHODS = {"CP": ["context_parallel"], "EP": ["expert_parallel"]}  # with their flags
+MORE_METHODS["3D"] = ["pipeline_parallel", "tensor_parallel"]
 # Stages per rank, and units of time of a micro-batch on a rank, as in tools/draw-schedule.py
 SCHEDULES = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2), "zbv": (2, 6)}
 
@@ -55,10 +64,14 @@ L_in   NCCL reckons with 20.6 GB/s for each of the 18 links of NVLink 4 (src/gra
 Latency of a ring = launch + (n - N) * NVLink hop + (N - 1) * network hop, twice for an all-reduce,
        which takes a tree instead where that is faster: 2 (D - 1) hops and 2 log2(N) hops. The
        constants are NCCL's (src/graph/tuning.cc).
+All-to-all: a rank sends (n - 1)/n of its own tensor of S bytes, each part directly to its receiver.
+       Time = the longer of (bytes within the node / L_in) and (bytes to others / L_net) + launch
+       + one hop.
 
 Computation: 6 P + 12 * layers * hidden size * sequence length FLOPs per token (Kaplan et al.,
        arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B), a third of it forward, and a third
-       more with activation checkpointing; divided by the rate.
+       more with activation checkpointing; divided by the rate. Of a layer's experts, P has those
+       that a token uses.
        While collectives hide behind a computation, they use a part of the device: 20 of 132
        multiprocessors (as many as DeepSeek-V3 reserves, arXiv 2412.19437, section 3.2.2).
 Copies: FSDP copies a gathered unit, and the gradients of a unit, between their tensors and one
@@ -99,6 +112,20 @@ PP     p equally long stages, on different nodes, and m = p * gradient-accumulat
        embeddings, the last stage sends its gradient in fp32 to the first stage, which sends the new
        weights in the compute precision.
        The tables have the stage whose node sends most.
+CP     splits each sample between c ranks (chapter 11). A group has batch-size samples at a time, so
+       it has c * gradient-accumulation-steps micro-batches. In each layer, q, k, v and the result
+       of attention pass an all-to-all (--exchange heads; Jacobs et al., arXiv 2309.14509), or
+       an all-gather brings all keys and values (--exchange tokens; Llama 3, arXiv 2407.21783,
+       section 3.3.2). The backward pass has as many all-to-alls, or a reduce-scatter in the same
+       precision. Checkpointing repeats the forward ones. Nothing hides them. FSDP shards over all.
+EP     gives each rank of a group of e ranks an e-th of the experts of each layer (chapter 12). A
+       token has k experts. k * batch-size * sequence length copies of tokens pass an all-to-all,
+       and their results pass another; as many in the backward pass, and with checkpointing 2 more.
+       All ranks get equally many. Nothing hides them. FSDP shards experts between the ranks that
+       have the same ones, and all other weights over all ranks.
+3D     PP, with a TP group of t ranks for each stage (chapter 13): p * gradient-accumulation-steps
+       micro-batches of t * batch-size samples. Each rank sends its part of the tokens to one rank
+       of the next group. The collectives of TP lengthen each pass, and so the bubble.
 Left out: collectives of a few numbers, such as the loss, and in TP the gradients of norms.
 
 Efficiency = time of the computation / time of the step."""
@@ -124,10 +151,10 @@ class Group:
 
 @dataclass
 class Collective:
-    # all-gather, reduce-scatter or all-reduce. Between two ranks send, receive, reduce, or add,
-    # which is the other side of reduce.
+    # all-gather, reduce-scatter, all-reduce or all-to-all. Between two ranks send, receive, reduce,
+    # or add, which is the other side of reduce.
     kind: str
-    size: float  # bytes of the whole tensor
+    size: float  # bytes of the whole tensor; of an all-to-all, the tensor of one rank
     group: Group
 
     def sent(self, library: str = "nccl") -> float:
@@ -143,8 +170,12 @@ class Collective:
 
     def over_link(self, devices: int, library: str = "nccl") -> float:
         """Bytes that leave a node of so many devices, for all groups of this kind together."""
+        if self.group.nodes == 1:
+            return 0.0
         per_node = self.group.ranks // self.group.nodes
-        return self.sent(library) * devices / per_node if self.group.nodes > 1 else 0.0
+        if self.kind == "all-to-all":
+            return self.size * (1 - per_node / self.group.ranks) * devices
+        return self.sent(library) * devices / per_node
 
     def time(self, cluster: Cluster) -> float:
         """Seconds."""
@@ -158,6 +189,10 @@ class Collective:
         if nodes > 1:
             net = per_node * cluster.link
             speed = net if per_node == 1 else min(speed, net)
+        if self.kind == "all-to-all":
+            within = self.size * (per_node - 1) / ranks / cluster.link_in
+            outside = self.size * (1 - per_node / ranks) / cluster.link
+            return LAUNCH + (NETWORK if nodes > 1 else NVLINK) + max(within, outside)
         ring = (ranks - nodes) * NVLINK + (nodes - 1) * NETWORK
         if self.kind == "all-reduce":
             tree = (per_node - 1) * NVLINK_TREE + math.log2(nodes) * NETWORK
@@ -179,10 +214,24 @@ class Model:
     tied: int = 0  # those of embeddings that are the head, too
     # Inputs and outputs of the matrices of a layer, and whether TP splits the inputs
     matrices: tuple[tuple[int, int, bool], ...] = ()
+    query_size: int = 0  # numbers of a token's queries, of all heads, and of its keys
+    key_size: int = 0
+    key_heads: int = 0
+    experts: int = 0  # parameters of all experts of a layer, among those of the layer
+    expert_count: int = 0  # of a layer
+    experts_per_token: int = 0
 
     @property
     def parameters(self) -> int:
         return self.layers * self.layer + self.root
+
+    @property
+    def used_by_token(self) -> int:
+        """Parameters of a layer without the experts that a token does not use."""
+        if not self.expert_count:
+            return self.layer
+        idle = 1 - self.experts_per_token / self.expert_count
+        return self.layer - round(self.experts * idle)
 
 
 @dataclass
@@ -207,7 +256,7 @@ class Estimate:
 def compute_times(model: Model, cluster: Cluster, args) -> tuple[float, float]:
     """Seconds of a layer and of the rest, forward, for one micro-batch."""
     tokens = args.batch_size * args.seq_length
-    layer = 2 * model.layer + 4 * model.hidden_size * args.seq_length
+    layer = 2 * model.used_by_token + 4 * model.hidden_size * args.seq_length
     return tokens * layer / cluster.rate, tokens * 2 * model.root / cluster.rate
 
 
@@ -258,35 +307,48 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
             return Estimate(nodes, method, counts, compute, compute)
         slower = stolen(backward * (1 - 1 / buckets), (buckets - 1) * time)
         return Estimate(nodes, method, counts, compute, compute + late + slower, slower=slower)
-    if method == "PP":
-        return estimate_pipeline(model, nodes, cluster, args, compute, layer_forward)
+    if method in ("PP", "3D"):
+        return estimate_pipeline(method, model, nodes, cluster, args, compute, layer_forward)
 
     weights = BYTES[args.dtype]
-    node = Group(devices, 1) if method == "HSDP" else everyone
-    parts = args.tensor_parallel or devices if method == "TP" else 1
+    parts = group_size(method, nodes, devices, args)
+    group = Group(parts, max(1, parts // devices))
+    equal = everyone.ranks // parts  # groups, and ranks that have the same part of each layer
+    columns = Group(equal, min(equal, nodes))
+    # Who shards the weights of a layer, and of the rest, and how many parameters they shard
+    shards = Group(devices, 1) if method == "HSDP" else columns if method == "TP" else everyone
+    layer_size, root_size = model.layer, model.root
     if method == "TP":
-        if everyone.ranks % parts or max(parts, devices) % min(parts, devices):
-            fail(f"{nodes} × {devices} devices cannot form groups of {parts}: change --nodes")
-        group = Group(parts, max(1, parts // devices))
-        equal = everyone.ranks // parts  # ranks that have the same part of each layer
-        node = Group(equal, min(equal, nodes))
-    gather = Collective("all-gather", weights * model.layer / parts, node)
-    gather_root = Collective("all-gather", weights * model.root / parts, node)
-    scatter = Collective("reduce-scatter", 4 * model.layer / parts, node)
-    scatter_root = Collective("reduce-scatter", 4 * model.root / parts, node)
+        layer_size, root_size = model.layer / parts, model.root / parts
+    if method == "EP":
+        layer_size = model.layer - model.experts
+    if method == "CP":  # each rank has a part of each sample, and a group has more micro-batches
+        accumulation *= parts
+        layer_forward, root_forward = layer_forward / parts, root_forward / parts
+        layer_backward, root_backward = layer_backward / parts, root_backward / parts
+    gather = Collective("all-gather", weights * layer_size, shards)
+    gather_root = Collective("all-gather", weights * root_size, shards)
+    scatter = Collective("reduce-scatter", 4 * layer_size, shards)
+    scatter_root = Collective("reduce-scatter", 4 * root_size, shards)
     g, g_root, r, r_root = (c.time(cluster) for c in (gather, gather_root, scatter, scatter_root))
-    between = model.layers - 1
-    # The next layer's weights come while this one computes. The root's come before everything.
-    forward = g_root + g + between * max(layer_forward, g) + layer_forward + root_forward
-    # And the gradients of the layer before leave meanwhile. The last ones leave at the end.
-    backward = root_backward + between * max(layer_backward, g + r) + max(layer_backward, r)
-    tail = r + r_root
     counts = {
         "all-gather, layers": (2 * model.layers * accumulation, gather),
         "all-gather, root": (accumulation, gather_root),
         "reduce-scatter, layers": (model.layers * accumulation, scatter),
         "reduce-scatter, root": (accumulation, scatter_root),
     }
+    if method == "EP":
+        gather_experts = Collective("all-gather", weights * model.experts / parts, columns)
+        scatter_experts = Collective("reduce-scatter", 4 * model.experts / parts, columns)
+        counts["all-gather, experts"] = (2 * model.layers * accumulation, gather_experts)
+        counts["reduce-scatter, experts"] = (model.layers * accumulation, scatter_experts)
+        g, r = g + gather_experts.time(cluster), r + scatter_experts.time(cluster)
+    between = model.layers - 1
+    # The next layer's weights come while this one computes. The root's come before everything.
+    forward = g_root + g + between * max(layer_forward, g) + layer_forward + root_forward
+    # And the gradients of the layer before leave meanwhile. The last ones leave at the end.
+    backward = root_backward + between * max(layer_backward, g + r) + max(layer_backward, r)
+    tail = r + r_root
     step = accumulation * (forward + backward + tail)
     copies = sum(count * c.copy_time(cluster) for count, c in counts.values())
     beside = [(between, layer_forward, g), (between, layer_backward, g + r), (1, layer_backward, r)]
@@ -304,45 +366,118 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         slower -= between * stolen(layer_backward, g + r)
     if method == "TP":
         samples = parts * args.batch_size
-        inputs = weights * samples * args.seq_length * model.hidden_size
-        extra = args.activation_checkpointing  # a forward pass up to the last reduce-scatter
-        numbers = {"all-gather": args.gathers + 2 + extra * args.gathers}
-        numbers["reduce-scatter"] = args.gathers + 2 + extra
-        for kind, number in numbers.items():
-            c = Collective(kind, inputs, group)
-            count = accumulation * (number * model.layers + 2)
-            counts[f"{kind}, activations"] = (count, c)
-            step += count * c.time(cluster)
-            if samples > 1:  # in a single sample, tokens are the first dimension in memory
-                slower += count * c.copy_time(cluster)
-        tokens = samples * args.seq_length
-        split, whole = (matrix_time(model, tokens, n, again) for n in (parts, 1))
-        layers = accumulation * model.layers * (layer_forward + layer_backward)
-        slower += (split / whole - 1) * layers
+        tensors, time, more = tensor_parallel(model, group, samples, model.layers, 2, cluster, args)
+        counts |= {name: (accumulation * count, c) for name, (count, c) in tensors.items()}
+        step += accumulation * time
+        slower += accumulation * more
+    if method in ("CP", "EP"):
+        exchanges = context_exchanges if method == "CP" else expert_exchanges
+        for name, (count, c) in exchanges(model, group, args).items():
+            counts[name] = (accumulation * count, c)
+            step += accumulation * count * c.time(cluster)
     return Estimate(nodes, method, counts, compute, step + slower, slower=slower)
 
 
-def estimate_pipeline(model, nodes, cluster, args, compute, layer_forward) -> Estimate:
-    """One optimizer step with p equally long stages, of the node that sends most."""
+def group_size(method: str, nodes: int, devices: int, args) -> int:
+    """Ranks of a group of TP, CP, EP or 3D, by default those of a node. 1 for other methods."""
+    flags = {"TP": "tensor_parallel", "3D": "tensor_parallel"}
+    flags |= {"CP": "context_parallel", "EP": "expert_parallel"}
+    if method not in flags:
+        return 1
+    parts = getattr(args, flags[method]) or devices
+    if nodes * devices % parts or max(parts, devices) % min(parts, devices):
+        fail(f"{nodes} × {devices} devices cannot form groups of {parts}: change --nodes")
+    return parts
+
+
+def tensor_parallel(
+    model: Model, group: Group, samples: float, layers: float, ends: int, cluster, args
+):
+    """What TP adds to a micro-batch of a rank that has so many layers, and ends of the model.
+
+    Returns the collectives by name with their number, their seconds, and the seconds of copies and
+    of smaller matrices.
+    """
+    inputs = BYTES[args.dtype] * samples * args.seq_length * model.hidden_size
+    extra = args.activation_checkpointing  # a forward pass up to the last reduce-scatter
+    numbers = {"all-gather": args.gathers + 2 + extra * args.gathers}
+    numbers["reduce-scatter"] = args.gathers + 2 + extra
+    counts, time, slower = {}, 0.0, 0.0
+    for kind, number in numbers.items():
+        c, count = Collective(kind, inputs, group), number * layers + ends
+        counts[f"{kind}, activations"] = (count, c)
+        time += count * c.time(cluster)
+        if samples > 1:  # in a single sample, tokens are the first dimension in memory
+            slower += count * c.copy_time(cluster)
+    again = 3 if args.activation_checkpointing else 2
+    tokens = samples * args.seq_length
+    split, whole = (matrix_time(model, tokens, n, again) for n in (group.ranks, 1))
+    per_device = compute_times(model, cluster, args)[0] * samples / group.ranks / args.batch_size
+    slower += (split / whole - 1) * layers * (1 + again) * per_device
+    return counts, time, slower
+
+
+def context_exchanges(model: Model, group: Group, args) -> dict[str, tuple[int, Collective]]:
+    """The collectives of CP in a micro-batch, by name, with their number."""
+    n, tokens = group.ranks, args.batch_size * args.seq_length
+    size = BYTES[args.dtype] * tokens
+    forward = model.layers * (1 + args.activation_checkpointing)
+    if args.exchange == "tokens":
+        pair = 2 * size * model.key_size  # keys and values
+        return {
+            "all-gather, keys and values": (forward, Collective("all-gather", pair, group)),
+            "reduce-scatter, keys and values": (
+                model.layers,
+                Collective("reduce-scatter", pair, group),
+            ),
+        }
+    query, key = (
+        Collective("all-to-all", size * width / n, group)
+        for width in (model.query_size, model.key_size)
+    )
+    passes = forward + model.layers
+    return {
+        "all-to-all, queries and results": (2 * passes, query),
+        "all-to-all, keys and values": (2 * passes, key),
+    }
+
+
+def expert_exchanges(model: Model, group: Group, args) -> dict[str, tuple[int, Collective]]:
+    """The collectives of EP in a micro-batch, by name, with their number."""
+    copies = model.experts_per_token * args.batch_size * args.seq_length
+    c = Collective("all-to-all", BYTES[args.dtype] * copies * model.hidden_size, group)
+    passes = 2 + args.activation_checkpointing
+    return {"all-to-all, tokens of experts": (2 * passes * model.layers, c)}
+
+
+def estimate_pipeline(method, model, nodes, cluster, args, compute, layer_forward) -> Estimate:
+    """One optimizer step with p equally long stages, of the node that sends most.
+
+    With 3D, each stage has groups of t ranks. With PP, t is 1.
+    """
     ranks, accumulation = nodes * cluster.devices, args.gradient_accumulation_steps
     p = args.pipeline_parallel or math.gcd(nodes, 8)
+    t = group_size(method, nodes, cluster.devices, args)
     v, units = SCHEDULES[args.schedule]
-    if (cluster.devices if nodes == 1 else nodes) % p:
+    possible = ranks // t if method == "3D" else cluster.devices if nodes == 1 else nodes
+    if possible % p:
         fail(f"{nodes} × {cluster.devices} devices cannot form {p} stages: change --nodes")
     if p * v > model.layers:
         fail(f"{model.layers} layers cannot make {p * v} stages: lower --pipeline-parallel")
     if args.schedule == "zbv" and accumulation == 1:
         fail("--schedule zbv needs --gradient-accumulation-steps of 2 or more")
     micro_batches, layers = p * accumulation, model.layers / p
-    stage = Group(ranks // p, max(1, nodes // p))
+    same = ranks // (p * t)  # ranks that have the same part of a stage
+    stage = Group(same, min(same, max(1, nodes // p)))
+    group = Group(t, max(1, t // cluster.devices))
     pair = Group(2, min(nodes, 2))  # neighbours in a pipeline, or its ends
     one = p == 1 or args.schedule == "zbv"  # rank has both ends: the embeddings and the head
 
     weights, end = BYTES[args.dtype], model.root if one or model.tied else model.root / 2
-    gather = Collective("all-gather", weights * model.layer, stage)
-    gather_end = Collective("all-gather", weights * end, stage)
-    scatter = Collective("reduce-scatter", 4 * model.layer, stage)
-    scatter_end = Collective("reduce-scatter", 4 * end, stage)
+    gather = Collective("all-gather", weights * model.layer / t, stage)
+    gather_end = Collective("all-gather", weights * end / t, stage)
+    scatter = Collective("reduce-scatter", 4 * model.layer / t, stage)
+    scatter_end = Collective("reduce-scatter", 4 * end / t, stage)
     inputs = weights * args.batch_size * args.seq_length * model.hidden_size
     send = Collective("send", inputs, pair)
     # What a rank between others does in a step, and what one at an end does
@@ -357,7 +492,7 @@ def estimate_pipeline(model, nodes, cluster, args, compute, layer_forward) -> Es
     last = first
     tied = 0.0
     if model.tied and not one:
-        shard = model.tied / stage.ranks
+        shard = model.tied / t / stage.ranks
         copy, reduce = Collective("send", weights * shard, pair), "reduce, tied gradients"
         first = first | {reduce: (1, Collective("add", 4 * shard, pair))}
         first["send, tied weights"] = (1, copy)
@@ -365,22 +500,32 @@ def estimate_pipeline(model, nodes, cluster, args, compute, layer_forward) -> Es
         last["receive, tied weights"] = (1, Collective("receive", weights * shard, pair))
         tied = last[reduce][1].time(cluster) + copy.time(cluster)
 
-    bubble = compute * (p - 1) / (units * micro_batches)
+    # The collectives of TP are part of each pass. A rank at an end has one of each for the end.
+    tensors, tensor_time, smaller = {}, 0.0, 0.0
+    if t > 1:
+        samples, ends = t * args.batch_size, 2 if one else 1
+        found = tensor_parallel(model, group, samples, layers, ends, cluster, args)
+        tensors, tensor_time, smaller = found[0], *(micro_batches * time for time in found[1:])
+    tensors = {name: (micro_batches * count, c) for name, (count, c) in tensors.items()}
+    first, last, middle = (counts | tensors for counts in (first, last, middle))
+    busy = compute + tensor_time + smaller
+    bubble = busy * (p - 1) / (units * micro_batches)
     # So many sends end the step later, with the orders of tools/draw-schedule.py.
     waits = {"gpipe": 2 * (p - 1), "interleaved": 2 * (2 * p - 1), "zbv": 5 * p - 7}
     waits["1f1b"] = 2 * (p - 1) * accumulation + 2 * (p - 2)
     one_send = send.time(cluster) * (p > 1)
     most = max(sends, 2 * v * (p > 2)) * micro_batches
-    step = max(compute + bubble + waits[args.schedule] * one_send, most * one_send)
+    step = max(busy + bubble + waits[args.schedule] * one_send, most * one_send)
     g, g_end, r, r_end = (c.time(cluster) for c in (gather, gather_end, scatter, scatter_end))
     # Each stage gathers its weights when the first micro-batch arrives: one stage after the other.
     late = g + (model.layers / (p * v) - 1) * max(0, g - layer_forward)
     step += p * v * late + (1 if one else 2) * g_end + layers * r + r_end + tied
     copied = [(layers, gather), (layers, scatter), (1, gather_end), (1, scatter_end)]
     copies = sum(count * c.copy_time(cluster) for count, c in copied)
-    facts = {"compute": compute, "step": step + copies, "bubble": bubble, "slower": copies}
+    facts = {"compute": compute, "step": step + copies, "bubble": bubble}
+    facts["slower"] = copies + smaller
     ranks = [first, last, middle] if p > 2 else [first, last]
-    estimates = [Estimate(nodes, "PP", counts, **facts) for counts in ranks]
+    estimates = [Estimate(nodes, method, counts, **facts) for counts in ranks]
     return max(estimates, key=lambda e: (e.over_link(cluster.devices), e.sent()))
 
 
@@ -428,6 +573,8 @@ def draw(estimates: list[Estimate], facts: list[str], output: Path) -> None:
     styles = {"DDP": ("#0072b2", "-", "o"), "FSDP": ("#d55e00", (0, (5, 2)), "s")}
     styles |= {"HSDP": ("#009e73", (0, (1, 1.2)), "^"), "TP": ("#cc79a7", (0, (6, 2, 1, 2)), "D")}
     styles["PP"] = ("#b07800", (0, (9, 3)), "v")
+    styles |= {"CP": ("#56b4e9", (0, (3, 3)), "<"), "EP": ("#444444", (0, (2, 1)), ">")}
+    styles["3D"] = ("#8b0000", (0, (9, 2, 2, 2)), "P")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for method in dict.fromkeys(e.method for e in estimates):
@@ -456,21 +603,27 @@ def fail(message: str) -> None:
     sys.exit(f"error: {message}")
 
 
+def load_config(name: str):
+    """The config of a model on the Hub, in a folder, or of a config.json."""
+    from transformers import AutoConfig
+
+    if not os.path.isfile(name):
+        return AutoConfig.from_pretrained(name)
+    values = json.loads(Path(name).read_text())
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
 def load_model(name: str) -> Model:
     """The sizes of a model on the Hub, in a folder, or of a config.json."""
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "10")
     import torch
     import transformers
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     transformers.logging.set_verbosity_error()
     try:
-        if os.path.isfile(name):
-            values = json.loads(Path(name).read_text())
-            config = AutoConfig.for_model(values.pop("model_type"), **values)
-        else:
-            config = AutoConfig.from_pretrained(name)
+        config = load_config(name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:
@@ -483,13 +636,30 @@ def load_model(name: str) -> Model:
     root = sum(p.numel() for p in model.parameters()) - inside
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     tied = first.weight.numel() if last is not None and last.weight is first.weight else 0
-    hidden_size = config.get_text_config().hidden_size
+    config = config.get_text_config()
     matrices = tuple(
         (module.in_features, module.out_features, name.endswith(("o_proj", "down_proj")))
         for name, module in layers[0].named_modules()
         if isinstance(module, torch.nn.Linear)
     )
-    return Model(len(layers), inside // len(layers), root, hidden_size, tied, matrices)
+    heads = config.num_attention_heads
+    size_of_head = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    return Model(
+        layers=len(layers),
+        layer=inside // len(layers),
+        root=root,
+        hidden_size=config.hidden_size,
+        tied=tied,
+        matrices=matrices,
+        query_size=heads * size_of_head,
+        key_size=key_heads * size_of_head,
+        key_heads=key_heads,
+        experts=sum(p.numel() for p in experts) // len(layers),
+        expert_count=len(experts[0]) if experts else 0,
+        experts_per_token=config.num_experts_per_tok if experts else 0,
+    )
 
 
 def positive(kind):
@@ -503,7 +673,7 @@ def positive(kind):
     return number
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -514,14 +684,19 @@ def parse_args() -> argparse.Namespace:
     add("--gradient-accumulation-steps", type=count, default=1, help="[1]")
     add("--activation-checkpointing", action="store_true")
     add("--dtype", choices=BYTES, default="bf16", help="in which weights are gathered [bf16]")
-    add("--methods", nargs="+", choices=METHODS, default=METHODS, help="[all]")
+    methods = "[DDP FSDP HSDP TP PP, and CP, EP and 3D if their flags are given]"
+    add("--methods", nargs="+", choices=[*METHODS, *MORE_METHODS], help=methods)
     add("--tensor-parallel", type=count, help="ranks of a group of TP [the devices of a node]")
     gathers = "all-gathers of a layer in the forward pass of TP: 2 as in chapter 6, or 5 [2]"
     add("--gathers", type=count, default=2, help=gathers)
     add("--pipeline-parallel", type=count, help="stages of PP [8, or as many as divide the nodes]")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="of PP [1f1b]")
+    add("--schedule", choices=SCHEDULES, default="1f1b", help="of PP and 3D [1f1b]")
+    add("--context-parallel", type=count, help="ranks of a group of CP [the devices of a node]")
+    add("--exchange", choices=["heads", "tokens"], default="heads", help="of CP [heads]")
+    add("--expert-parallel", type=count, help="ranks of a group of EP [the devices of a node]")
     nodes = [4**k for k in range(6)]
     add("--nodes", type=count, nargs="+", default=nodes, help=f"[{' '.join(map(str, nodes))}]")
+    add("--devices", type=count, nargs="+", help="of all nodes together, instead of --nodes")
     add("--devices-per-node", type=count, default=8, help="[8]")
     add("--rate", type=real, default=400, help="TFLOP/s that a device reaches, on one node [400]")
     nvlink = f"GB/s per device, one way [{NVLINK_4:.0f}: NVLink 4]"
@@ -529,25 +704,74 @@ def parse_args() -> argparse.Namespace:
     add("--no-switch", action="store_true", help="each two devices of a node have own links")
     add("--memory", type=real, default=3350, help="GB/s that a device reads or writes [3350: H100]")
     add("--link", type=real, default=400, help="Gbit/s per device between nodes, one way [400]")
+    add("--choose", action="store_true", help="the best layouts for --devices, and why others fail")
+    add("--gpu-memory", type=real, default=80, help="of --choose: GB of each device [80]")
+    batch = "of --choose: samples of a step [as many as have 4,194,304 tokens]"
+    add("--global-batch-size", type=count, help=batch)
+    trace = "of --choose: trace the memory of the best three [on; off takes seconds]"
+    add("--trace", action=argparse.BooleanOptionalAction, default=True, help=trace)
     add("--explain", action="store_true", help="the formulae, each with its source")
     add("-o", "--output", type=Path, help="draws the efficiency, as OUTPUT.png and OUTPUT.svg")
-    return parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.methods is None:
+        given = [m for m, flags in MORE_METHODS.items() if all(vars(args)[f] for f in flags)]
+        args.methods = METHODS + given
+    if args.devices:
+        args.devices_per_node = min(args.devices_per_node, *args.devices)
+        args.nodes = [devices // args.devices_per_node for devices in args.devices]
+        for devices in args.devices:
+            if devices % args.devices_per_node:
+                parser.error(f"{devices} devices do not fill nodes of {args.devices_per_node}")
+    if args.choose and len(args.devices or []) != 1:
+        parser.error("--choose needs one number of --devices")
+    args.global_batch_size = args.global_batch_size or max(1, 2**22 // args.seq_length)
+    return args
+
+
+def check(model: Model, args) -> None:
+    """Refuses groups that the chapters would refuse."""
+    c, e = args.context_parallel, args.expert_parallel
+    if c and args.exchange == "heads" and model.key_heads % c:
+        remedy = "add --exchange tokens"
+        fail(f"--context-parallel {c} does not divide {model.key_heads} kv heads: {remedy}")
+    if "EP" in args.methods and not model.expert_count:
+        fail(f"{args.model_name} has no experts, so --expert-parallel is not for it")
+    if e and model.expert_count % e:
+        fail(f"--expert-parallel {e} does not divide {model.expert_count} experts")
+
+
+def cluster_of(args, per_node: int) -> Cluster:
+    """Nodes with so many devices each, with the rates of the flags."""
+    rate, link_in, link = args.rate * 1e12, args.link_in_node * 1e9, args.link * 1e9 / 8
+    return Cluster(per_node, rate, link_in, link, args.memory * 1e9, not args.no_switch)
+
+
+def scripts(chapter: int) -> list[str]:
+    """The script of a chapter, relative to the top folder."""
+    folder = Path(__file__).resolve().parents[1]
+    return [str(p.relative_to(folder)) for p in folder.glob(f"{chapter:02}-*/train-llm.py")]
 
 
 def main() -> None:
     args = parse_args()
     model = load_model(args.model_name)
-    rate, link_in, link = args.rate * 1e12, args.link_in_node * 1e9, args.link * 1e9 / 8
-    memory = args.memory * 1e9
-    cluster = Cluster(args.devices_per_node, rate, link_in, link, memory, not args.no_switch)
+    check(model, args)
+    cluster = cluster_of(args, args.devices_per_node)
+    size = f"{args.model_name}: {model.parameters / 1e9:,.2f}e9 parameters"
+    links = f"{args.rate:g} TFLOP/s per device, {args.link_in_node:g} GB/s per device in a node"
+    links += f", {args.link:g} Gbit/s per device between nodes"
+    if args.choose:
+        batch = f"{args.global_batch_size} × {args.seq_length} tokens per step"
+        memory = f"{args.devices[0]} devices, {args.gpu_memory:g} GB each"
+        print(f"Computed, not measured. {size}, {memory}, {batch}, {args.dtype}.\n{links}.\n")
+        sys.path.append(str(Path(__file__).resolve().parent))
+        print(importlib.import_module("choose-layout").report(model, args))
+        return
     nodes = sorted(dict.fromkeys(args.nodes))
     estimates = [estimate(m, model, n, cluster, args) for n in nodes for m in args.methods]
-    size = f"{args.model_name}: {model.parameters / 1e9:,.2f}e9 parameters"
     batch = f"{args.batch_size} × {args.seq_length} tokens per device"
     if args.gradient_accumulation_steps > 1:
         batch += f", {args.gradient_accumulation_steps} micro-batches"
-    links = f"{args.rate:g} TFLOP/s per device, {args.link_in_node:g} GB/s per device in a node"
-    links += f", {args.link:g} Gbit/s per device between nodes"
     print(f"Computed, not measured. {size}, {batch}, {args.dtype}.\n{links}.\n")
     print(summary(estimates, cluster))
     print(f"\nThe collectives of a step on {nodes[-1]:,} nodes\n")

@@ -4,11 +4,13 @@
     python tools/generate.py outputs/my-run/step-00000500 --prompt "Once" --temperature 0
     python tools/generate.py Qwen/Qwen3-0.6B --prompt "The capital of France is"
 
-The model is a run's `final/`, one of its `step-*` folders, of any chapter, or any causal language
-model of Transformers, by folder or Hub id. Convert checkpoints of the format `local` before.
+The model is a run's `final/`, one of its `step-*` folders, of any chapter but 14, or any causal
+language model of Transformers, by folder or Hub id. Convert checkpoints of the format `local`
+before.
 """
 
 import argparse
+import json
 import re
 import sys
 import warnings
@@ -48,11 +50,20 @@ def local_checkpoint(folder: Path) -> Path | None:
     return None
 
 
+def refuse_parts(name: str | Path) -> None:
+    """Exits for a checkpoint of chapter 14, which has parts of matrices instead of matrices."""
+    state = Path(name, "state.json")
+    if state.exists() and "density" in json.loads(state.read_text())["flags"]:
+        remedy = "use the final/ of its run, which has whole matrices"
+        sys.exit(f"error: {name} is a checkpoint of chapter 14, with B, A and S apart: {remedy}")
+
+
 def load(name: str):
     """The tokenizer and the model, on the GPU if there is one. tools/perplexity.py uses it, too."""
     if checkpoint := local_checkpoint(Path(name)):
         remedy = f"python tools/convert-checkpoint.py {checkpoint} MODEL --to transformers"
         sys.exit(f"error: {name} is a checkpoint of the format local: convert it with `{remedy}`")
+    refuse_parts(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = load_weights(name)

@@ -27,7 +27,8 @@ from operator import itemgetter
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CHAPTERS = [path.parent for path in sorted(REPOSITORY.glob("0[2-8]-*/train-llm.py"))]
+FOLDERS = ("0[2-8]-*", "1[1-3]-*")  # chapters that torchrun starts
+CHAPTERS = [path for folder in FOLDERS for path in sorted(REPOSITORY.glob(folder))]
 FLAGS = ["--demo", "--max-steps", "7", "--eval-freq", "0"]
 FIRST_STEP = 3  # the ones before have more to do
 

@@ -1,9 +1,9 @@
 """Chapter 8: what compressed gradients cost, and what they bring.
 
-    python benchmarks/compression.py hooks       # bytes per step, and the time of the hook
-    python benchmarks/compression.py losses      # after the same tokens of the demo, three seeds
-    python benchmarks/compression.py links       # tokens per second on slow links; needs root
-    python benchmarks/compression.py plot -o docs/compression
+    python benchmarks/gradient-compression.py hooks  # bytes per step, and the time of the hook
+    python benchmarks/gradient-compression.py losses  # the same tokens of the demo, three seeds
+    python benchmarks/gradient-compression.py links  # tokens per second on slow links; needs root
+    python benchmarks/gradient-compression.py plot -o docs/compression
 
 The first three print a table each and add their records to a file (`--records`), which the plot
 reads. All use the model of the demo, on CPUs. `losses` and `links` run chapter 8 as it is, with the

@@ -1,0 +1,1211 @@
+"""Chapter 11: long samples, with context parallelism inside a group of devices.
+
+The devices of a group share each sample, and each device has a part of its tokens. Only attention
+needs the tokens of other devices. So the devices exchange heads, or keys and values, in attention.
+All other layers work as in chapter 3. Comments with CP 1 to 11 mark the ideas.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e long -b 1 -s 131072
+    torchrun --standalone --nproc-per-node 8 train-llm.py -e long -b 1 -s 32768 --context-parallel 4
+"""
+
+import argparse
+import glob
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import uuid
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+
+# Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Comet patches no library, waits 20 s for a silent server, and takes at most a minute at the end.
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
+os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
+os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
+import comet_ml
+import datasets
+import numpy as np
+import psutil
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import yaml
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.data import Subset
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# DDP: Only rank 0 prints, because all ranks have the same progress bar and the same log.
+CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
+    device = join_process_group()
+    if args.dtype is None:
+        args.dtype = "fp32" if device.type == "cpu" else "bf16"
+    if args.compile is None:
+        args.compile = device.type == "cuda"
+    accumulation = args.gradient_accumulation_steps
+    # CP 1: The N ranks of a group have parts of the same samples, so a group counts as one device.
+    groups = WORLD_SIZE // args.context_parallel
+    group = RANK // args.context_parallel
+    global_batch = args.batch_size * accumulation * groups
+    torch.manual_seed(args.seed)  # for random initial weights
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
+
+    # Data, model, optimizer.
+    config, tokenizer = load_config_and_tokenizer(args)
+    check_split(config, args)  # CP: on all ranks at once, so that none waits for one that has left
+    # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
+    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    is_first_of_node = os.environ["LOCAL_RANK"] == "0"
+    if not is_first_of_node:
+        dist.barrier(patient_group)
+    train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
+    if is_first_of_node:
+        dist.barrier(patient_group)
+    if checkpoint and state.train_samples != len(train_samples):
+        fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
+    state.train_samples = len(train_samples)
+    # DDP: Other flags or data on one rank would spoil the training without any error.
+    descriptions = gather(f"{vars(args)} {state.step} {state.train_samples}")
+    if len(set(descriptions)) > 1:
+        fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
+    model = build_model(args, config, device, checkpoint)
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
+    )
+    steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
+    total_steps = state.step + max(steps_left, 0)
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    scheduler = lr_schedule(args, optimizer, total_steps)
+    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
+    autocast = torch.autocast(device.type, enabled=False)
+    # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
+    # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    if checkpoint:
+        load_training_state(checkpoint, stateful, model)
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
+        run_log = RunLog(run_folder, checkpoint, state, args)
+        facts = {"global_batch": global_batch, "device_name": device_name}
+        run_log.parameters(facts | describe_run(args, model, train_samples))
+        run_log.comet.set_model_graph(str(model))
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    # DDP: The tokens of the whole job are the work of all devices.
+    timer = PhaseTimer(device, flops_per_token(config, args.seq_length) / WORLD_SIZE)
+    # disable=None: a progress bar in terminals only.
+    progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
+    stop_signals = catch_stop_signals()
+    stop_signal = 0
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # Sample n is the same in each run with this seed, so a run can resume at any sample.
+            # CP: Each group reads other samples, because equal samples give equal gradients.
+            first = state.samples + (micro_step * groups + group) * args.batch_size
+            # CP 2: Each rank of a group has its own seed, because it drops other activations.
+            seed = args.seed + first * args.context_parallel + RANK % args.context_parallel
+            torch.manual_seed(seed)  # a resumed run also draws the same dropout masks
+            is_last = micro_step == accumulation - 1
+            # FSDP 2: Scatter in every micro-batch, because whole gradients take 4 bytes per weight.
+            # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
+            communicate = args.reshard_after_forward or is_last
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
+            with timer("data"):
+                indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
+                input_ids = read_batch(train_samples, indices, device)
+            with timer("forward"), autocast:
+                loss = loss_of(model, input_ids, args)  # CP: of this rank's tokens only
+                # The loss is a mean over a micro-batch. After this division, the losses (and their
+                # gradients) of all micro-batches add up to the mean over the global batch.
+                loss = loss / accumulation
+            with timer("backward"):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # without its graph, which would keep all activations
+        with timer("update"):
+            # Clip the complete gradient before the update, so that no bad batch spoils the weights.
+            scaler.unscale_(optimizer)
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
+            grad_norm = grad_norm.full_tensor()
+            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()
+            scheduler.step()  # once per optimizer step, not per micro-batch
+            optimizer.zero_grad()  # because backward() adds to the gradients
+        state.step += 1
+        state.samples += global_batch
+        state.epoch = state.samples / len(train_samples)
+        progress.update()
+
+        at_end = state.step == total_steps
+        stop_signal = max(stop_signals, default=0)
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop = torch.tensor(stop_signal)
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        stop_signal = stop.item()
+        eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
+        save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
+        log_now = state.step % args.log_freq == 0 or save_now
+        if log_now:
+            # `.item()` waits until the GPU has computed the number. Between two logged steps the
+            # script reads no number back, so Python runs ahead and queues work for the GPU.
+            # CP: Average the loss over ranks, because each rank has seen its own tokens only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            mean_loss = loss_sum.item() / (state.step - logged_step)
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm.item(),
+                **timer.read(tokens_per_step=global_batch * args.seq_length),
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
+            }
+            if run_log:
+                run_log.metrics(state, metrics)
+            numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
+            say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
+            # In fp16 an infinite gradient is normal: the scaler skips that step.
+            gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or not gradient_is_normal:
+                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
+            loss_sum.zero_()
+            logged_step = state.step
+        if eval_now:
+            with autocast:
+                eval_loss = evaluate(model, eval_samples, args, device)
+            say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
+            if run_log:
+                run_log.metrics(state, metrics)
+        if run_folder and save_now:
+            # A saved step is always a logged step, so its numbers have passed the check above.
+            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+
+    if run_folder and state.step >= total_steps:
+        with new_folder(run_folder / "final") as folder:
+            save_weights(folder, model)  # FSDP: on all ranks, because each has its shards
+            if RANK == 0:
+                save_model(folder, model, tokenizer)
+        say(f"Done: the model is in {run_folder / 'final'}")
+    dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
+        sys.exit(128 + stop_signal)
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, config, device, checkpoint):
+    """The model on `device`, with the weights of the checkpoint, pretrained or random weights."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
+    # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
+    # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
+    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
+    # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
+    if not model.all_tied_weights_keys:
+        embeddings = model.get_input_embeddings()
+        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
+        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
+        # The backward pass begins with the head, so the head stays whole after the forward pass.
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
+    fully_shard(model, **policy)
+    # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+    # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
+    # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
+    # random parameters only from scratch. For a large model, a CPU needs minutes to draw them.
+    init_weights(model, draw=args.from_scratch and not checkpoint)
+    if not args.from_scratch:
+        remedy = "--from-scratch starts from random weights, --demo needs no download"
+        with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
+            # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
+            load_weights(model, args.model_name, checkpoint)
+    for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
+        buffer.data = buffer.to(device)
+    if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
+        with suppress(ValueError):  # families without it keep their default, mostly SDPA
+            model.set_attn_implementation("flash_attention_2")
+    share_attention(model, args)  # CP: last, around the attention function chosen above
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    attention = model.config._attn_implementation
+    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
+    if args.activation_checkpointing:
+        # A layer keeps only its input. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()
+    if args.compile:
+        # Compile each layer: all layers are alike, so they share the compiled code of the first. A
+        # model that is compiled as a whole builds a mask, and loses the fast causal attention.
+        for layer in layers:
+            layer.compile()
+        # This avoids the fp32 copy of the logits, which is the largest tensor of a step.
+        model.loss_function = torch.compile(model.loss_function)
+    return model
+
+
+def share_attention(model, args):
+    """Lets the ranks of a group compute attention together, on all tokens of a sample."""
+    # CP 3: FSDP still shards over all ranks. The groups of N ranks serve attention alone.
+    group, _ = dist.new_subgroups(args.context_parallel)
+    if args.exchange == "tokens":
+        model.set_attn_implementation("sdpa")  # CP: the attention function inside this exchange
+    # CP 4: Models look up attention by its name, and now find it with the exchange around it.
+    name = model.config._attn_implementation
+    functions = transformers.AttentionInterface()
+    masks = transformers.AttentionMaskInterface()
+    if args.exchange == "heads":
+        functions.register(name, exchange_heads(functions[name], group))
+        masks.register(name, mask_of_all_tokens(masks[name], args.context_parallel))
+    else:
+        functions.register(name, exchange_tokens(group, args))
+        masks.register(name, no_mask)
+    say(f"Groups of {args.context_parallel} ranks share each sample, and exchange {args.exchange}")
+
+
+def exchange_heads(attention, group):
+    """Attention for some of the heads on each rank, as in DeepSpeed-Ulysses (arXiv 2309.14509)."""
+
+    def swap(x):
+        """Splits dimension 1 over the ranks, and joins dimension 2. The backward pass undoes it."""
+        parts = torch.stack(x.chunk(group.size(), dim=1))  # part 0 goes to rank 0, and so on
+        parts = collectives.all_to_all_single_autograd(parts, None, None, group)
+        return torch.cat(parts.unbind(), dim=2)
+
+    def attention_of_own_heads(module, query, key, value, mask, **options):
+        # CP 5: An all-to-all swaps all heads of some tokens for some heads of all tokens.
+        # From (samples, heads, tokens of a rank, size) to (samples, heads of a rank, tokens, size)
+        query = swap(query)
+        key = swap(key)
+        value = swap(value)
+        output, _ = attention(module, query, key, value, mask, **options)
+        # From (samples, tokens, heads of a rank, size) to (samples, tokens of a rank, heads, size)
+        return swap(output), None
+
+    return attention_of_own_heads
+
+
+def mask_of_all_tokens(mask_function, n):
+    """A function that makes the mask of whole samples."""
+
+    # CP 6: The mask needs the length of whole samples, but the model gives the length of a part.
+    # Plain causal attention needs no mask, and sliding windows need one.
+    def mask(q_length, kv_length, **options):
+        return mask_function(q_length=n * q_length, kv_length=n * kv_length, **options)
+
+    return mask
+
+
+def exchange_tokens(group, args):
+    """Attention for the queries of each rank, as in Llama 3 (arXiv 2407.21783, section 3.3.2)."""
+    size = args.seq_length // (2 * args.context_parallel)  # tokens of a chunk
+    ends = [(chunk + 1) * size for chunk in own_chunks(args)]
+    # CP: The last query of a chunk sees the last of its keys, so the mask is lower right, while
+    # is_causal=True means upper left. Made here, because compiled code cannot make these objects.
+    masks = [causal_lower_right(size, end) for end in ends]
+
+    def attention_of_own_queries(module, query, key, value, mask, dropout, scaling, **options):
+        # CP 7: An all-gather brings all keys and values. Its backward pass adds up their gradients.
+        parts = torch.stack([key, value])[None]
+        parts = collectives.all_gather_single_autograd(parts, 0, group)
+        # CP: (ranks, 2, samples, kv heads, tokens of a rank, size). Put the chunks into the order
+        # of the sample. The late chunks are in the opposite order of the ranks.
+        early, late = parts.chunk(2, dim=4)
+        keys, values = torch.cat([*early, *late.flip(0)], dim=3)
+        outputs = []
+        for chunk, end, causal in zip(query.chunk(2, dim=2), ends, masks, strict=True):
+            output = torch.nn.functional.scaled_dot_product_attention(
+                chunk,
+                keys[:, :, :end],
+                values[:, :, :end],
+                attn_mask=causal,
+                dropout_p=dropout,
+                scale=scaling,
+                enable_gqa=key.shape[1] < query.shape[1],  # if heads share keys and values
+            )
+            outputs.append(output)
+        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+    return attention_of_own_queries
+
+
+def no_mask(**options):
+    """CP: No mask. By itself, Transformers would make one here, of (tokens of a rank)² numbers."""
+
+
+def own_chunks(args):
+    """The numbers of this rank's two chunks. A sample has 2N chunks, two for each rank."""
+    n = args.context_parallel
+    rank = RANK % n
+    if args.exchange == "heads":
+        return 2 * rank, 2 * rank + 1  # CP: swap() joins the tokens in the order of the ranks
+    # CP 8: An early and a late chunk, because early queries see few keys, and late queries many.
+    return rank, 2 * n - 1 - rank
+
+
+def loss_of(model, input_ids, args):
+    """N times this rank's part of the mean loss of a batch. The mean over the ranks is the loss."""
+    # CP 9: Shift the labels before the split, because the next token may be on another rank.
+    labels = input_ids.roll(-1, dims=1)
+    labels[:, -1] = -100  # no label, because the sample ends
+    # CP 10: Split the positions, too, because a model would count from 0 on every rank.
+    positions = torch.arange(args.seq_length, device=input_ids.device)[None]
+    batch = {"input_ids": input_ids, "position_ids": positions, "shift_labels": labels}
+    for name, x in batch.items():
+        chunks = x.chunk(2 * args.context_parallel, dim=1)
+        batch[name] = torch.cat([chunks[i] for i in own_chunks(args)], dim=1)
+    # CP 11: All ranks divide by the same number, although one rank has fewer labels than others.
+    # It is the mean number of labels of a rank. So the mean over the ranks, which FSDP also takes
+    # of the gradients, is the mean over all labels.
+    count = len(input_ids) * (args.seq_length - 1) / args.context_parallel
+    # Transformers computes a loss only if it gets `labels`. It uses `shift_labels` as they are.
+    # A cache of keys and values serves generation. In training it only takes memory.
+    batch["labels"] = batch["shift_labels"]
+    return model(**batch, num_items_in_batch=count, use_cache=False).loss
+
+
+def from_files(name):
+    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
+    transformers.modeling_utils.log_state_dict_report = dict  # printing the report may fail
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    unfit = report["missing_keys"] | report["mismatched_keys"]  # names, or names with shapes
+    if unfit:
+        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
+    # Transformers does not tie weights that differ, so the model would not be that of the config.
+    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if model.all_tied_weights_keys != tied_by_config:
+        own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
+        remedy = "set tie_word_embeddings to false in config.json"
+        fail(f"the files of {name} {own} embeddings: {remedy}")
+    return model
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+def lr_schedule(args, optimizer, total_steps):
+    """The learning rate of each step, relative to --lr."""
+    options = {}
+    if args.lr_scheduler == "warmup_stable_decay":
+        # The rate falls to zero at the end, by default in the last fifth of the steps.
+        options["num_decay_steps"] = args.decay_steps or total_steps // 5
+    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
+
+
+# -- Data ------------------------------------------------------------------------------------------
+
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compressed JSON lines
+
+
+def load_config_and_tokenizer(args):
+    name = args.model_name
+    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+    if is_path or os.path.isdir(name):
+        remedy = "check that this folder has config.json and the files of a tokenizer"
+    else:
+        gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
+        remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
+    with explain(f"cannot load the model {name}: {remedy}"):
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
+    # The model has learned no positions beyond this number.
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
+    return config, tokenizer
+
+
+# CP: Each family of this list is compared with one process, gradient by gradient, in the tests.
+FAMILIES = ["gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2", "opt", "phi3", "qwen2"]
+FAMILIES += ["qwen3", "smollm3"]
+
+
+def check_split(config, args):
+    """Refuses a model or a sample that cannot be split."""
+    n = args.context_parallel
+    # CP: Other families may mix tokens outside attention, or use no attention interface.
+    if config.model_type not in FAMILIES:
+        refuse(f"{config.model_type} is not in the list {', '.join(FAMILIES)}: use chapter 3")
+    # CP: This rotary embedding depends on the last position, and each rank has another one.
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        refuse("longrope chooses its frequencies by the last position of a rank: use chapter 3")
+    if WORLD_SIZE % n:
+        refuse(f"--context-parallel {n} does not divide the {WORLD_SIZE} ranks: choose a divisor")
+    if args.seq_length % (2 * n):
+        multiple = f"choose a multiple of {2 * n}"
+        refuse(f"--seq-length {args.seq_length} does not form two chunks for each rank: {multiple}")
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if args.exchange == "heads" and heads % n:
+        refuse(f"--context-parallel {n} does not divide {heads} kv heads: add --exchange tokens")
+    window = getattr(config, "sliding_window", None) or args.seq_length
+    if args.exchange == "tokens" and args.seq_length > window:
+        refuse(f"--seq-length is above the sliding window, {window}: use --exchange heads")
+
+
+def refuse(message):
+    """Exits on all ranks, which have all found the same mistake. One rank of each node says so."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        fail(message)
+    sys.exit(1)
+
+
+def load_documents(name, subset):
+    """The splits of a file, folder, glob (one document per text file) or dataset of the Hub."""
+    # A path that exists is no pattern, even with brackets in it: data[1].csv
+    pattern = glob.escape(name) if os.path.exists(name) else name
+    if os.path.isdir(name):
+        pattern += "/**/*"
+    found = sorted(glob.glob(pattern, recursive=True))
+    is_pattern = "*" in name and "://" not in name
+    if is_pattern and not found:
+        fail(f"no file matches {name}")
+    files = [file for file in found if Path(file).suffix in FORMATS]
+    sizes = [os.path.getsize(file) for file in files]
+    if files and sum(sizes) == 0:
+        fail(f"{name} is empty")
+    files = [glob.escape(file) for file in files]  # `datasets` takes names as patterns, too
+    if not files:  # an address or a name on the Hub
+        files = [name]
+    kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
+    spec = {"path": name, "name": subset}
+    if kinds == {"text"}:
+        spec = {"path": "text", "data_files": files, "sample_by": "document"}
+        spec["encoding_errors"] = "replace"
+    elif len(kinds) == 1 and not os.path.isdir(name):  # `datasets` finds the splits of a folder
+        [kind] = kinds
+        spec = {"path": kind, "data_files": files}
+    if kinds == {"json"}:
+        # A number among texts is an error. By default, the texts would get quotation marks.
+        spec["on_mixed_types"] = None
+    remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
+    with explain(f"cannot load the dataset {name}: {remedy}"):
+        return datasets.load_dataset(**spec)
+
+
+def tokenize(rows, tokenizer, column, vocab_size):
+    """The token ids of each document that is not empty, and an end-of-text token after each."""
+    texts = [text for text in rows[column] if text]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
+    largest = max(map(max, documents), default=0)
+    if largest >= vocab_size:
+        remedy = "give the model its own tokenizer, or from scratch a larger vocab_size"
+        fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
+    return {"input_ids": documents}
+
+
+def tokenized(documents, tokenizer, config):
+    """The token ids of the documents of a split: column `text`, or the first column with text."""
+    features = documents.features
+    # Text is `string` or `large_string`. Lists have no dtype.
+    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    if not columns:
+        fail(f"no column of the dataset has a text in every row: {dict(features)}")
+    column = "text" if "text" in columns else columns[0]
+    say(f"Tokenizing column {column!r}")
+    return documents.map(
+        tokenize,
+        batched=True,  # 1,000 documents per call
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "column": column,
+            "vocab_size": config.get_text_config().vocab_size,
+        },
+        remove_columns=documents.column_names,  # keep only the token ids
+        features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
+    )
+
+
+class PackedSamples:
+    """All documents, joined and cut into samples of `seq_length` tokens. The rest is left out.
+
+    Without padding, no computation is wasted. `tokens` is a view of the memory-mapped Arrow file
+    that `datasets` has cached. So packing copies nothing, and all processes share the file.
+    """
+
+    def __init__(self, tokenized, seq_length):
+        chunks = tokenized.data.column("input_ids").chunks  # each one a list of documents
+        self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
+        self.seq_length = seq_length
+
+    def __len__(self):
+        return len(self.tokens) // self.seq_length
+
+    def __getitem__(self, index):
+        return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
+
+
+def load_samples(args, tokenizer, config, global_batch):
+    """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
+    splits = load_documents(args.dataset_name, args.dataset_subset)
+    if "train" not in splits:
+        fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
+    train_samples = PackedSamples(tokenized(splits["train"], tokenizer, config), args.seq_length)
+    count = len(train_samples)
+    held_out = splits.get("validation", splits.get("test"))
+    if held_out:
+        eval_samples = PackedSamples(tokenized(held_out, tokenizer, config), args.seq_length)
+    else:
+        count -= max(1, count // 100)  # the last samples, before the shuffle
+        eval_samples = Subset(train_samples, range(count, len(train_samples)))
+        train_samples = Subset(train_samples, range(count))
+    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
+    if count < global_batch or not eval_samples:
+        fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
+    return train_samples, eval_samples
+
+
+@lru_cache(maxsize=2)
+def permutation(seed, epoch, count):
+    # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+    return np.random.RandomState((seed, epoch)).permutation(count)
+
+
+def sample_order(first, count, dataset_size, seed):
+    """The indices in the dataset of the samples from `first` to `first + count - 1` of a run.
+
+    A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
+    depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
+    """
+    numbers = (divmod(n, dataset_size) for n in range(first, first + count))
+    return [int(permutation(seed, epoch, dataset_size)[i]) for epoch, i in numbers]
+
+
+def read_batch(samples, indices, device):
+    """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
+    batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # Python need not wait for a copy from pinned memory
+    return batch.to(device, non_blocking=batch.is_pinned()).long()
+
+
+# -- Evaluation ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(model, samples, args, device):
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    size = args.batch_size
+    # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
+    # A rank without a batch evaluates one sample, with weight 0.
+    # CP: A group evaluates its share together. A sum over ranks gives the mean over all samples.
+    groups = WORLD_SIZE // args.context_parallel
+    group = RANK // args.context_parallel
+    for begin in range(group * size, group * size + len(samples), groups * size):
+        indices = range(len(samples))[begin : begin + size]
+        input_ids = read_batch(samples, indices or [0], device)
+        loss = loss_of(model, input_ids, args)
+        loss_sum += loss * len(indices)  # the last batch may be smaller
+    model.train()  # dropout on again
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    # CP: Each rank has added N times its parts of the losses.
+    return loss_sum.item() / len(samples) / args.context_parallel
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A resumed run keeps these flags, because another value would make it another training.
+LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
+LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
+
+
+# Folders with other names, such as step-final.bak, are no checkpoints.
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
+
+
+@dataclass
+class RunState:
+    """The position of a run. Every checkpoint stores it as `state.json`."""
+
+    flags: dict  # the flags that must not change
+    comet_key: str
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # samples read, over all epochs
+    epoch: float = 0.0
+    train_samples: int = 0  # in the dataset
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    if RANK > 0:  # FSDP: all ranks write into the folder, but one makes and renames it
+        dist.barrier()
+        return (yield temporary)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    dist.barrier()  # FSDP: the other ranks have waited for the folder
+    yield temporary
+    for path in [*temporary.rglob("*"), temporary]:
+        sync(path)  # the files are on the disk before the folder gets its name
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def sync(path):
+    """Waits until a file, or the list of the files of a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def save_model(folder, model, tokenizer):
+    model.config.save_pretrained(folder)  # FSDP: the weights are saved as shards
+    tokenizer.save_pretrained(folder)
+
+
+def sharded_state(model, stateful):
+    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    return stateful | {"model": weights, "optimizer": moments}
+
+
+def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
+    """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
+        # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
+        dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
+        if RANK > 0:
+            return
+        save_model(folder, model, tokenizer)
+        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        shutil.copy(run_folder / "metrics.jsonl", folder)
+    for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
+        # Rename it first, so that no half-removed folder looks like a checkpoint.
+        shutil.rmtree(old.rename(run_folder / "incomplete"))
+
+
+def open_run(args):
+    """Makes the folder of a run with a name. Returns the folder, the newest checkpoint, the state.
+
+    The folder is None without a name, and the checkpoint is None in a new run.
+    """
+    flags = {name: getattr(args, name) for name in LASTING}
+    new_state = RunState(flags, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        return None, None, new_state
+    run_folder = args.save_dir / args.experiment_name
+    with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
+        run_folder.mkdir(parents=True, exist_ok=True)
+    newest = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
+    if not newest:
+        return run_folder, None, new_state
+    with reading(newest):
+        saved = json.loads((newest / "state.json").read_text())
+    unknown = saved.keys() - asdict(new_state).keys()
+    is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
+    if unknown or is_whole:
+        fail(f"{newest} is from another chapter: choose another --experiment-name")
+    state = RunState(**saved)
+    for name, value in state.flags.items():
+        if flags.get(name) != value:
+            fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
+    say(f"Continuing from {newest}")
+    return run_folder, newest, state
+
+
+def load_training_state(checkpoint, stateful, model):
+    """Restores optimizer, scheduler and scaler in place."""
+    # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
+    state = sharded_state(model, stateful)
+    with reading(checkpoint):
+        # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
+        dcp.FileSystemReader(checkpoint).read_metadata()
+        dcp.load(state, checkpoint_id=checkpoint)
+    state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
+    # Another --max-steps changes the schedule, so compute the next learning rate again.
+    stateful["scheduler"].last_epoch -= 1
+    stateful["scheduler"].step()
+
+
+# -- Adapting Transformers -------------------------------------------------------------------------
+# FSDP: Transformers initialises, loads and saves whole models. These functions do so with shards.
+# Models of other libraries would need other functions, so a first reading can skip these.
+
+
+def init_weights(model, draw):
+    """Initialises all buffers, and draws random numbers for all parameters if `draw` is true."""
+    # fully_shard has renamed the class of the model. Transformers needs the old name to initialise
+    # the model, and to name its tensors.
+    type(model).__name__ = type(model).__name__.removeprefix("FSDP")
+    model.is_custom_code = lambda: False
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = not draw  # Transformers leaves such parameters as they are
+    with AsOnOneDevice():
+        model.init_weights()
+
+
+class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
+    """Gives a sharded tensor the initial values that the whole tensor would get on one device.
+
+    Without this class, all ranks on CPUs would draw the same numbers, and GPUs would draw other
+    numbers than a single device. The class takes memory for one whole parameter at a time.
+    """
+
+    def __torch_dispatch__(self, op, types, args, kwargs):
+        # A DTensor is the whole tensor for the model, and one shard of it in memory.
+        fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
+        if not fills or dist.tensor.DTensor not in types:
+            return op(*args, **kwargs)
+        whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
+        return args[0].copy_(dist.tensor.DTensor.from_local(whole, args[0].device_mesh))
+
+
+def weights_of(model):
+    """The state dict without the second names of tied weights."""
+    return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
+
+
+def load_weights(model, name, checkpoint):
+    """Fills the shards of this rank with the weights of a folder or of the Hub, as from_pretrained.
+
+    With a checkpoint, which replaces the weights, only their names in the files matter, for final/.
+    """
+    with suppress(OSError):  # many models lack this file
+        model.generation_config = transformers.GenerationConfig.from_pretrained(name)
+    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
+    files = dcp.HuggingFaceStorageReader(folder)
+    saved = files.read_metadata().state_dict_metadata
+    shards = weights_of(model)
+    if set(shards) <= set(saved):
+        if checkpoint is not None:
+            return
+        # A tied weight has two names. If the files have both, the two tensors must be equal.
+        tied = {n: first for n, first in model.all_tied_weights_keys.items() if n in saved}
+        seconds = {n: torch.empty_like(shards[first]) for n, first in tied.items()}
+        dcp.load(shards | seconds, storage_reader=files)
+        for n, first in tied.items():
+            if not torch.equal(seconds[n].to_local(), shards[first].to_local()):
+                own = f"the files of {name} hold an output matrix of their own ({n})"
+                remedy = "set tie_word_embeddings to false in config.json"
+                fail(f"{own}, but its config ties it to the embeddings: {remedy}")
+        return
+    # Some families have other names in the files, or merge tensors (the experts of a layer).
+    # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
+    whole = from_files(name) if RANK == 0 else model
+    model._weight_conversions = getattr(whole, "_weight_conversions", None)  # for save_pretrained
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    state_dict.set_model_state_dict(model, whole.state_dict(), options=how)
+
+
+def save_weights(folder, model):
+    """Writes the whole model with the names of the Hub. The model may exceed the memory."""
+    # Each rank writes a file of shards, and these files are joined on the disk.
+    joined = folder / "joined"
+    hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
+    dcp.save(weights_of(model), storage_writer=hub)
+    if RANK == 0:
+        # Rewrite the tensors with the names of the Hub. `load_file` maps the file into memory.
+        model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
+        shutil.rmtree(joined)
+
+
+# -- Processes -------------------------------------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks, and returns the device of this rank."""
+    gpus = torch.cuda.device_count()
+    if "LOCAL_RANK" not in os.environ:
+        fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
+    if gpus:
+        torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
+    # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
+    # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
+    store, _, _ = next(dist.rendezvous("env://"))  # without the rank and the number of ranks
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    return device
+
+
+def gather(value):
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        result |= {name.replace("/", f"/rank{rank}/"): value for name, value in of_rank.items()}
+    return result
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+class PhaseTimer:
+    """Times the phases of a step: `with timer("forward"): ...`.
+
+    Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
+    with the work. Their times are read at logged steps, when the GPU has passed them.
+    """
+
+    def __init__(self, device, flops_per_token):
+        self.on_gpu = device.type == "cuda"
+        self.flops_per_token = flops_per_token
+        self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
+        self.last_read = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase):
+        begin = self.now()
+        yield
+        self.spans[phase].append((begin, self.now()))
+
+    def now(self):
+        """The clock in seconds, or on a GPU an event that gets its time when the GPU is there."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, tokens_per_step):
+        """Milliseconds per optimizer step, tokens per second and TFLOP/s, since the last read."""
+        steps = len(self.spans["update"])
+        metrics = {}
+        for phase, spans in self.spans.items():
+            if self.on_gpu:
+                times = [begin.elapsed_time(end) for begin, end in spans]
+            else:
+                times = [1e3 * (end - begin) for begin, end in spans]
+            metrics[f"time/{phase}_ms"] = sum(times) / steps
+        self.spans.clear()
+        now = time.perf_counter()
+        seconds = (now - self.last_read) / steps
+        self.last_read = now
+        metrics["time/total_ms"] = 1e3 * seconds
+        metrics["tokens_per_second"] = tokens_per_step / seconds
+        metrics["tflops_per_device"] = metrics["tokens_per_second"] * self.flops_per_token / 1e12
+        return metrics
+
+
+def flops_per_token(config, seq_length):
+    """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config = config.get_text_config()
+    used = sum(parameter.numel() for parameter in model.parameters())
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding) and module.weight is not head.weight:
+            used -= module.weight.numel()  # looking up a row computes nothing
+    active_experts = getattr(config, "num_experts_per_tok", None)
+    for name, parameter in model.named_parameters():
+        if active_experts and ".experts." in name:  # of shape (experts, ...)
+            idle = 1 - active_experts / parameter.shape[0]
+            used -= round(parameter.numel() * idle)
+    return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
+
+
+def memory_metrics(device):
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without a GPU, memory of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(args, model, train_samples):
+    """Values that are logged once: every flag, and numbers that follow from the flags."""
+    device_memory = None
+    if torch.cuda.is_available():
+        device_memory = torch.cuda.mem_get_info()[1] / 1e9
+    return vars(args) | {
+        "world_size": WORLD_SIZE,  # DDP: the number of devices
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "dataset_samples": len(train_samples),
+        "dataset_tokens": len(train_samples) * args.seq_length,
+        "device_memory_gb": device_memory,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
+
+    def __init__(self, run_folder, checkpoint, state, args):
+        if checkpoint:  # drops later records, which a killed run may have left
+            with reading(checkpoint):
+                shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        self.parameters_file = run_folder / "parameters.json"
+        self.comet = start_comet(run_folder / "comet", state, args)
+
+    def parameters(self, parameters):
+        # JSON has no paths, so `default` turns them into text.
+        self.parameters_file.write_text(json.dumps(parameters, indent=2, default=str))
+        self.comet.log_parameters(parameters)
+
+    def metrics(self, state, metrics):
+        # JSON has no infinity. The gradient norm may be infinite in a step that fp16 skips.
+        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | finite
+        print(json.dumps(record), file=self.file, flush=True)
+        self.comet.log_metrics(finite, step=state.step, epoch=state.epoch)
+
+
+def start_comet(folder, state, args):
+    """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
+    config = comet_ml.ExperimentConfig(
+        name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
+    )
+    options = {
+        "workspace": args.comet_workspace,
+        "project_name": args.comet_project_name,
+        "experiment_key": state.comet_key,  # a resumed run continues its experiment
+        "experiment_config": config,
+    }
+    if comet_ml.get_config("comet.api_key"):
+        try:
+            return comet_ml.start(online=True, **options)
+        except Exception as error:
+            say(f"warning: Comet cannot be reached ({error!r:.300})")
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the archive
+    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
+    return comet_ml.start(online=False, **options)
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    tqdm.write(message, file=CONSOLE)
+
+
+def fail(message):
+    """Exits with a one-line message about a mistake that the user can fix."""
+    sys.exit(f"error: {message}")
+
+
+@contextmanager
+def explain(message):
+    """Replaces the traceback of an error by this message and a short form of the error."""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
+        cause = error.__cause__ or error
+        fail(f"{message} ({cause!r:.300})")
+
+
+def reading(checkpoint):
+    """As `explain`, for a checkpoint whose files are missing or broken."""
+    remedy = "remove this folder, and the run continues from the checkpoint before"
+    return explain(f"the checkpoint {checkpoint} is damaged: {remedy}")
+
+
+def catch_stop_signals():
+    """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
+    received = []
+
+    def remember(signum, frame):
+        received.append(signum)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C stops at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return received
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+# This run takes a few minutes on two CPU cores. Its text comes with every Python.
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
+    "model_name": f"{REPOSITORY}/tiny-llama",
+    "from_scratch": True,
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "seq_length": 256,
+    "context_parallel": 2 if WORLD_SIZE % 2 == 0 else 1,  # CP: its 2 kv heads allow no more
+    "batch_size": None,  # CP: follows from --context-parallel
+    "max_steps": 400,
+    "lr": 2e-3,
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def at_least(minimum, kind=int, below=math.inf):
+    """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
+    limits = f"{minimum} or larger"
+    if below < math.inf:
+        limits += f" and below {below}"
+
+    def number(text):
+        value = kind(text)
+        if not minimum <= value < below:
+            raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
+        return value
+
+    return number
+
+
+def read_config(path):
+    """The flags of a YAML file, in the form of the command line."""
+    with explain(f"cannot read {path}"):
+        file = yaml.safe_load(path.read_text())
+    if not isinstance(file, dict):
+        fail(f"cannot read {path}: each line must have a flag and its value, as in batch-size: 8")
+    flags = []
+    for key, value in file.items():
+        if value is True:
+            flags.append(f"--{key}")
+        elif value is False:
+            flags.append(f"--no-{key}")
+        elif isinstance(value, list):
+            flags.append(f"--{key}={','.join(map(str, value))}")
+        else:
+            flags.append(f"--{key}={value}")
+    return flags
+
+
+def parse_args():
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
+    add = parser.add_argument
+    switch = argparse.BooleanOptionalAction
+    count = at_least(0)
+    positive = at_least(1)
+    real = at_least(0, float)
+    add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
+    add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
+    add("--num-epochs", type=positive, default=3, help="passes over the dataset")
+    add("--max-steps", type=positive, help="stop after this many optimizer steps")
+    add("--lr", type=real, default=3e-5, help="peak learning rate")
+    schedules = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
+    schedules += ["constant_with_warmup", "warmup_stable_decay"]
+    add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
+    add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--decay-steps", type=positive, help="last steps of warmup_stable_decay; default: a fifth")
+    beta = at_least(0, float, below=1)
+    add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
+    add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
+    add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
+    add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=positive, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
+    add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    seed = at_least(0, below=2**32)  # the limit of NumPy
+    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
+    # DDP: No --device, because torchrun assigns the devices.
+    # FSDP: These two flags choose between speed and memory.
+    add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
+    # CP: More ranks per group for longer samples, fewer for less traffic.
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    add("--context-parallel", type=positive, default=node, help="ranks that share each sample")
+    add("--exchange", choices=["heads", "tokens"], default="heads", help="what attention exchanges")
+    add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
+    config = parser.parse_known_args()[0].config
+    given = read_config(config) if config else []
+    if "--demo" in given + sys.argv[1:]:
+        parser.set_defaults(**DEMO)
+    args = parser.parse_args(given + sys.argv[1:])
+    if args.batch_size is None:  # CP: chapter 1's global batch, so also its losses
+        args.batch_size = max(1, 8 * args.context_parallel // WORLD_SIZE)
+    name = args.experiment_name or ""
+    if "/" in name or name in (".", ".."):
+        parser.error("--experiment-name must be a plain folder name, without slashes")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError:
+        remedy = "lower --batch-size, raise --gradient-accumulation-steps by the same factor, try"
+        # FSDP: more devices help, too, because each device then has a smaller shard.
+        fail(f"out of GPU memory: {remedy} --activation-checkpointing, more GPUs, --cpu-offload")

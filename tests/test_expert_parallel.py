@@ -1,0 +1,574 @@
+"""Chapter 12 trains what chapter 1 trains, with the experts of each layer on different ranks."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from conftest import (
+    Trainer,
+    assert_one_sentence,
+    assert_same_losses,
+    assert_same_model,
+    damaged,
+    exact,
+    take_over,
+    write_model,
+)
+from runner import CHAPTER_3, CHAPTER_12, REPOSITORY, Job, load
+from safetensors.torch import load_file, save_file
+from test_fsdp import OFF, SCALER, assert_same_folder, told
+from test_tensor_parallel import worst, write_weights
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+EP = {"script": CHAPTER_12}
+
+# Put before a script: rank 0 saves the whole gradients of the first step, just before the update.
+GRADIENTS = """
+import os
+import torch
+
+models, saved = [], []
+
+def train(self, mode=True):
+    if hasattr(self, "lm_head"):
+        models[:] = [self]
+    return original_train(self, mode)
+
+original_train = torch.nn.Module.train
+torch.nn.Module.train = train
+
+def step(self, *args, **options):
+    if not saved:
+        (model,) = models
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients.items()}
+        saved.append(whole)
+        if os.environ.get("RANK", "0") == "0":
+            torch.save({n: g.clone() for n, g in whole.items()}, os.environ["GRADIENTS"])
+    return original_step(self, *args, **options)
+
+original_step = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+"""
+
+SIZE = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 16}
+SIZE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+SIZE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "num_experts_per_tok": 2}
+SMALL = SIZE | {"moe_intermediate_size": 24, "tie_word_embeddings": False}
+FAMILIES = {
+    "mixtral": SIZE | {"num_local_experts": 4, "tie_word_embeddings": True},
+    # Of 6 experts, a group of two has 3 on each rank. Two such groups split the 3 unevenly.
+    "qwen3_moe": SMALL | {"num_experts": 6, "mlp_only_layers": [0], "norm_topk_prob": True},
+    "olmoe": SIZE | {"num_experts": 8, "tie_word_embeddings": False},
+    "deepseek_v3": SMALL
+    | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    | {"num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
+    | {"qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 8},
+    "gpt_oss": SIZE | {"num_local_experts": 4, "tie_word_embeddings": False},
+    "qwen3_5_moe": {"vision_config": {"depth": 1, "hidden_size": 32}, "tie_word_embeddings": False}
+    | {
+        "text_config": SMALL
+        | {"num_experts": 4, "vocab_size": 2048, "shared_expert_intermediate_size": 24}
+        | {"layer_types": ["linear_attention", "full_attention"]}
+        | {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+        | {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    },
+}
+
+
+def folder_of(parent, family: str):
+    """A model's folder with weights, and with the nested config if the family has one."""
+    folder = write_weights(parent / family, family, FAMILIES)
+    if "text_config" in FAMILIES[family]:
+        config = FAMILIES[family] | {"model_type": family, "architectures": ["Any"]}
+        (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def gradients_of(trainer, *flags, name, before="", status=0, **options):
+    """The gradients of the first step by name, and the run."""
+    file = trainer.folder / f"gradients-{name}"
+    options |= {"env": {"GRADIENTS": str(file)}, "before": before + GRADIENTS}
+    result = trainer("--no-from-scratch", *flags, name=name, status=status, **options)
+    return torch.load(file), result
+
+
+# -- The same training -----------------------------------------------------------------------------
+
+# Ranks, and flags. Without --expert-parallel, all ranks are one group.
+WHOLE = ["-b", 2, "--gradient-accumulation-steps", 4]  # the same micro-batches on one device
+HALF = ["-b", 2, "--gradient-accumulation-steps", 2]
+ONE_STEP = ["--max-steps", 1, "--lr", 0, "--eval-freq", 1, "--max-grad-norm", 0]
+CASES = {
+    "mixtral": [
+        (2, [*HALF, "--no-reshard-after-forward"]),
+        (4, ["-b", 2, "--cpu-offload"]),
+        (4, ["-b", 2, "--expert-parallel", 2, "--activation-checkpointing"]),
+    ],
+    "qwen3_moe": [(4, ["-b", 2, "--expert-parallel", 2])],
+    "olmoe": [(2, [*HALF, "--activation-checkpointing"])],
+    "deepseek_v3": [(4, ["-b", 2, "--expert-parallel", 2, "--activation-checkpointing"])],
+    "gpt_oss": [(2, [*HALF, "--cpu-offload"])],
+    "qwen3_5_moe": [(2, HALF)],
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_each_family(trainer, tmp_path, family):
+    """Of every parameter. And final/ is that of chapter 1, to the last bit."""
+    flags = ["-m", folder_of(tmp_path, family), *ONE_STEP]
+    expected, single = gradients_of(trainer, *flags, *WHOLE, name="single")
+    for number, (processes, split) in enumerate(CASES[family]):
+        options = {"name": f"run-{number}", "processes": processes} | EP
+        found, run = gradients_of(trainer, *flags, *split, **options)
+        error, name = worst(expected, found)
+        print(f"{family}, {processes} ranks, {split[2:]}: {error:.1e} ({name})")
+        assert error < 1e-5, name
+        assert_same_losses(single, run, 1, **OFF)
+        assert_same_folder(single.folder / "final", run.folder / "final")
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    return folder_of(tmp_path_factory.mktemp("models"), "mixtral")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, mixtral, dataset):
+    """A trainer whose runs several tests use."""
+    return Trainer(tmp_path_factory.mktemp("shared"), mixtral, dataset)
+
+
+STEPS = ["--max-steps", 5, "--lr", 1e-3, "--eval-freq", 0, "--max-grad-norm", 0]
+
+
+@pytest.fixture(scope="module")
+def plain(shared):
+    """Chapter 1: the gradients of the first step, and the run."""
+    return gradients_of(shared, *STEPS, *WHOLE, name="plain")
+
+
+LAYOUTS = {"one group": (2, HALF), "two groups": (4, ["-b", 2, "--expert-parallel", 2])}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_clipping_over_both_meshes(shared, plain, layout):
+    """All gradients get the same factor, which follows from the norm of all of them."""
+    expected, _ = plain
+    norm = sum(g.double().square().sum().item() for g in expected.values()) ** 0.5
+    assert norm > 0.2
+    processes, split = LAYOUTS[layout]
+    options = {"name": f"clipped-{processes}", "processes": processes} | EP
+    found, run = gradients_of(shared, *STEPS, *split, "--max-grad-norm", 0.1, **options)
+    assert run.column("grad_norm")[0] == pytest.approx(norm, rel=3e-5)
+    error, name = worst({n: g * (0.1 / norm) for n, g in expected.items()}, found)
+    print(f"{layout}: {error:.1e} ({name})")
+    assert error < 3e-5, name
+
+
+@pytest.mark.rest
+def test_a_norm_per_mesh_is_noticed(shared, plain, tmp_path):
+    """Experts would get another factor than the other weights."""
+    expected, _ = plain
+    norm = sum(g.double().square().sum().item() for g in expected.values()) ** 0.5
+    own_norm = {"s_with_norm_(parameters, max_norm, norm)": "_norm_(parameters, max_norm)"}
+    script = damaged(CHAPTER_12, tmp_path, own_norm)
+    options = {"name": "norm-per-mesh", "processes": 2, "script": script}
+    found, run = gradients_of(shared, *STEPS, *HALF, "--max-grad-norm", 0.1, **options)
+    error, name = worst({n: g * (0.1 / norm) for n, g in expected.items()}, found)
+    print(f"norm {run.column('grad_norm')[0]:.4f}, gradients {error:.1e} ({name})")
+    assert error > 0.5
+    assert "experts" in name
+
+
+# The layout, and what is damaged; the gradient that is worst, how wrong it is at least, and the
+# largest error of a loss in five steps. Losses alone would not show the first two.
+TRAPS = {
+    "no divide factor": (
+        "one group",
+        {"        experts.set_gradient_divide_factor(WORLD_SIZE)\n": ""},
+        ("experts", 0.99, 1e-5),
+    ),
+    "a divide factor of the column": (
+        "two groups",
+        {"experts.set_gradient_divide_factor(WORLD_SIZE)": "experts.set_gradient_divide_factor(2)"},
+        ("experts", 0.99, 1e-5),
+    ),
+    "forced sums with one group": (
+        "one group",
+        {"comms(shape[0] > 1)": "comms(True)"},
+        ("experts", 0.49, 1e-5),
+    ),
+    "messages without autograd": (
+        "one group",
+        {"single_autograd(copies,": "single_autograd(copies.detach(),"},
+        ("", 0.3, 1e-1),
+    ),
+    "the old order is not restored": (
+        "one group",
+        {"torch.empty_like(returned).index_copy(0, order, returned)": "returned"},
+        ("", 0.5, 1e-1),
+    ),
+    "equal samples in a group": (
+        "one group",
+        {"(micro_step * WORLD_SIZE + RANK)": "(micro_step * WORLD_SIZE + RANK // 2)"},
+        ("", 0.2, 1e-1),
+    ),
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("trap", TRAPS)
+def test_wrong_gradients_are_noticed(shared, plain, tmp_path, trap):
+    """So the tests above can fail."""
+    expected, single = plain
+    layout, damages, (name, error, loss_error) = TRAPS[trap]
+    processes, split = LAYOUTS[layout]
+    script = damaged(CHAPTER_12, tmp_path, damages)
+    options = {"name": trap.replace(" ", "-"), "processes": processes, "script": script}
+    found, run = gradients_of(shared, *STEPS, *split, **options)
+    losses = [a / b - 1 for a, b in zip(run.column("loss"), single.column("loss"), strict=True)]
+    farthest = max(map(abs, losses))
+    print(f"{trap}: {worst(expected, found)}, losses {farthest:.1e}")
+    assert worst(expected, found)[0] > error
+    assert name in worst(expected, found)[1]
+    assert farthest < loss_error
+
+
+def test_losses_evaluation_and_resume(shared):
+    """From scratch, with the auxiliary loss. The resumed run is the same to the last bit."""
+    flags = ["-m", auxiliary(shared), "--max-steps", 30, "--eval-freq", 15, "--lr", 1e-3]
+    flags += ["--ckpt-freq", 15]
+    single = shared(*flags, *WHOLE, name="thirty-steps")
+    options = {"processes": 2} | EP
+    run = shared(*flags, *HALF, name="thirty-steps-on-two", **options)
+    assert_same_losses(single, run, 30, **OFF)
+    assert len(run.column("eval/loss")) == 2
+    assert all(1 <= ratio <= 2 for ratio in run.column("load/rank"))
+    assert all(1 < ratio <= 2 for ratio in run.column("load/expert"))
+    take_over(run, shared, "resumed", 15)
+    resumed = shared(*flags, *HALF, name="resumed", **options)
+    assert "Continuing from" in resumed.output
+    assert exact(resumed.records) == exact(run.records)
+    assert_same_model(run, resumed)
+
+
+def auxiliary(trainer):
+    """The model with the loss that balances the load of its experts, strong enough to be seen."""
+    folder = trainer.folder / "auxiliary"
+    if not folder.exists():
+        config = FAMILIES["mixtral"] | {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+        write_model(folder, model_type="mixtral", **config)
+    return folder
+
+
+@pytest.mark.rest
+def test_losses_on_four_ranks(shared):
+    """With two groups of the experts, accumulation and checkpointing; from saved weights."""
+    flags = ["--no-from-scratch", "--max-steps", 30, "--eval-freq", 15, "--lr", 1e-3]
+    small = ["-b", 1, "--gradient-accumulation-steps"]
+    single = shared(*flags, *small, 8, name="saved-weights")
+    split = [*small, 2, "--expert-parallel", 2, "--activation-checkpointing"]
+    run = shared(*flags, *split, name="saved-weights-on-four", processes=4, **EP)
+    assert_same_losses(single, run, 30, **OFF)
+
+
+@pytest.mark.rest
+def test_random_weights_are_those_of_chapter_1(shared):
+    flags = ["--max-steps", 1, "--lr", 0, "--eval-freq", 0]
+    single = shared(*flags, *WHOLE, name="random")
+    split = ["-b", 2, "--expert-parallel", 2]
+    run = shared(*flags, *split, name="random-on-four", processes=4, **EP)
+    assert_same_model(single, run)
+
+
+@pytest.mark.rest
+def test_auxiliary_loss(shared):
+    """It is that of each micro-batch, also with checkpointing. One large batch has another one."""
+    flags = [*STEPS, "-m", auxiliary(shared), "--from-scratch"]
+    expected, single = gradients_of(shared, *flags, *WHOLE, name="auxiliary-loss")
+    split = ["-b", 2, "--expert-parallel", 2, "--activation-checkpointing"]
+    options = {"name": "auxiliary-loss-on-four", "processes": 4} | EP
+    found, run = gradients_of(shared, *flags, *split, **options)
+    assert worst(expected, found)[0] < 1e-5
+    assert run.column("loss") == pytest.approx(single.column("loss"), rel=1e-5)
+    found, _ = gradients_of(shared, *flags, "-b", 8, name="auxiliary-loss-large")
+    error, name = worst(expected, found)
+    print(f"one large batch: {error:.1e} ({name})")
+    assert error > 0.01
+    assert "gate" in name
+
+
+@pytest.mark.rest
+def test_compiled_layers(shared, plain):
+    expected, single = plain
+    options = {"name": "compiled", "processes": 2} | EP
+    flags = [*STEPS, *HALF, "--compile", "--activation-checkpointing"]
+    found, run = gradients_of(shared, *flags, **options)
+    error, name = worst(expected, found)
+    print(f"compiled: {error:.1e} ({name})")
+    assert error < 1e-5, name
+    assert run.column("loss") == pytest.approx(single.column("loss"), rel=1e-5)
+
+
+@pytest.mark.rest
+def test_ranks_without_tokens(trainer, tmp_path):
+    """The router always chooses the experts of the first two ranks. The others wait, and go on."""
+    folder = folder_of(tmp_path, "gpt_oss")
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in weights.items():
+        if name.endswith("router.bias"):
+            tensor[:2] = 100
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    flags = ["-m", folder, *STEPS]
+    expected, single = gradients_of(trainer, *flags, *WHOLE, name="single")
+    found, run = gradients_of(trainer, *flags, "-b", 2, name="run", processes=4, **EP)
+    assert not found["model.layers.0.mlp.experts.down_proj"][2:].any()
+    assert found["model.layers.0.mlp.experts.down_proj"][:2].any()
+    error, name = worst(drop_zeros(expected), drop_zeros(found))
+    assert error < 1e-5, name
+    assert run.column("loss") == pytest.approx(single.column("loss"), rel=1e-5)
+    # Half of the experts, and half of the ranks, have all tokens.
+    assert run.column("load/expert") == [2] * 5
+    assert run.column("load/rank") == [2] * 5
+
+
+def drop_zeros(gradients: dict) -> dict:
+    """Without the router: it has no choice, and the gradients of its two shares may be tiny."""
+    return {name: g for name, g in gradients.items() if g.norm() > 0}
+
+
+# Each rank tells in which order it gathers weights and exchanges sizes in the first step, how many
+# collectives it has seen, and which experts its router has chosen in each step.
+WATCH = """
+import json
+import torch
+import torch.distributed as dist
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, MixtralTopKRouter
+
+order, counts, chosen, models = [], {"gather": 0, "scatter": 0}, [], []
+
+def counted(event, name):
+    original = getattr(dist, name)
+    def call(*args, **options):
+        order.append(event)
+        if event in counts:
+            counts[event] += 1
+        return original(*args, **options)
+    setattr(dist, name, call)
+
+new = hasattr(dist, "reduce_scatter_single")  # torch 2.13
+counted("scatter", "reduce_scatter_single" if new else "reduce_scatter_tensor")
+counted("gather", "all_gather_single" if new else "all_gather_into_tensor")
+counted("sizes", "all_to_all_single")
+
+def route(self, *args):
+    result = original_route(self, *args)
+    chosen.append(result[2].flatten().tolist())
+    return result
+
+original_route = MixtralTopKRouter.forward
+MixtralTopKRouter.forward = route
+
+def step(self, *args, **options):
+    result = original_step(self, *args, **options)
+    order.append("step")
+    chosen.append("step")
+    return result
+
+original_step = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+
+def tell():
+    print("\\norder", *order[: order.index("step")])
+    print("counts", *counts.values())
+    print("chosen", json.dumps(chosen))
+    destroy()
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = tell
+"""
+# torchrun's variable for the devices of a node, which are a group by default
+TWO_PER_NODE = "import os; os.environ['LOCAL_WORLD_SIZE'] = '2'\n"
+
+
+@pytest.fixture(scope="module")
+def watched(shared):
+    """Three steps on two nodes with two ranks each: two groups of the experts."""
+    flags = ["--max-steps", 3, "--eval-freq", 0, "-b", 2, "--no-from-scratch"]
+    options = {"processes": 4, "before": TWO_PER_NODE + WATCH} | EP
+    return shared(*flags, name="watched", **options)
+
+
+@pytest.mark.rest
+def test_the_next_layer_is_gathered_before_the_wait(shared, watched, tmp_path):
+    """The root, layer 0, its experts, layer 1, its experts; only then the sizes of layer 0."""
+    forward = ["gather"] * 5 + ["sizes", "sizes"]
+    assert [order[:7] for order in told(watched, "order ")] == [forward] * 4
+    late = {"layer.set_modules_to_forward_prefetch(units)": "pass"}
+    script = damaged(CHAPTER_12, tmp_path, late)
+    flags = ["--max-steps", 1, "--eval-freq", 0, "-b", 2, "--expert-parallel", 2]
+    run = shared(*flags, name="late", processes=4, before=WATCH, script=script)
+    forward = ["gather"] * 3 + ["sizes"] + ["gather"] * 2 + ["sizes"]
+    assert [order[:7] for order in told(run, "order ")] == [forward] * 4
+
+
+@pytest.mark.rest
+def test_no_reshard_after_forward_reaches_the_experts(shared, watched):
+    """With the flag, each unit is gathered and scattered once per step."""
+    # The root is gathered once; two layers and their experts are gathered twice.
+    assert told(watched, "counts ") == [[str(3 * 9), str(3 * 5)]] * 4
+    flags = ["--max-steps", 3, "--eval-freq", 0, "-b", 1, "--gradient-accumulation-steps", 2]
+    flags += ["--no-reshard-after-forward", "--expert-parallel", 2]
+    run = shared(*flags, name="no-reshard", processes=4, before=WATCH, **EP)
+    assert told(run, "counts ") == [[str(3 * 5), str(3 * 5)]] * 4
+
+
+@pytest.mark.rest
+def test_load_metrics(watched):
+    """Those of each step alone, computed again from what the routers have chosen."""
+    of_ranks = [json.loads("".join(words)) for words in told(watched, "chosen ")]
+    for step in range(3):
+        begin = step * 3  # two layers and the mark of a step
+        experts, ranks = [], []
+        for layer in range(2):
+            tokens = torch.zeros(4, 4)  # of each rank, for each expert
+            for rank in range(4):
+                tokens[rank] = torch.tensor(of_ranks[rank][begin + layer]).bincount(minlength=4)
+            of_experts = tokens.sum(0)
+            # Ranks 0 and 1 are a group: rank 0 has the first half of the experts
+            groups = torch.stack([tokens[:2].sum(0), tokens[2:].sum(0)])
+            of_rank = groups.view(2, 2, 2).sum(2).flatten()
+            experts.append((of_experts.max() / of_experts.mean()).item())
+            ranks.append((of_rank.max() / of_rank.mean()).item())
+        assert watched.records[step]["load/expert"] == pytest.approx(max(experts))
+        assert watched.records[step]["load/rank"] == pytest.approx(max(ranks))
+
+
+@pytest.mark.rest
+def test_an_overflow_in_the_experts_of_one_rank(shared):
+    """All ranks of all groups skip this step."""
+    first = """next(p for p in optimizer.param_groups[0]["params"] if p.device_mesh.ndim == 2)"""
+    infinite = SCALER.replace("""optimizer.param_groups[0]["params"][0]""", first)
+    assert infinite != SCALER
+    flags = ["--max-steps", 5, "--eval-freq", 0, "-b", 2, "--expert-parallel", 2]
+    options = {"name": "overflow", "processes": 4, "before": infinite, "status": 1}
+    run = shared(*flags, **options, **EP)
+    for rank in run.run.ranks:
+        scales = re.findall(r"^scale (\d) (.*)$", rank.output, re.MULTILINE)
+        assert scales[:3] == [("1", "65536.0"), ("2", "65536.0"), ("3", "32768.0")]
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.mark.rest
+def test_resume_on_other_groups_and_in_chapter_3(shared):
+    """Two groups of two save. One group of two or four goes on, and chapter 3; and chapter 12
+    goes on after chapter 3."""
+    flags = ["--no-from-scratch", "--max-steps", 4, "--eval-freq", 4]
+    flags += ["--ckpt-freq", 2, "--lr", 1e-3]
+    two_groups = [4, ["-b", 2, "--expert-parallel", 2], EP]
+    chapter_3 = [2, HALF, {"script": CHAPTER_3}]
+
+    def train(name, processes, split, script):
+        return shared(*flags, *split, name=name, processes=processes, **script)
+
+    origin = train("two-groups", *two_groups)
+    others = [[2, HALF, EP], [4, ["-b", 2, "--expert-parallel", 4], EP], chapter_3]
+    for number, other in enumerate(others):
+        take_over(origin, shared, f"other-{number}", 2)
+        resumed = train(f"other-{number}", *other)
+        assert "Continuing from" in resumed.output
+        assert_same_losses(origin, resumed, 4, **OFF)
+    take_over(resumed, shared, "back", 2)
+    back = train("back", *two_groups)
+    assert "Continuing from" in back.output
+    assert_same_losses(origin, back, 4, **OFF)
+
+
+# -- Wrong flags -----------------------------------------------------------------------------------
+
+
+def assert_refused(trainer, *flags, processes, part, **options):
+    result = trainer(*flags, "--max-steps", 1, processes=processes, status=None, **options, **EP)
+    # All ranks leave by themselves, so that no rank fails in a barrier with a traceback.
+    assert [rank.process.exitcode for rank in result.run.ranks] == [1] * processes
+    for rank in result.run.ranks:
+        assert_one_sentence(rank.output, part)
+
+
+def test_a_dense_model_is_refused(trainer):
+    assert_refused(trainer, processes=2, part="llama is not among the mixtures of this chapter")
+
+
+# Ranks, ranks of a group, the family, and a part of the sentence
+REFUSED = {
+    "ranks": (3, 2, "mixtral", {}, "2 does not divide 4 experts of a layer and 3 ranks"),
+    "experts": (3, 3, "mixtral", {}, "3 does not divide 4 experts of a layer and 3 ranks"),
+    "another mixture": (1, 1, "granitemoe", {"num_local_experts": 4}, "granitemoe is not among"),
+    "a nested family": (2, 2, "qwen3_5_moe", {}, "2 does not divide 5 experts of a layer"),
+    "no number": (1, 0, "mixtral", {}, "must be a number, 1 or larger, not 0"),
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_sentence(trainer, tmp_path, case):
+    processes, size, family, config, part = REFUSED[case]
+    config = FAMILIES.get(family, SIZE) | config
+    if case == "a nested family":
+        config = config | {"text_config": config["text_config"] | {"num_experts": 5}}
+    folder = write_model(tmp_path / "m", model_type=family, **config)
+    flags = ["-m", folder, "--expert-parallel", size]
+    if case == "no number":
+        result = trainer(*flags, processes=1, status=2, **EP)
+        assert_one_sentence(result.output, part)
+    else:
+        assert_refused(trainer, *flags, processes=processes, part=part)
+
+
+# -- The model of the demo -------------------------------------------------------------------------
+
+
+def test_tiny_mixtral():
+    """A config of its own, and the tokenizer of tiny-llama."""
+    folder = REPOSITORY / "tiny-mixtral"
+    assert len(AutoTokenizer.from_pretrained(folder)) == 2048
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert f"{model.num_parameters():,}" == "2,823,296"
+
+
+# -- The benchmark ---------------------------------------------------------------------------------
+
+
+@pytest.mark.rest
+def test_benchmark(tmp_path, monkeypatch, capsys):
+    """It ends with an error where losses differ, or what it counts from what it computes."""
+    script = REPOSITORY / "benchmarks" / "expert-parallel.py"
+    tool = load(script)
+    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    tool.SHAPE |= small
+    tool.MIXTRAL |= small
+
+    def launch(processes, *arguments):  # without torchrun, and without its imports
+        output = tmp_path / f"output-{len([*tmp_path.iterdir()])}.txt"
+        job = Job(script, arguments, output, processes, env={"COMET_AUTO_LOG_DISABLE": "true"})
+        assert job.wait() == 0, job.output
+        return job.output
+
+    tool.launch = launch
+    monkeypatch.setattr(sys, "argv", [str(script), "--ranks", "2"])
+    tool.main()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line]
+    together = {row[0]: float(row[6]) for row in rows if row[1] == "together"}
+    experts = {row[0]: float(row[1]) for row in rows[-3:]}
+    assert together["groups of 2"] < together["chapter 3"]
+    assert experts["groups of 2"] == pytest.approx(experts["chapter 3"] / 2, abs=1e-3)

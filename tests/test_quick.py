@@ -1,0 +1,246 @@
+"""The quick tier of the chapters from 2 on: one job on 2 ranks, its resume, and one bad flag.
+
+The job has chapter 1's losses, gradient norms and held-out loss. (Chapters 4 and 10 read other
+rows, so a plain loop over the same rows takes the place of chapter 1.) A resumed run repeats it to
+the last bit. No checkpoint gets its name before all of its files are on the disk.
+"""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import (
+    NO_TORCHVISION,
+    STAND_IN,
+    TINY_LLAMA,
+    assert_one_sentence,
+    assert_same_losses,
+    assert_same_model,
+    exact,
+    take_over,
+)
+from runner import REPOSITORY, Run, load
+from safetensors.torch import load_file
+from test_fsdp import OFF, save_weights
+from test_hf_trainer import STOP, Runs
+from test_mds import IMPORTABLE
+from test_resume import WATCH_DISK, assert_synced
+from test_streaming import WATCH, plain_loop
+
+STEPS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
+STEPS += ["--keep-checkpoints", 9]
+TWICE = ["--gradient-accumulation-steps", 2]
+# Flags of the job, for 8 samples per step; bad flags, the exit status, and a part of the sentence.
+# `model`: the fixture with its weights, if it is not `pretrained`.
+CHAPTERS = {
+    "02-ddp": {"flags": ["-b", 2, *TWICE], "bad": ["-b", 0], "sentence": "--batch-size"},
+    "03-fsdp": {
+        "flags": ["-b", 2, *TWICE],
+        "bad": ["--cpu-offlod"],
+        "sentence": "--cpu-offlod",
+    },
+    "05-multi-node": {
+        "flags": ["-b", 2, *TWICE, "--shard-size", 1],
+        "bad": ["--shard-size", 3],
+        "sentence": "--shard-size 3 does not divide the 2 ranks",
+    },
+    "06-tensor-parallel": {
+        "flags": ["-b", 4, *TWICE],
+        "bad": ["-s", 33],
+        "status": 1,
+        "sentence": "2 does not divide 33 tokens of a sample",
+    },
+    "07-pipeline-parallel": {
+        "flags": ["-b", 2, "--gradient-accumulation-steps", 4],
+        "bad": ["--schedule", "zbv", "--stages-per-rank", 3],
+        "status": 1,
+        "sentence": "zbv has two stages per rank",
+    },
+    # All frequencies: it sends everything, by the way of the compressed gradients
+    "08-gradient-compression": {
+        "flags": ["-b", 2, *TWICE, "--compress", "dct", "--keep", 1, "--min-compress", 600],
+        "bad": ["--compress", "zip"],
+        "sentence": "invalid choice",
+    },
+}
+# Rank 1 begins late to write, so whoever does not wait for its files misses them.
+SLOW_RANK_1 = """
+import os, time, torch
+
+def slow(*arguments, **options):
+    if time.monotonic() > saved[-1] + 1:
+        time.sleep(0.3)
+    saved.append(time.monotonic())
+    return save(*arguments, **options)
+
+saved = [0]
+save = torch.save
+if os.environ.get("RANK") == "1":
+    torch.save = slow
+"""
+WATCH_SAVES = WATCH_DISK + SLOW_RANK_1
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory, model):
+    folder = tmp_path_factory.mktemp("models") / "with-weights"
+    shutil.copytree(model, folder)
+    return save_weights(folder)
+
+
+def script_of(chapter: str):
+    return REPOSITORY / chapter / "train-llm.py"
+
+
+def refuse(trainer, chapter: str, flags: list, sentence: str, status: int = 2) -> None:
+    options = {"script": script_of(chapter), "name": "refused", "processes": 2}
+    result = trainer(*flags, status=status, **options)
+    assert_one_sentence(result.run.ranks[0].output, sentence)
+    assert result.checkpoints == []
+
+
+def resume(run, trainer, step: int, train):
+    """The same run, begun again at this step, repeats the rest."""
+    take_over(run, trainer, "resumed", step)
+    resumed = train("resumed")
+    assert f"Continuing from {resumed.folder}" in resumed.output
+    assert exact(resumed.records) == exact(run.records)
+    assert_same_model(resumed, run)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_one_job(trainer, request, chapter):
+    case = CHAPTERS[chapter]
+    steps = [
+        "-m",
+        request.getfixturevalue(case.get("model", "pretrained")),
+        "--no-from-scratch",
+        *STEPS,
+    ]
+    single = trainer(*steps, "-b", 8, name="single")
+
+    def train(name):
+        options = {"script": script_of(chapter), "processes": 2, "before": WATCH_SAVES}
+        return trainer(*steps, *case["flags"], name=name, **options)
+
+    run = train("run")
+    assert_same_losses(single, run, 6, **OFF)
+    assert_synced(run.run.ranks[0].output, run.folder, ["step-00000003", "step-00000006", "final"])
+    assert_same_weights(single, run)
+    resume(run, trainer, 3, train)
+    refuse(trainer, chapter, case["bad"], case["sentence"], case.get("status", 2))
+
+
+def assert_same_weights(a, b) -> None:
+    """But for the order in which fp32 numbers are added up."""
+    a, b = (load_file(run.folder / "final" / "model.safetensors") for run in (a, b))
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+
+
+def check_rows(run, folder, steps: int, held_out, monkeypatch) -> None:
+    """Other rows on each rank; the losses and norms of a plain loop, the tool's held-out loss."""
+    rows = [part.view(steps, -1, part.shape[-1]) for part in run.seen]
+    losses, norms = plain_loop(folder, [torch.cat(parts) for parts in zip(*rows, strict=True)])
+    assert run.column("loss") == pytest.approx(losses, rel=1e-5)
+    assert run.column("grad_norm") == pytest.approx(norms, rel=3e-5)
+    seen = [tuple(row) for part in rows for row in part.flatten(0, 1).tolist()]
+    assert len(set(seen)) == len(seen)
+    monkeypatch.syspath_prepend(REPOSITORY / "tools")
+    tool = load(REPOSITORY / "tools" / "perplexity.py")
+    flags = ["-d", held_out, "-s", 32, "--eval-documents", 20]
+    arguments = ["perplexity.py", run.folder / "final", *flags]
+    monkeypatch.setattr(sys, "argv", list(map(str, arguments)))
+    assert tool.measure(tool.parse_args())[0] == pytest.approx(run.column("eval/loss")[-1], 1e-5)
+
+
+@pytest.fixture
+def corpus(tmp_path, texts):
+    """Two files to train on, and one that is held out. Their documents are short, so all fit."""
+    documents = [json.dumps({"text": f"{n} {text[:40]}"}) + "\n" for n, text in enumerate(texts)]
+    for number in range(2):
+        lines = documents[number * 100 : number * 100 + 100]
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines))
+    (tmp_path / "held-out.jsonl").write_text("".join(documents[300:320]))
+    return tmp_path
+
+
+def rows_job(trainer, chapter, weights, corpus, data, monkeypatch, before="") -> None:
+    """A job on 2 ranks on these data, whose rows are those of a plain loop, and its resume."""
+    held_out = corpus / "held-out.jsonl"
+    flags = ["-m", weights, "--no-from-scratch", *STEPS, "-b", 2, *TWICE, "-d", data]
+    flags += ["--eval-dataset", held_out, "--eval-documents", 20, "--shuffle-window", 16]
+
+    def train(name):
+        path = trainer.folder / f"seen-{name}-"
+        options = {"script": script_of(chapter), "processes": 2, "env": {"SEEN": str(path)}}
+        result = trainer(*flags, name=name, before=before + WATCH + WATCH_SAVES, **options)
+        result.seen = [torch.load(f"{path}{rank}") for rank in range(2)]
+        return result
+
+    run = train("run")
+    assert_synced(run.run.ranks[0].output, run.folder, ["step-00000003", "step-00000006", "final"])
+    check_rows(run, weights, 6, held_out, monkeypatch)
+    resume(run, trainer, 3, train)
+
+
+@pytest.mark.parametrize("chapter", ["04-streaming"])
+def test_one_job_of_streams(trainer, pretrained, corpus, monkeypatch, chapter):
+    rows_job(trainer, chapter, pretrained, corpus, f"{corpus}/?.jsonl", monkeypatch)
+    refuse(trainer, chapter, ["--shuffle-window", 0], "must be a number, 1 or larger")
+
+
+@pytest.mark.parametrize("chapter", ["10-mds-shards"])
+def test_one_job_of_shards(trainer, pretrained, corpus, monkeypatch, chapter):
+    if NO_TORCHVISION:
+        monkeypatch.syspath_prepend(STAND_IN)
+    flags = ["-o", corpus / "shards", "-m", TINY_LLAMA, "-d", f"{corpus}/?.jsonl", "-s", 32]
+    flags += ["--processes", 1, "--part-rows", 30]
+    tool = REPOSITORY / "tools" / "write-mds.py"
+    run = Run(tool, flags, corpus / "output.txt", before=IMPORTABLE)
+    assert run.wait() == 0, run.output
+    shards = corpus / "shards"
+    rows_job(trainer, chapter, pretrained, corpus, shards, monkeypatch, IMPORTABLE)
+    refuse(trainer, chapter, ["--local-cache"], "expected one argument")
+
+
+# The name of a checkpoint is written when all ranks have written their files.
+WATCH_NAME = """
+import json, pathlib
+
+def write_text(path, text):
+    if path.name == "run.json":
+        checkpoint = pathlib.Path(json.loads(text)["checkpoint"])
+        files = {file.name for file in checkpoint.iterdir()}
+        assert {"trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} <= files, files
+    return original(path, text)
+
+original = pathlib.Path.write_text
+pathlib.Path.write_text = write_text
+"""
+
+
+@pytest.mark.parametrize("chapter", ["09-hf-trainer"])
+def test_one_job_of_the_trainer(trainer, tmp_path, model, dataset, chapter):
+    (tmp_path / "9").mkdir()
+    runs = Runs(tmp_path / "9", model, dataset)
+    # The 10 held-out samples divide by 2 ranks × 1. The Trainer would fill up a larger last batch.
+    flags = ["training.max_steps=8", "training.eval_steps=4", "parallel=ddp"]
+    flags += ["training.per_device_train_batch_size=2", "training.per_device_eval_batch_size=1"]
+    flags += ["training.gradient_accumulation_steps=2"]
+    single = trainer("-b", 8, "--max-steps", 8, "--eval-freq", 4, name="single")
+    options = {"processes": 2, "before": SLOW_RANK_1 + WATCH_NAME}
+    run = runs(*flags, name="run", **options)
+    for name, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3), ("eval/loss", 1e-4)):
+        assert run.column(name) == pytest.approx(single.column(name), rel=tolerance)
+    stopped = runs(*flags, name="stopped", processes=2, before=STOP, status=143)
+    resumed = runs(*flags, name="stopped", **options)
+    assert f"checkpoint: {stopped.folder}/checkpoint-5" in resumed.output
+    assert resumed.column("loss") == run.column("loss")
+    assert_same_model(resumed, run)
+    refused = runs.start("training.eval_steps=0")
+    assert refused.wait() == 1
+    assert_one_sentence(refused.output, "training.eval_steps must be 1 or more, not 0")

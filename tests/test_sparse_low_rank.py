@@ -1,0 +1,635 @@
+"""Chapter 14 trains B, A and S exactly as autograd would train them through dense matrices."""
+
+import io
+import json
+import re
+import shutil
+import subprocess
+import tracemalloc
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import (
+    Trainer,
+    assert_one_sentence,
+    assert_same_losses,
+    assert_same_model,
+    damaged,
+    exact,
+    take_over,
+    write_model,
+)
+from runner import CHAPTER_1, CHAPTER_14, REPOSITORY, load, outcome
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM
+
+RANK, DENSITY, ALPHA = 4, 0.05, 9.0
+PARTS = ["--rank", RANK, "--density", DENSITY, "--alpha", ALPHA]
+
+
+class SparseTrainer(Trainer):
+    """Runs chapter 14, which has no --from-scratch."""
+
+    def defaults(self, name: str) -> list:
+        flags = [flag for flag in super().defaults(name) if flag != "--from-scratch"]
+        return [*flags, *PARTS]
+
+    def start(self, *flags, script=CHAPTER_14, **options):
+        return super().start(*flags, script=script, **options)
+
+
+@pytest.fixture
+def sparse(tmp_path, model, dataset) -> SparseTrainer:
+    folder = tmp_path / "sparse"
+    folder.mkdir()
+    return SparseTrainer(folder, model, dataset)
+
+
+@pytest.fixture(scope="module")
+def chapter():
+    """The script as a module, for tests of its functions."""
+    return load(CHAPTER_14)
+
+
+def merged_with_chapter_2(folder):
+    """The command of the README: the diff of this chapter, applied to chapter 2."""
+    names = ["02-ddp", "01-single-gpu", "14-sparse-low-rank"]
+    files = [REPOSITORY / name / "train-llm.py" for name in names]
+    command = ["git", "merge-file", "--stdout", "--ours", *files]
+    script = folder / "with-ddp" / "train-llm.py"
+    script.parent.mkdir()
+    script.write_text(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return script
+
+
+# -- The same training -----------------------------------------------------------------------------
+
+
+def test_one_device_two_devices_and_a_resume(sparse, tmp_path):
+    """Chapter 2 with this chapter's diff has the same losses. A resume is exact."""
+    flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3]
+    one = sparse(*flags, name="one")
+    assert "14 matrices are now sparse plus low-rank, 0 stay dense" in one.output
+    take_over(one, sparse, "resumed", 3)
+    resumed = sparse(*flags, name="resumed")
+    assert "Continuing from" in resumed.output
+    assert exact(resumed.records) == exact(one.records)
+    assert_same_model(one, resumed)
+    script = merged_with_chapter_2(tmp_path)
+    two = sparse(*flags, "-b", 2, name="two", script=script, processes=2)
+    assert_same_losses(one, two, logged_steps=6)
+    refused = sparse(*flags, "--density", 0, status=2)
+    assert_one_sentence(refused.output, "must be a number, 0.001 or larger and below 0.5, not 0")
+
+
+@pytest.mark.rest
+def test_only_the_docstring_of_chapter_2_conflicts():
+    names = ["02-ddp", "01-single-gpu", "14-sparse-low-rank"]
+    files = [REPOSITORY / name / "train-llm.py" for name in names]
+    command = ["git", "merge-file", "--stdout", *files]
+    text = subprocess.run(command, capture_output=True, text=True).stdout
+    assert text.count("<<<<<<<") == 1
+    assert text.startswith("<<<<<<<")
+    (rest,) = re.findall(r"\n>>>>>>> .*\n(.*)", text)
+    assert rest == '"""'
+    # The merge has every line that this chapter adds, and every line that chapter 2 adds.
+    for name in ("02-ddp", "14-sparse-low-rank"):
+        diff = (REPOSITORY / name / "changes.diff").read_text().partition("\n import ")[2]
+        added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
+        assert [line for line in added if line not in text.splitlines()] == []
+
+
+@pytest.mark.rest
+def test_accumulation_checkpointing_and_bf16(sparse):
+    flags = ["--max-steps", 4, "--eval-freq", 2]
+    plain = sparse(*flags, name="plain")
+    other = ["-b", 2, "--gradient-accumulation-steps", 2, "--activation-checkpointing"]
+    assert_same_losses(plain, sparse(*flags, *other, name="other"), logged_steps=4)
+    bf16 = sparse(*flags, "--dtype", "bf16", name="bf16")
+    assert bf16.column("loss") == pytest.approx(plain.column("loss"), rel=5e-3)
+    assert bf16.column("grad_norm") == pytest.approx(plain.column("grad_norm"), rel=5e-2)
+    assert bf16.column("loss") != plain.column("loss")
+
+
+# -- Gradients and merged weights, against dense matrices ------------------------------------------
+
+SHAPE = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 4}
+GROUPED = SHAPE | {"num_key_value_heads": 2, "head_dim": 16}
+CONFIGS = {
+    "llama": GROUPED,
+    "qwen2": GROUPED,
+    "qwen3": GROUPED,
+    "gpt_neox": SHAPE,
+    "olmo2": SHAPE,
+    "gemma2": GROUPED,
+    "bloom": {"vocab_size": 97, "hidden_size": 48, "n_layer": 2, "n_head": 4},
+}
+TOKENS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
+ARGS = {"model_name": "a model", "rank": RANK, "density": DENSITY, "alpha": ALPHA, "seed": 0}
+ARGS |= {"dtype": "fp32", "activation_checkpointing": False, "compile": False}
+
+
+def config_of(family: str):
+    return AutoConfig.for_model(family, **CONFIGS[family])
+
+
+def build(chapter, family: str, **flags):
+    torch.manual_seed(0)
+    args = SimpleNamespace(**ARGS | flags)
+    return chapter.build_model(args, config_of(family), torch.device("cpu"), None)
+
+
+def with_random_parts(chapter, family: str, **flags):
+    """B and biases are not zero here, so that every gradient is."""
+    model = build(chapter, family, **flags)
+    for layer in chapter.sparse_layers(model).values():
+        torch.nn.init.normal_(layer.B, std=0.1)
+        if layer.bias is not None:
+            torch.nn.init.normal_(layer.bias, std=0.1)
+    return model
+
+
+def dense_of(layer) -> torch.Tensor:
+    """W by its definition, place by place."""
+    weight = (ALPHA / RANK * (layer.B.double() @ layer.A.double())).detach()
+    columns = weight.shape[1]
+    for place, value in zip(layer.support.tolist(), layer.values.tolist(), strict=True):
+        weight[place // columns, place % columns] += value
+    return weight
+
+
+def dense_model(chapter, model):
+    """The same model in plain Transformers, in double precision."""
+    dense = AutoModelForCausalLM.from_config(model.config, dtype=torch.float64)
+    layers = chapter.sparse_layers(model)
+    weights = model.state_dict()
+    for name, layer in layers.items():
+        weights[f"{name}.weight"] = dense_of(layer)
+    assert dense.load_state_dict(weights, strict=False).missing_keys == []
+    return dense
+
+
+def assert_near(a: torch.Tensor, b: torch.Tensor, what: str, tolerance: float = 1e-6) -> None:
+    """Within a millionth of the largest element."""
+    error = (a - b).abs().max() / b.abs().max()
+    assert error <= tolerance, f"{what}: {error:.1e}"
+
+
+def errors_of_gradients(chapter, model) -> dict[str, float]:
+    """For each parameter, the largest error relative to the largest element."""
+    model.double()
+    dense = dense_model(chapter, model)
+    for each in (model, dense):
+        each.train()
+        each(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    expected = {name: p.grad for name, p in dense.named_parameters()}
+    for name, layer in chapter.sparse_layers(model).items():
+        gradient = expected.pop(f"{name}.weight")
+        expected[f"{name}.B"] = ALPHA / RANK * gradient @ layer.A.T
+        expected[f"{name}.A"] = ALPHA / RANK * layer.B.T @ gradient
+        expected[f"{name}.values"] = gradient.flatten()[layer.support.long()]
+    found = {name: p.grad for name, p in model.named_parameters()}
+    assert found.keys() == expected.keys()
+    errors = {}
+    for name, gradient in expected.items():
+        # In gpt_neox and bloom, the bias of the keys has no effect on the loss: only noise is left.
+        size = gradient.abs().max().clamp(1e-4)
+        errors[name] = ((found[name] - gradient).abs().max() / size).item()
+    return errors
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_gradients_and_merged_weights(chapter, family):
+    assert {*chapter.FAMILIES} == {*CONFIGS}
+    model = with_random_parts(chapter, family)
+    dense = dense_model(chapter, model).eval()
+    merged = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    weights = chapter.merged_weights(model)
+    assert weights.keys() == merged.state_dict().keys()
+    merged.load_state_dict(weights)
+    model.eval()
+    with torch.no_grad():
+        logits, expected = (each(input_ids=TOKENS).logits for each in (merged, model))
+        assert_near(logits, expected, "merged")
+        assert_near(logits, dense(input_ids=TOKENS).logits, "by definition", 5e-6)
+    errors = errors_of_gradients(chapter, model)
+    assert max(errors.values()) < 1e-6, max(errors.items(), key=lambda pair: pair[1])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_compiled_without_graph_breaks(chapter, dtype):
+    """The same gradients as without the compiler."""
+    gradients = []
+    for backend in (None, "aot_eager"):
+        model = with_random_parts(chapter, "llama")
+        if backend:
+            torch._dynamo.reset()
+            for layer in model.model.layers:
+                layer.compile(fullgraph=True, backend=backend)  # a break would be an error
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+            loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+        loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.dtype == torch.float32
+        assert_near(gradients[1][name], gradient, name, {"fp32": 2e-6, "bf16": 3e-2}[dtype])
+
+
+def test_products_in_bf16(chapter):
+    """Autocast reaches our function: all large products have inputs in bf16."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                seen.append({x.dtype for x in args if torch.is_tensor(x)})
+            return op(*args, **kwargs or {})
+
+    model = with_random_parts(chapter, "llama")
+    with Watch():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+        loss.backward()
+    # In each of the 14 layers 2 products forward and 5 backward; the head has 3
+    assert len(seen) == 14 * 7 + 3
+    assert all(dtypes == {torch.bfloat16} for dtypes in seen)
+
+
+# What autograd keeps: each storage once, without parameters and buffers.
+def kept_bytes(model) -> int:
+    own = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *model.buffers()]}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+def test_no_dense_weight_is_kept_for_the_backward_pass(chapter):
+    """As many bytes as the dense model keeps."""
+    model = with_random_parts(chapter, "llama")
+    dense = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    assert kept_bytes(model) == kept_bytes(dense)
+
+
+# -- Initial values --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_every_value_is_initialised(chapter, family, monkeypatch):
+    """`to_empty` leaves whatever is in memory: here NaN, and the largest integer."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = build(chapter, family)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for name, x in [*model.named_parameters(), *model.named_buffers()]:
+        assert x.isfinite().all(), name
+    for name, layer in chapter.sparse_layers(model).items():
+        bound = layer.A.shape[1] ** -0.5
+        assert not layer.B.any(), name
+        assert layer.bias is None or not layer.bias.any(), name
+        for part in (layer.A, layer.values):
+            assert 0.95 * bound < part.abs().max() <= bound, name
+            assert abs(part.mean()) < 0.2 * bound, name
+        assert layer.support.max() < len(layer.B) * layer.A.shape[1], name
+
+
+def parts_that_learn(chapter, model) -> set[str]:
+    """Of B, A and the values of S, those that have a gradient in every layer."""
+    model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
+    layers = chapter.sparse_layers(model).values()
+    return {p for p in ("B", "A", "values") if all(getattr(x, p).grad.any() for x in layers)}
+
+
+def test_without_s_nothing_learns(chapter):
+    """B = 0 and S = 0 is a saddle point: all weights of the layers are zero, and so are theirs."""
+    model = build(chapter, "llama")
+    assert parts_that_learn(chapter, model) == {"B", "values"}  # A learns as soon as B has changed
+    model.zero_grad()
+    for layer in chapter.sparse_layers(model).values():
+        torch.nn.init.zeros_(layer.values)
+    assert parts_that_learn(chapter, model) == set()
+    assert not any(p.grad.any() for p in model.model.layers.parameters())
+
+
+def test_no_weight_decay_for_the_parts(chapter):
+    model = with_random_parts(chapter, "qwen2")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    groups = chapter.parameter_groups(model, SimpleNamespace(weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    torch.optim.AdamW(groups, lr=0.1).step()
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert changed == {"model.embed_tokens.weight", "lm_head.weight"}
+    torch.testing.assert_close(model.lm_head.weight, 0.95 * before["lm_head.weight"])
+
+
+# -- The places of S -------------------------------------------------------------------------------
+
+
+def test_places_are_the_same_in_every_version(chapter):
+    """Other numbers would be another S, so that old runs could not resume."""
+    places = chapter.random_places(1000, 12, (3, 1))
+    assert places.tolist() == [42, 84, 103, 180, 205, 218, 288, 351, 549, 646, 740, 818]
+    model = build(chapter, "llama", seed=3)
+    layers = [*chapter.sparse_layers(model).values()]
+    for number, layer in enumerate(layers):
+        size = len(layer.B) * layer.A.shape[1]
+        expected = chapter.random_places(size, len(layer.values), (3, number))
+        assert layer.support.tolist() == expected.tolist()
+    assert len({layer.get_extra_state() for layer in layers}) == len(layers)
+
+
+@pytest.mark.parametrize(("size", "count"), [(1000, 1), (1000, 30), (50, 24), (10**6, 30_000)])
+def test_places_are_different_and_equally_likely(chapter, size, count):
+    rounds = 300 if size < 10**6 else 1
+    counts = np.zeros(size)
+    for seed in range(rounds):
+        places = chapter.random_places(size, count, (seed, 0))
+        assert len(places) == count
+        assert (np.diff(places) > 0).all()
+        assert places[0] >= 0
+        assert places[-1] < size
+        counts[places] += 1
+    # Sums over tenths of all places, whose standard deviation is at most the root of their mean
+    tenths = counts.reshape(10, -1).sum(1)
+    mean = rounds * count / 10
+    assert abs(tenths - mean).max() < 4 * mean**0.5
+
+
+def test_drawing_places_needs_little_memory(chapter):
+    """A permutation of 4 million places would take 32 MB."""
+    tracemalloc.start()
+    places = chapter.random_places(4_000_000, 120_000, (0, 0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(places) == 120_000
+    assert peak < 8e6
+
+
+# -- Memory of final/ ------------------------------------------------------------------------------
+
+
+class Peak(TorchDispatchMode):
+    """The largest sum of the bytes of new tensors that exist at the same time."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.old = {x.untyped_storage()._cdata for x in [*model.parameters(), *model.buffers()]}
+        self.storages, self.elsewhere, self.peak = {}, [], 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        result = op(*args, **kwargs or {})
+        for tensor in tree_leaves(result):
+            if torch.is_tensor(tensor):
+                storage = tensor.untyped_storage()
+                self.storages[storage._cdata] = weakref.ref(storage)
+        alive = [reference() for reference in self.storages.values()]
+        new = [x for x in alive if x is not None and x._cdata not in self.old]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in new))
+        return result
+
+    def cpu(self, tensor):
+        """In place of Tensor.cpu: a copy that does not count, as if the tensor were on a GPU."""
+        copy = torch.from_numpy(np.array(tensor.detach().numpy()))
+        self.old.add(copy.untyped_storage()._cdata)
+        self.elsewhere.append(copy)
+        return copy
+
+
+def test_merging_needs_memory_for_one_matrix(chapter, monkeypatch):
+    """Beside the optimizer, a GPU may have no room for all dense weights."""
+    model = with_random_parts(chapter, "llama")
+    watch = Peak(model)
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: watch.cpu(tensor))
+    with watch:
+        weights = chapter.merged_weights(model)
+    matrices = [weights[f"{name}.weight"] for name in chapter.sparse_layers(model)]
+    assert len(matrices) == 14
+    assert all(any(matrix is copy for copy in watch.elsewhere) for matrix in matrices)
+    largest = max(matrix.nbytes for matrix in matrices)
+    # The matrix, a scaled B and the matrix before: much less than the 14 matrices together
+    assert largest <= watch.peak < 2.2 * largest
+    assert sum(matrix.nbytes for matrix in matrices) > 4 * watch.peak
+
+
+# -- Checkpoints and files -------------------------------------------------------------------------
+
+FLAGS = ["--max-steps", 4, "--eval-freq", 4, "--ckpt-freq", 2]
+
+
+@pytest.fixture(scope="module")
+def origin(tmp_path_factory, model, dataset):
+    """A run of 4 steps with a checkpoint at step 2."""
+    trainer = SparseTrainer(tmp_path_factory.mktemp("origin"), model, dataset)
+    return trainer(*FLAGS, name="origin")
+
+
+def copy_of(origin, sparse, name="run") -> None:
+    take_over(origin, sparse, name, 2)
+
+
+@pytest.mark.rest
+def test_final_in_plain_transformers(chapter, origin, model):
+    final = origin.folder / "final"
+    plain, report = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
+    assert not any(report.values()), report
+    args = SimpleNamespace(**ARGS | {"model_name": str(model)})
+    config = AutoConfig.from_pretrained(model)
+    checkpoint = origin.folder / "step-00000004"
+    trained = chapter.build_model(args, config, torch.device("cpu"), checkpoint)
+    with torch.no_grad():
+        a, b = (each.eval()(input_ids=TOKENS).logits for each in (plain, trained))
+    assert_near(a, b, "logits")
+    # A checkpoint has no places, and nothing of the size of a dense weight
+    names = {name.rpartition(".")[2] for name in torch.load(checkpoint / "weights.pt")}
+    assert names == {"weight", "B", "A", "values", "_extra_state"}
+    state = torch.load(checkpoint / "training_state.pt")["optimizer"]["state"].values()
+    moments = sum(moment.numel() for each in state for moment in each.values() if moment.dim())
+    assert moments == 2 * trained.num_parameters()
+
+
+OTHER_FLAGS = {"rank": 8, "density": 0.1, "alpha": 4}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("flag", OTHER_FLAGS)
+def test_other_parts_are_refused_at_a_resume(sparse, origin, flag):
+    copy_of(origin, sparse)
+    before = sorted(sparse.folder.rglob("*"))
+    result = sparse(*FLAGS, f"--{flag}", OTHER_FLAGS[flag], status=1)
+    assert_one_sentence(result.output, f"--{flag} was ")
+    assert [path for path in before if not path.exists()] == []
+
+
+SEED = "layer.initialize(seed=(args.seed, number))"
+CHECK = "if saved != self.get_extra_state():"
+
+
+@pytest.mark.rest
+def test_other_places_are_refused_at_a_resume(sparse, origin, tmp_path):
+    """Without the check, the run would go on with another loss, and without an error."""
+    damages = {SEED: SEED.replace("number", "number + 1")}
+    other = damaged(CHAPTER_14, tmp_path / "other", damages)
+    unchecked = damaged(CHAPTER_14, tmp_path / "unchecked", damages | {CHECK: "if False:"})
+    copy_of(origin, sparse)
+    before = sorted(sparse.folder.rglob("*"))
+    result = sparse(*FLAGS, script=other, status=1)
+    assert_one_sentence(result.output, "S has other places than in the checkpoint")
+    assert [path for path in before if not path.exists()] == []
+    wrong = sparse(*FLAGS, script=unchecked)
+    losses = origin.column("loss")
+    assert wrong.column("loss")[:2] == losses[:2]
+    assert wrong.column("loss")[2] > losses[2] + 1e-3
+
+
+@pytest.mark.rest
+def test_another_model_or_a_damaged_file_is_refused(sparse, origin, tmp_path):
+    copy_of(origin, sparse)
+    config = json.loads((sparse.model / "config.json").read_text())
+    other = write_model(tmp_path / "other", **config | {"num_hidden_layers": 1})
+    shutil.copytree(sparse.model, tmp_path / "same")
+    (tmp_path / "same" / "config.json").write_text((other / "config.json").read_text())
+    state = sparse.folder / "run" / "step-00000002" / "state.json"
+    text = state.read_text()
+    state.write_text(text.replace(str(sparse.model), str(tmp_path / "same")))
+    result = sparse(*FLAGS, "-m", tmp_path / "same", status=1)
+    sentence = "step-00000002 is damaged, or has another model than "
+    assert_one_sentence(result.output, f"{sentence}{tmp_path / 'same'}")
+    state.write_text(text)
+    for name in ("training_state.pt", "weights.pt"):
+        file = state.with_name(name)
+        file.write_bytes(file.read_bytes()[:1000])
+        result = sparse(*FLAGS, status=1)
+        assert_one_sentence(result.output, "step-00000002 is damaged")
+
+
+@pytest.mark.rest
+def test_chapter_1_and_this_chapter_refuse_each_other(sparse, trainer, origin):
+    take_over(origin, trainer, "run", 2)
+    result = trainer(*FLAGS, script=CHAPTER_1, status=1)
+    assert_one_sentence(result.output, "--rank was 4 in this run: keep it or take another -e")
+    dense = trainer(*FLAGS, script=CHAPTER_1, name="dense")
+    take_over(dense, sparse, "dense", 4)
+    result = sparse(*FLAGS, name="dense", status=1)
+    assert_one_sentence(result.output, "step-00000004 is from another chapter")
+
+
+@pytest.mark.rest
+def test_the_newest_checkpoint_becomes_final(sparse, origin):
+    """With --max-steps at its step, nothing is trained any more, and final/ is written."""
+    copy_of(origin, sparse)
+    result = sparse("--max-steps", 2, "--eval-freq", 0)
+    assert "step 3/" not in result.output
+    assert (result.folder / "final" / "model.safetensors").exists()
+    assert result.column("loss") == origin.column("loss")[:2]
+
+
+@pytest.mark.rest
+def test_tools_refuse_step_folders(origin, dataset, tmp_path):
+    step = origin.folder / "step-00000004"
+    tools = REPOSITORY / "tools"
+    refusal = f"{step} is a checkpoint of chapter 14, with B, A and S apart"
+    calls = {
+        "generate.py": [step],
+        "perplexity.py": [step, "-d", dataset],
+        "convert-checkpoint.py": [step, tmp_path / "new", "--to", "transformers"],
+    }
+    for name, arguments in calls.items():
+        status, output = outcome(tmp_path, tools / name, *arguments)
+        assert status == 1, output
+        assert_one_sentence(output, refusal)
+    assert not (tmp_path / "new").exists()
+    for name, arguments in (("generate.py", []), ("perplexity.py", ["-d", dataset, "-s", 32])):
+        status, output = outcome(tmp_path, tools / name, origin.folder / "final", *arguments)
+        assert status == 0, output
+
+
+# -- What is refused, and what is printed ----------------------------------------------------------
+
+REFUSED = {
+    "density 0": (2, ["--density", 0], "must be a number, 0.001 or larger and below 0.5, not 0"),
+    "density 0.5": (2, ["--density", 0.5], "must be a number, 0.001 or larger and below 0.5"),
+    "alpha 0": (2, ["--alpha", 0], "must be a number, 0.001 or larger, not 0"),
+    "rank 0": (2, ["--rank", 0], "must be a number, 1 or larger, not 0"),
+    "a high rank": (1, ["--rank", 64], "would become smaller: lower --rank or --density"),
+    "pretrained weights": (2, ["--from-scratch"], "unrecognized arguments: --from-scratch"),
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_one_sentence(sparse, case):
+    status, flags, part = REFUSED[case]
+    assert_one_sentence(sparse(*flags, status=status).output, part)
+
+
+@pytest.mark.rest
+def test_layers_without_linear_are_refused(sparse, dropout_model, tmp_path):
+    """GPT-2's Conv1D is no nn.Linear. Without the list, the count of replaced layers is 0."""
+    flags = ["--max-steps", 1, "--eval-freq", 0, "-m", dropout_model]
+    result = sparse(*flags, status=1)
+    assert_one_sentence(result.output, "gpt2 is not among llama, qwen2, qwen3, gpt_neox, olmo2,")
+    script = damaged(CHAPTER_14, tmp_path, {'FAMILIES = ["llama"': 'FAMILIES = ["gpt2", "llama"'})
+    result = sparse(*flags, script=script, status=1)
+    assert_one_sentence(result.output, "would become smaller: lower --rank or --density")
+    assert not [*sparse.folder.glob("run/step-*")]
+
+
+@pytest.mark.rest
+def test_small_matrices_stay_dense(chapter, monkeypatch):
+    """With rank 20, B and A of the keys and values of grouped heads would be larger than W."""
+    monkeypatch.setattr(chapter, "CONSOLE", io.StringIO())
+    shape = {"hidden_size": 96, "num_key_value_heads": 1, "intermediate_size": 96}
+    config = AutoConfig.for_model("llama", **SHAPE | shape)
+    model = chapter.build_model(
+        SimpleNamespace(**ARGS | {"rank": 20}), config, torch.device("cpu"), None
+    )
+    output = chapter.CONSOLE.getvalue()
+    assert "10 matrices are now sparse plus low-rank, 4 stay dense" in output
+    dense = AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers:
+        assert type(layer.self_attn.k_proj) is torch.nn.Linear
+        assert type(layer.self_attn.v_proj) is torch.nn.Linear
+    # 2 of 96 × 96 for attention and 3 for the MLP: r (m + n) numbers, and 5 % of m n, rounded up
+    saved = 96 * 96 - 20 * (96 + 96) - 461
+    expected = dense.num_parameters() - 2 * 5 * saved
+    assert model.num_parameters() == expected
+    counts = f"{dense.num_parameters():,} parameters of the dense model are now {expected:,}"
+    assert counts in output
+
+
+# -- The benchmark ---------------------------------------------------------------------------------
+
+
+@pytest.mark.rest
+def test_benchmark(tmp_path):
+    """It ends with an error if the bytes are not those of the formula, or if a line has changed."""
+    benchmark = REPOSITORY / "benchmarks" / "sparse-low-rank.py"
+    status, output = outcome(tmp_path, benchmark, "memory")
+    assert status == 0, output
+    assert "| sparse plus low rank | 2.393 | 0.094 | 2.393 | 4.786 | 9.666 | 9.666 |" in output
+    methods = load(benchmark).METHODS
+    records = tmp_path / "records.jsonl"
+    lines = []
+    for method in methods:
+        flags = ["--methods", method, "--seeds", 0, "--steps", 1, "--records", records]
+        status, output = outcome(tmp_path, benchmark, "loss", *flags)
+        assert status == 0, output
+        lines.append(re.search(rf"^\| {method} \| ([\d,]+) \|", output, re.MULTILINE)[1])
+    assert lines == ["1,049,728", "627,552", "574,592", "598,196"]
+    assert len(records.read_text().splitlines()) == len(methods)

@@ -1,0 +1,80 @@
+"""Which tests are in which tier: `rest` marks those of the second, all others are quick."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from runner import REPOSITORY
+
+# What takes long, or needs more than Python: a browser, Slurm, network namespaces, torchrun with
+# its workers, and many runs at a time. Names of functions and fixtures in the tests.
+SLOW = {"browser", "slurm", "sweep", "require_namespaces", "Launch", "Forking", "FORKING"}
+SLOW |= {"make_runs"}
+RUNS = {"trainer", "Run", "Job"}  # with --compile, they take minutes
+FILES = sorted(Path(__file__).parent.glob("test_*.py"))
+
+
+def is_rest(node) -> bool:
+    return any(ast.unparse(mark).startswith("pytest.mark.rest") for mark in node.decorator_list)
+
+
+def tiers_of(text: str) -> dict[str, tuple[bool, set]]:
+    """By name: is the test in the second tier, and the names that it uses, also by its helpers."""
+    tree = ast.parse(text)
+    functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    whole_file = "\npytestmark = pytest.mark.rest\n" in text
+    used = {}
+    for name, node in functions.items():
+        names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+        own = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+        words = {n.id for n in names} - own
+        words |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+        flags = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
+        words |= {flag for flag in flags if flag == "--compile"}
+        used[name] = words
+
+    def all_used(name, seen):
+        for word in used[name] & used.keys() - seen:
+            seen.add(word)
+            all_used(word, seen)
+        return set().union(used[name], *(used[word] for word in seen))
+
+    tests = {name: node for name, node in functions.items() if name.startswith("test_")}
+    return {
+        name: (whole_file or is_rest(node), all_used(name, set())) for name, node in tests.items()
+    }
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_what_is_slow_is_not_in_the_quick_tier(file):
+    for name, (rest, used) in tiers_of(file.read_text()).items():
+        compiled = "--compile" in used and used & RUNS
+        assert rest or not (used & SLOW or compiled), (name, used & SLOW)
+
+
+EXAMPLE = """
+def page(browser): ...
+
+@pytest.mark.rest
+def test_b(page): ...
+
+def test_c(page): ...
+"""
+
+
+def test_that_a_slow_test_is_noticed():
+    tests = tiers_of(EXAMPLE)
+    assert tests["test_b"][0]
+    assert not tests["test_c"][0]
+    assert tests["test_c"][1] & SLOW == {"browser"}
+
+
+def test_each_chapter_has_a_quick_job():
+    """Chapter 1's are in test_training.py and test_resume.py."""
+    from test_quick import CHAPTERS
+
+    others = {"04-streaming", "09-hf-trainer", "10-mds-shards"}  # tests of their own
+    chapters = {path.name for path in REPOSITORY.glob("[0-9][0-9]-*")}
+    assert chapters == {"01-single-gpu", *CHAPTERS, *others}
+    text = (REPOSITORY / "tests" / "test_quick.py").read_text()
+    assert all(f'"chapter", ["{chapter}"]' in text for chapter in others)

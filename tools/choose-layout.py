@@ -1,0 +1,423 @@
+"""Chooses how to divide a training between devices. `estimate-scaling.py --choose` calls this.
+
+    python tools/estimate-scaling.py --choose -m meta-llama/Llama-3.1-70B --devices 64 -s 8192
+
+A layout says how many devices form a tensor (tp), pipeline (pp), context (cp) or expert group (ep).
+The other dimension is data parallelism (dp): groups that train on different samples. All layouts
+train on the same global batch. `memory` has formulae for the memory of a layout, and
+`estimate-scaling.py` those for its time. The best layouts are traced with `estimate-memory.py`.
+
+Memory is in bytes and times are in seconds. Printed GB are 1e9 bytes.
+"""
+
+import argparse
+import copy
+import importlib
+import math
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent))
+scaling = importlib.import_module("estimate-scaling")
+
+# Of the memory of a GPU, as in estimate-memory.py
+SPARE = 0.1
+TRACED = 3  # the best layouts
+# Layouts that differ by less count as equally fast, because the estimate is not more exact.
+CLOSE = 1.03
+ROWS = 10  # of the table of layouts that fit
+MOST_DEVICES = 65_536  # where the search for a number of devices ends
+
+
+@dataclass(frozen=True)
+class Layout:
+    chapter: int
+    method: str  # the name in estimate-scaling.py
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    dp: int = 1
+    shards: int = 1  # ranks between which FSDP divides the weights, or this rank's part of them
+    exchange: str = "heads"  # of chapter 11
+    schedule: str = "1f1b"  # of chapters 7 and 13
+    samples: int = 1  # of a micro-batch of a group
+    micro_batches: int = 1  # of a group, in a step
+    checkpointing: bool = False
+
+    def name(self) -> str:
+        names = {1: "one device", 2: "DDP", 3: "FSDP", 5: "HSDP"}
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
+        groups = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+        if self.schedule == "interleaved":
+            groups += ", interleaved"
+        return names.get(self.chapter, groups)
+
+
+@dataclass
+class Choice:
+    """A layout, its bytes per device by formula and by trace, and its times."""
+
+    layout: Layout
+    memory: float
+    step: float = 0.0
+    efficiency: float = 0.0  # computation without repetitions / step
+    bubble: float = 0.0  # share of the step
+    inside: float = 0.0  # bytes that a device sends in a step, within its node
+    outside: float = 0.0  # and to other nodes
+    traced: float | None = None
+    problem: str = field(default="")
+
+
+# -- Which layouts there are -----------------------------------------------------------------------
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def powers_of_two(limit: int) -> list[int]:
+    return [2**k for k in range(limit.bit_length()) if 2**k <= limit]
+
+
+def shapes(model, devices: int, per_node: int, args) -> list[Layout]:
+    """All layouts, without micro-batches."""
+    found = [Layout(1, "DDP")] if devices == 1 else []
+    if devices == 1:
+        return found
+    found.append(Layout(2, "DDP", dp=devices))
+    found.append(Layout(3, "FSDP", dp=devices, shards=devices))
+    if devices > per_node:
+        found.append(Layout(5, "HSDP", dp=devices, shards=per_node))
+    for tp in divisors(per_node):
+        if model.key_heads % tp or args.seq_length % tp:
+            continue
+        for pp in powers_of_two(min(devices // tp, model.layers)):
+            dp = devices // (tp * pp)
+            if tp * pp == 1 or devices % (tp * pp):
+                continue
+            chapter = 6 if pp == 1 else 7 if tp == 1 else 13
+            method = "TP" if pp == 1 else "3D"
+            found.append(Layout(chapter, method, tp=tp, pp=pp, dp=dp, shards=dp))
+    for cp in divisors(per_node)[1:]:
+        if args.seq_length % (2 * cp) == 0 and devices % cp == 0:
+            exchange = "tokens" if model.key_heads % cp else "heads"
+            facts = {"dp": devices // cp, "shards": devices, "exchange": exchange}
+            found.append(Layout(11, "CP", cp=cp, **facts))
+    for ep in divisors(per_node)[1:] if model.expert_count else []:
+        if model.expert_count % ep == 0:
+            found.append(Layout(12, "EP", ep=ep, dp=devices, shards=devices))
+    return found
+
+
+def variants(shape: Layout, layers: int, global_batch: int) -> list[Layout]:
+    """This shape with all sizes of micro-batches, with and without checkpointing, and schedules."""
+    if global_batch % shape.dp:
+        return []
+    samples_of_group = global_batch // shape.dp
+    found = []
+    for samples in powers_of_two(min(samples_of_group, 16)):
+        count = samples_of_group // samples
+        if samples_of_group % samples == 0 and count >= shape.pp:
+            layout = replace(shape, samples=samples, micro_batches=count)
+            found.append(layout)
+            rounds_are_full = count % shape.pp == 0 and count >= 2 * shape.pp
+            if shape.pp > 1 and layers >= 2 * shape.pp and rounds_are_full:
+                found.append(replace(layout, schedule="interleaved"))
+    return [replace(layout, checkpointing=c) for c in (False, True) for layout in found]
+
+
+# -- Memory and time of a layout -------------------------------------------------------------------
+
+# Bytes per logit at the loss, compiled: bf16 logits and their gradient
+LOGIT = 4
+
+
+def memory(model, layout: Layout, args, offload: bool = False) -> float:
+    """Bytes of the fullest device at its fullest moment, by rules of thumb.
+
+    With AdamW and fp32 weights: 4 bytes per parameter for weights, 8 for moments, 4 for gradients
+    and 2 for copies in bf16. What FSDP shards is divided by the shards.
+    """
+    t, n, p = layout.tp, layout.shards, layout.pp
+    tokens = layout.samples * args.seq_length / layout.cp  # that this device computes
+    hidden = model.hidden_size
+    # The widths of what the matrices of a layer read and write: parameters / hidden size
+    width = model.used_by_token / hidden
+    kept = 2 * tokens * ((width + 2 * hidden) / t + 2 * hidden)  # for the backward pass of a layer
+    layers = math.ceil((model.layers + 2) / p) if p > 1 else model.layers
+    in_flight = min(p, layout.micro_batches)  # micro-batches of the first stage
+    if layout.schedule == "interleaved":  # 3p - 1 micro-batches, of half as many layers
+        in_flight = (3 * p - 1) / 2
+    activations = layers * in_flight * kept
+    if layout.checkpointing:
+        activations = layers * in_flight * 2 * tokens * hidden / t + kept
+    vocabulary = model.root / hidden / (1 if model.tied else 2)
+    logits = LOGIT * tokens * vocabulary / t
+
+    experts = model.experts / layout.ep
+    layer = (model.layer - model.experts + experts) / t
+    root = model.root / t
+    if layout.chapter in (1, 2):
+        state = 18 * model.parameters
+    elif p > 1:
+        ends = 1 if model.tied or p == 1 else 2
+        parameters = max(layers * layer, (layers - 1) * layer + root / ends)
+        state = (6 + 12 / n) * parameters
+    else:
+        state = 0 if offload else 16 * model.parameters / t / n
+        # Two layers are gathered, and the root; gradients of a layer, and its buffer in fp32
+        state += 2 * (3 * layer + root) + 6 * layer
+    return state + activations + logits
+
+
+def settings(layout: Layout, args) -> argparse.Namespace:
+    """The flags of estimate-scaling.py for this layout. It counts samples per device."""
+    changed = copy.copy(args)
+    changed.activation_checkpointing = layout.checkpointing
+    changed.tensor_parallel, changed.pipeline_parallel = layout.tp, layout.pp
+    changed.context_parallel, changed.expert_parallel = layout.cp, layout.ep
+    changed.exchange, changed.schedule = layout.exchange, layout.schedule
+    changed.batch_size = layout.samples / layout.tp
+    changed.gradient_accumulation_steps = layout.micro_batches / (layout.pp * layout.cp)
+    return changed
+
+
+def assess(model, layout: Layout, nodes: int, cluster, args) -> Choice:
+    """Memory and times of a layout."""
+    flags = settings(layout, args)
+    e = scaling.estimate(layout.method, model, nodes, cluster, flags)
+    layer, root = scaling.compute_times(model, cluster, flags)
+    useful = 3 * flags.gradient_accumulation_steps * (model.layers * layer + root)
+    outside = e.over_link(cluster.devices) / cluster.devices
+    return Choice(
+        layout,
+        memory(model, layout, args),
+        step=e.step,
+        efficiency=useful / e.step,
+        bubble=e.bubble / e.step,
+        inside=e.sent() - outside,
+        outside=outside,
+    )
+
+
+def room(args) -> float:
+    """Bytes of a device that PyTorch may use."""
+    return args.gpu_memory * 1e9 * (1 - SPARE)
+
+
+def choose(model, devices: int, args) -> tuple[list[Choice], list[Choice]]:
+    """Those that fit, the best first, and those that fall out, each with its problem.
+
+    Of each shape, this is the fastest variant that fits, or else the smallest one. Among the
+    fastest layouts, the earliest chapter comes first.
+    """
+    per_node = min(args.devices_per_node, devices)
+    nodes = devices // per_node
+    cluster = scaling.cluster_of(args, per_node)
+    fit, out = [], []
+    for shape in shapes(model, devices, per_node, args):
+        possible = variants(shape, model.layers, args.global_batch_size)
+        if not possible:
+            what = f"{args.global_batch_size} samples"
+            need = f"{shape.dp} groups of samples with at least {shape.pp} micro-batches"
+            out.append(Choice(shape, math.inf, problem=f"{what} are too few for {need}"))
+            continue
+        smallest = min(possible, key=lambda layout: memory(model, layout, args))
+        possible = [layout for layout in possible if memory(model, layout, args) <= room(args)]
+        if not possible:
+            choice = Choice(smallest, memory(model, smallest, args))
+            choice.problem = f"needs {choice.memory / 1e9:.0f} GB"
+            out.append(choice)
+            continue
+        choices = [assess(model, layout, nodes, cluster, args) for layout in possible]
+        fit.append(min(choices, key=lambda choice: choice.step))
+    fit.sort(key=lambda choice: choice.step)
+    close = [choice for choice in fit if choice.step <= CLOSE * fit[0].step]
+    close.sort(key=lambda choice: (choice.layout.chapter, choice.step))
+    fit[: len(close)] = close
+    return fit, sorted(out, key=lambda choice: choice.memory)
+
+
+# -- The trace -------------------------------------------------------------------------------------
+
+
+NAMES = {1: "chapter 1", 2: "DDP", 3: "FSDP", 5: "HSDP", 6: "tensor parallel", 7: "pipeline"}
+NAMES |= {11: "context parallel", 12: "expert parallel", 13: "pipeline × tensor"}
+
+
+def trace(choice: Choice, devices: int, args, offload: bool = False) -> None:
+    """Notes the bytes that estimate-memory.py finds, or why the chapter refuses the layout."""
+    tool = importlib.import_module("estimate-memory")
+    layout, choice.problem = choice.layout, ""
+    method = tool.METHODS["offload" if offload else NAMES[layout.chapter]]
+    flags = ["-m", args.model_name, "-s", args.seq_length, "-b", layout.samples]
+    flags += ["--gradient-accumulation-steps", layout.micro_batches, "--devices", devices]
+    flags += ["--dtype", args.dtype, *technique(layout)]
+    flags = tool.parse_args([*map(str, flags)])
+    try:
+        config = scaling.load_config(args.model_name)
+        tool.check(config, flags)
+        traces = tool.Traces(config, flags)
+        _, moments = tool.step(traces, method, devices, layout.samples)
+    except SystemExit as refusal:
+        choice.problem = str(refusal).removeprefix("error: ")
+        return
+    choice.traced = tool.peak(moments)
+    if choice.traced > room(args):
+        choice.problem = f"needs {choice.traced / 1e9:.0f} GB, traced"
+
+
+def trace_smallest(model, fit: list[Choice], out: list[Choice], devices: int, args) -> None:
+    """Where no layout fits by formula, traces the smallest ones, in case some of them do."""
+    per_node = min(args.devices_per_node, devices)
+    for smallest in [choice for choice in out if choice.memory < math.inf][:TRACED]:
+        trace(smallest, devices, args)
+        if not smallest.problem:
+            out.remove(smallest)
+            nodes, cluster = devices // per_node, scaling.cluster_of(args, per_node)
+            choice = assess(model, smallest.layout, nodes, cluster, args)
+            choice.traced = smallest.traced
+            fit.append(choice)
+
+
+def trace_best(fit: list[Choice], out: list[Choice], devices: int, args, wanted: int) -> None:
+    """Traces so many of the best layouts. Those that do not fit after all move to the others."""
+    place = 0
+    for _ in range(2 * wanted):  # attempts
+        if place == min(wanted, len(fit)):
+            return
+        trace(fit[place], devices, args)
+        if fit[place].problem:
+            out.insert(0, fit.pop(place))
+        else:
+            place += 1
+
+
+# -- What is printed -------------------------------------------------------------------------------
+
+
+def technique(layout: Layout) -> list:
+    """The flags of a chapter that belong to the layout."""
+    flags = []
+    if layout.chapter == 5:
+        flags += ["--shard-size", layout.shards]
+    for name, size in (("pipeline", layout.pp), ("tensor", layout.tp)):
+        if size > 1:
+            flags += [f"--{name}-parallel", size]
+    if layout.schedule == "interleaved":
+        flags += ["--schedule", "interleaved"]
+    if layout.chapter == 11:
+        flags += ["--context-parallel", layout.cp, "--exchange", layout.exchange]
+    if layout.chapter == 12:
+        flags += ["--expert-parallel", layout.ep]
+    if layout.checkpointing:
+        flags += ["--activation-checkpointing"]
+    return flags
+
+
+def command(layout: Layout, devices: int, args, *more) -> str:
+    """The command line of the chapter, for each node."""
+    (script,) = scaling.scripts(layout.chapter)
+    nodes = devices // min(args.devices_per_node, devices)
+    launch = f"torchrun --standalone --nproc-per-node {devices}"
+    if nodes > 1:
+        launch = f"torchrun --nnodes {nodes} --nproc-per-node {args.devices_per_node}"
+        launch += " --rdzv-id run --rdzv-backend c10d --rdzv-endpoint node-0:29400"
+    if layout.chapter == 1:
+        launch = "python"
+    flags = ["-m", args.model_name, "-s", args.seq_length, "-b", layout.samples]
+    flags += ["--gradient-accumulation-steps", layout.micro_batches, *technique(layout), *more]
+    return f"{launch} {script} {' '.join(map(str, flags))}"
+
+
+def table(header: str, rows: list[list]) -> str:
+    lines = [f"| {header} |", "|---" * (header.count("|") + 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def table_of(fit: list[Choice]) -> str:
+    header = "layout | chapter | samples × micro-batches | checkpointing | GB, formula | GB, traced"
+    header += " | bubble | GB sent in the node | GB sent between nodes | s a step | efficiency"
+    rows = []
+    for choice in fit[:ROWS]:
+        layout = choice.layout
+        batch = f"{layout.samples} × {layout.micro_batches}"
+        row = [layout.name(), layout.chapter, batch, "yes" if layout.checkpointing else "no"]
+        row += [f"{choice.memory / 1e9:.0f}", f"{choice.traced / 1e9:.0f}" if choice.traced else ""]
+        row += [f"{choice.bubble:.1%}" if layout.pp > 1 else "", f"{choice.inside / 1e9:.1f}"]
+        row += [f"{choice.outside / 1e9:.1f}", f"{choice.step:.3f}", f"{choice.efficiency:.1%}"]
+        rows.append(row)
+    return table(header, rows)
+
+
+def reasons(out: list[Choice]) -> str:
+    rows = [[choice.layout.name(), choice.layout.chapter, choice.problem] for choice in out]
+    return table("layout | chapter | why not", rows)
+
+
+def size_of(choice: Choice) -> str:
+    """Its memory, traced if it is."""
+    if choice.traced:
+        return f"{choice.traced / 1e9:.0f} GB per device (traced)"
+    return f"{choice.memory / 1e9:.0f} GB per device"
+
+
+def what_would_fit(model, out: list[Choice], devices: int, args) -> list[str]:
+    """Sentences for a model that does not fit: how much is missing, more devices, or offload."""
+    free = f"{room(args) / 1e9:.0f} GB of {args.gpu_memory:g} GB are free for PyTorch"
+    smallest = out[0]
+    lines = [f"No layout fits {devices} devices."]
+    if smallest.memory < math.inf:
+        name = f"{smallest.layout.name()} (chapter {smallest.layout.chapter})"
+        lines[0] += f" The smallest is {name}: {size_of(smallest)}, and {free}."
+    more = 2 * devices
+    while more <= MOST_DEVICES:
+        fit, _ = choose(model, more, args)
+        if fit and args.trace:
+            trace_best(fit, [], more, args, wanted=1)
+        if fit:
+            best = fit[0]
+            name = f"{best.layout.name()} (chapter {best.layout.chapter})"
+            efficiency = f"estimated efficiency {best.efficiency:.1%}"
+            lines.append(f"{more} devices are enough: {name}, {size_of(best)}, {efficiency}.")
+            lines.append(command(best.layout, more, args))
+            break
+        more *= 2
+    if args.global_batch_size % devices:
+        return lines
+    count = args.global_batch_size // devices
+    layout = Layout(3, "FSDP", dp=devices, shards=devices, micro_batches=count, checkpointing=True)
+    offload = Choice(layout, memory(model, layout, args, offload=True))
+    if args.trace:
+        trace(offload, devices, args, offload=True)
+    if not offload.problem and offload.memory <= room(args):
+        of_node = 16 * model.parameters / devices * min(args.devices_per_node, devices) / 1e9
+        lines.append(
+            f"Or chapter 3 with --cpu-offload on {devices} devices: {size_of(offload)}, and "
+            f"{of_node:,.0f} GB of CPU memory per node. Each step moves weights and gradients "
+            "between GPU and CPU, and the CPU computes the update. This time is not estimated."
+        )
+        lines.append(command(layout, devices, args, "--cpu-offload"))
+    return lines
+
+
+def report(model, args) -> str:
+    """All that --choose prints."""
+    (devices,) = args.devices
+    fit, out = choose(model, devices, args)
+    if fit and args.trace:
+        trace_best(fit, out, devices, args, wanted=TRACED)
+    elif args.trace:
+        trace_smallest(model, fit, out, devices, args)
+    if not fit:
+        return "\n\n".join([*what_would_fit(model, out, devices, args), reasons(out)])
+    order = f"Among those within {CLOSE - 1:.0%} of the fastest, the earliest chapter is first."
+    parts = [f"Layouts that fit, the fastest first. {order}", table_of(fit)]
+    if len(fit) > ROWS:
+        parts.append(f"{len(fit) - ROWS} slower layouts fit, too.")
+    parts += ["The first one:", command(fit[0].layout, devices, args)]
+    if out:
+        parts += ["Layouts that fall out", reasons(out)]
+    return "\n\n".join(parts)
