@@ -130,46 +130,76 @@ def variants(shape: Layout, layers: int, global_batch: int) -> list[Layout]:
 
 # -- Memory and time of a layout -------------------------------------------------------------------
 
-# Bytes per logit at the loss, compiled: bf16 logits and their gradient
-LOGIT = 4
+# Bytes per logit at the loss: compiled logits in bf16, and those that a tensor group splits
+LOGIT, SPLIT_LOGIT = 4.25, 10.5
 
 
 def memory(model, layout: Layout, args, offload: bool = False) -> float:
     """Bytes of the fullest device at its fullest moment, by rules of thumb.
 
-    With AdamW and fp32 weights: 4 bytes per parameter for weights, 8 for moments, 4 for gradients
-    and 2 for copies in bf16. What FSDP shards is divided by the shards.
+    With AdamW and fp32 weights, a parameter has 4 bytes for its weight, 8 for moments, 4 for the
+    gradient and 2 for a copy in bf16. FSDP divides all but the copies by the shards. `offload` is
+    --cpu-offload of chapter 3.
     """
-    t, n, p = layout.tp, layout.shards, layout.pp
+    t, n = layout.tp, layout.shards
     tokens = layout.samples * args.seq_length / layout.cp  # that this device computes
     hidden = model.hidden_size
-    # The widths of what the matrices of a layer read and write: parameters / hidden size
-    width = model.used_by_token / hidden
-    kept = 2 * tokens * ((width + 2 * hidden) / t + 2 * hidden)  # for the backward pass of a layer
-    layers = math.ceil((model.layers + 2) / p) if p > 1 else model.layers
-    in_flight = min(p, layout.micro_batches)  # micro-batches of the first stage
-    if layout.schedule == "interleaved":  # 3p - 1 micro-batches, of half as many layers
-        in_flight = (3 * p - 1) / 2
-    activations = layers * in_flight * kept
+    kept = layer_bytes(model, t) * tokens  # of a layer, for its backward pass
+    again = 0.0  # what the backward pass of a layer computes again
     if layout.checkpointing:
-        activations = layers * in_flight * 2 * tokens * hidden / t + kept
+        kept, again = 2 * tokens * hidden / t, kept
     vocabulary = model.root / hidden / (1 if model.tied else 2)
-    logits = LOGIT * tokens * vocabulary / t
+    logits = (SPLIT_LOGIT if t > 1 else LOGIT) * tokens * vocabulary / t
+    if layout.pp > 1:
+        return max(stages(model, layout, kept, again, logits))
 
-    experts = model.experts / layout.ep
-    layer = (model.layer - model.experts + experts) / t
+    layer = (model.layer - model.experts * (1 - 1 / layout.ep)) / t
     root = model.root / t
     if layout.chapter in (1, 2):
-        state = 18 * model.parameters
-    elif p > 1:
-        ends = 1 if model.tied or p == 1 else 2
-        parameters = max(layers * layer, (layers - 1) * layer + root / ends)
-        state = (6 + 12 / n) * parameters
-    else:
-        state = 0 if offload else 16 * model.parameters / t / n
-        # Two layers are gathered, and the root; gradients of a layer, and its buffer in fp32
-        state += 2 * (3 * layer + root) + 6 * layer
-    return state + activations + logits
+        state = 18 * model.parameters  # the gradients stay from step to step
+        return state + model.layers * kept + max(logits, again)
+    sharded = 0.0 if offload else (model.layers * layer + root) / n
+    if layout.ep > 1:  # the rows of a table share the experts, and the columns shard them
+        sharded = model.parameters / n
+    accumulated = 4 * sharded if layout.micro_batches > 1 else 0.0
+    moments = {
+        "loss": 2 * root + logits,
+        # Two layers are gathered. Gradients of a layer are in a buffer in fp32, too.
+        "last layer, backward": 2 * (root + 2 * layer) + 6 * layer + again,
+    }
+    peak = 12 * sharded + accumulated + model.layers * kept + max(moments.values())
+    return max(peak, 16 * sharded + 6 * root)
+
+
+def layer_bytes(model, parts: int) -> float:
+    """What a layer keeps for the backward pass, in bytes per token of the group.
+
+    Its matrices read and write as many numbers as it has parameters, divided by the hidden size.
+    The tokens between them are split in a tensor group, where norms also keep fp32. The inputs of
+    attention and MLP are whole.
+    """
+    hidden, width = model.hidden_size, model.used_by_token / model.hidden_size
+    between = 6 * hidden if parts > 1 else 2 * hidden
+    return 2 * ((width + between) / parts + 2 * hidden)
+
+
+def stages(model, layout: Layout, kept: float, again: float, logits: float) -> list[float]:
+    """Bytes of a device of each rank of a pipeline. Embeddings and head count as a layer each."""
+    p, t = layout.pp, layout.tp
+    per_parameter = 6 + 12 / layout.shards  # whole copies and gradients, sharded weights, moments
+    end = model.root / (1 if model.tied else 2)
+    found = []
+    for rank in range(p):
+        first, last = (round(n * (model.layers + 2) / p) for n in (rank, rank + 1))
+        layers = last - first - (rank == 0) - (rank == p - 1)
+        parameters = layers * model.layer + end * ((rank == 0) + (rank == p - 1))
+        in_flight = min(p - rank, layout.micro_batches)
+        if layout.schedule == "interleaved":  # passes of half of the layers
+            in_flight = (2 * (p - 1 - rank) + p + 1) / 2
+        activations = in_flight * layers * kept + max(again, logits * (rank == p - 1))
+        buffer = 6 * model.layer / t
+        found.append(per_parameter * parameters / t + activations + buffer)
+    return found
 
 
 def settings(layout: Layout, args) -> argparse.Namespace:

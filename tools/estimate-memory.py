@@ -56,6 +56,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
 )
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -126,6 +127,7 @@ def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
             tp.parallelize_module(model, mesh, plan, src_data_rank=None)
             model.tie_weights()
     if kind == EXPERTS:
+        ALL_EXPERTS_FUNCTIONS.register("expert_parallel", changes["expert_parallel"])
         model.set_experts_implementation("expert_parallel")
         for experts in changes["experts_of"](model):
             experts.group = dist.group.WORLD
