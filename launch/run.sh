@@ -39,10 +39,10 @@ fi
 command -v "$python" > /dev/null || fail "there is no python: activate a virtual environment"
 
 nnodes=${NNODES:-1}
-case $script in */01-*)
+case $script in */01-* | */14-*)
   # On several devices, each process would train the same model and write the same files.
   if [ "$nnodes" != 1 ] || [ "${NPROC_PER_NODE:-1}" != 1 ]; then
-    fail "chapter 01 trains on one device: take another chapter for several processes or nodes"
+    fail "chapter $wanted trains on one device: take another chapter for several processes or nodes"
   fi
   exec "$python" "$script" "$@"
   ;;

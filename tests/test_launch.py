@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_one_sentence, assert_same_model, exact, require
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_10, REPOSITORY, free_port
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_10, CHAPTER_14, REPOSITORY, free_port
 from test_torchrun import Forking, Launch
 from torch.distributed import run as torchrun
 
@@ -109,8 +109,9 @@ def test_variables(start):
         assert options.local_addr == "ib0"
 
 
-def test_chapter_1_is_started_by_python(start):
+def test_chapters_for_one_device_are_started_by_python(start):
     assert start("01", "--demo")[1:] == [str(CHAPTER_1), "--demo"]
+    assert start("14", "--demo")[1:] == [str(CHAPTER_14), "--demo"]
 
 
 MISTAKES = [
@@ -121,6 +122,7 @@ MISTAKES = [
     (["02"], {"NNODES": "1:2", "NODE_RANK": "0"}, "NNODES=1:2 needs MASTER_ADDR"),
     (["01"], {"NNODES": "2", "MASTER_ADDR": "node-0"}, "chapter 01 trains on one device"),
     (["01"], {"NPROC_PER_NODE": "2"}, "chapter 01 trains on one device"),
+    (["14"], {"NPROC_PER_NODE": "2"}, "chapter 14 trains on one device"),
     (["02"], {"NPROC_PER_NODE": "abc"}, "NPROC_PER_NODE=abc must be a number of processes"),
     (["02"], {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 must be a number of processes"),
     (["02"], {"NNODES": "two", "MASTER_ADDR": "a"}, "NNODES=two must be a number of nodes"),
