@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 os.environ |= {
@@ -202,6 +203,13 @@ def training_arguments(config):
     several = settings.pop("several")
     on_gpu = torch.cuda.is_available()  # on the job's node, not on the submitting node
     settings["bf16"] &= on_gpu
+    if several and os.getenv("GROUP_WORLD_SIZE") == "1":  # torchrun, on one node
+        # The ranks meet in torchrun's store. After a restart, this store has keys of dead ranks, so
+        # each attempt gets a prefix. The Trainer would set up the process group without a prefix.
+        store, rank, world_size = next(torch.distributed.rendezvous("env://"))
+        store = torch.distributed.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        options = {"rank": rank, "world_size": world_size, "timeout": timedelta(minutes=30)}
+        torch.distributed.init_process_group(store=store, **options)
     args = transformers.TrainingArguments(
         **settings,
         use_cpu=not on_gpu,  # without it, several CPU processes train separately

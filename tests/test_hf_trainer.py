@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 CONF = CHAPTER_9.parent / "conf"
 TOOLS = REPOSITORY / "tools"
-TOKENS = 2_300
+TOKENS = 2_400
 
 
 class Result:
