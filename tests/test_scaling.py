@@ -532,7 +532,7 @@ def first_choice(size: str, devices: int, *flags) -> str:
 
 PUBLISHED_LAYOUTS = [  # the page's name, size, devices, samples of a step, the published layout
     ("torchtitan", "70B", 256, 512, "tp8, FSDP over 32"),
-    ("torchtitan", "405B", 512, 512, "tp8 pp8, FSDP over 8"),
+    ("torchtitan", "405B", 512, 256, "tp8 pp8, FSDP over 8"),
     ("Megatron", "70B", 64, 512, "tp4 pp4 cp2"),
     ("Megatron", "405B", 1024, 512, "tp8 pp8 cp2"),
     ("Llama 3", "405B", 8192, 2048, "tp8 pp16 dp64"),
