@@ -286,6 +286,62 @@ def test_bytes_of_methods():
         assert e.over_link(8) == pytest.approx(2 * (1 - 1 / 16) * size)
 
 
+# Ranks, exchange, and GB that a rank sends in a layer: a sample of 128k tokens, checkpointing
+EXCHANGES = [(2, "heads", 2.01), (4, "heads", 1.51), (8, "heads", 0.88)]
+EXCHANGES += [(2, "tokens", 0.81), (4, "tokens", 1.21), (8, "tokens", 1.41)]
+
+
+@pytest.mark.parametrize(("ranks", "exchange", "expected"), EXCHANGES)
+def test_bytes_of_long_samples(ranks, exchange, expected):
+    """Heads send less above 1 + queries / keys ranks, which are 5 here."""
+    command = f"-b 1 -s 131072 --devices 8 --context-parallel {ranks} --exchange {exchange}"
+    args = tool.parse_args([*command.split(), "--activation-checkpointing"])
+    assert args.methods == [*tool.METHODS, "CP"]
+    assert (args.nodes, args.devices_per_node) == ([1], 8)
+    e = tool.estimate("CP", LLAMA_8B, 1, tool.cluster_of(args, 8), args)
+    parts = [x for name, x in e.counts.items() if "keys" in name or "queries" in name]
+    # A group has as many micro-batches as ranks, so that all devices compute as many tokens.
+    sent = sum(count * c.sent() for count, c in parts) / LLAMA_8B.layers / ranks
+    assert sent / 1e9 == pytest.approx(expected, abs=0.006)
+    usual = estimate("FSDP", 1, batch_size=1, seq_length=131072, activation_checkpointing=True)
+    assert e.compute == pytest.approx(usual.compute)
+
+
+EXPERTS = {"expert_count": 64, "experts_per_token": 4, "experts": 200_000_000}
+MIXTURE = replace(LLAMA_8B, **EXPERTS)
+
+
+def test_experts():
+    """Bytes of tokens and of gathered experts; only experts that a token uses compute."""
+    tokens = 2 * 8192
+    for ranks in (2, 8):
+        e = estimate("EP", 2, model=MIXTURE, expert_parallel=ranks)
+        sent = e.counts["all-to-all, tokens of experts"]
+        formula = 8 * 4 * tokens * LLAMA_8B.hidden_size * (1 - 1 / ranks)
+        assert sent[0] * sent[1].sent() / MIXTURE.layers == pytest.approx(formula)
+        assert e.counts["all-gather, experts"][1].size == 2 * 200_000_000 / ranks
+        # All-to-alls of a node do not leave it, and those of two nodes leave it by halves.
+        assert sent[1].over_link(8) == 0
+    both = tool.Collective("all-to-all", 1000, tool.Group(ranks=16, nodes=2))
+    assert both.over_link(8) == 8 * 500
+    dense, sparse = (estimate("FSDP", 2, model=m).compute for m in (LLAMA_8B, MIXTURE))
+    unused = 6 * 32 * 200_000_000 * (1 - 4 / 64) * tokens / CLUSTER.rate
+    assert dense - sparse == pytest.approx(unused, rel=1e-3)
+
+
+def test_pipelines_of_tensor_groups():
+    """Groups of one rank are a pipeline, and one stage of groups is tensor parallelism."""
+    usual = {"pipeline_parallel": 4, "gradient_accumulation_steps": 2}
+    pipeline, same = (estimate(m, 4, tensor_parallel=1, **usual) for m in ("PP", "3D"))
+    assert replace(same, method="PP") == pipeline
+    larger = estimate("3D", 4, tensor_parallel=8, **usual)
+    assert larger.over_link(8) == pipeline.over_link(8), "a stage per node: only activations"
+    assert larger.bubble > pipeline.bubble, "the collectives of TP lengthen each pass"
+    groups = estimate("3D", 4, tensor_parallel=8, pipeline_parallel=1)
+    for name in ("all-gather, activations", "reduce-scatter, activations"):
+        assert groups.counts[name] == estimate("TP", 4).counts[name]
+
+
 def test_times():
     alone = tool.Cluster(devices=1, rate=4e14, link_in=NVLINK_4, link=50e9)
     for method in tool.METHODS:
@@ -430,6 +486,8 @@ def test_groups_that_cannot_be():
         ("PP", 4, {PP: 8}, "cannot form 8 stages"),
         ("PP", 64, {PP: 64}, "32 layers cannot make 64 stages"),
         ("PP", 2, {"schedule": "zbv"}, "zbv needs --gradient-accumulation-steps"),
+        ("3D", 1, {PP: 2, TP: 8}, "cannot form 2 stages"),
+        ("CP", 1, {CP: 16}, "cannot form groups of 16"),
     ]:
         with pytest.raises(SystemExit, match=sentence):
             estimate(method, nodes, **changes)
