@@ -16,6 +16,7 @@ import importlib
 import math
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent))
@@ -25,7 +26,7 @@ scaling = importlib.import_module("estimate-scaling")
 SPARE = 0.1
 TRACED = 3  # the best layouts
 # Layouts that differ by less count as equally fast, because the estimate is not more exact.
-CLOSE = 1.03
+CLOSE = 1.05
 ROWS = 10  # of the table of layouts that fit
 MOST_DEVICES = 65_536  # where the search for a number of devices ends
 
@@ -183,23 +184,42 @@ def layer_bytes(model, parts: int) -> float:
     return 2 * ((width + between) / parts + 2 * hidden)
 
 
+def layers_of_ranks(model, layout: Layout) -> list[int]:
+    """Layers of each rank of a pipeline: embeddings and head count as a layer each."""
+    p = layout.pp
+    count = p * (2 if layout.schedule == "interleaved" else 1)
+    cuts = [round(n * (model.layers + 2) / count) for n in range(count + 1)]
+    sizes = [after - before for before, after in pairwise(cuts)]
+    sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] - 1
+    return [sum(sizes[rank::p]) for rank in range(p)]
+
+
 def stages(model, layout: Layout, kept: float, again: float, logits: float) -> list[float]:
-    """Bytes of a device of each rank of a pipeline. Embeddings and head count as a layer each."""
+    """Bytes of a device of each rank of a pipeline."""
     p, t = layout.pp, layout.tp
     per_parameter = 6 + 12 / layout.shards  # whole copies and gradients, sharded weights, moments
     end = model.root / (1 if model.tied else 2)
     found = []
-    for rank in range(p):
-        first, last = (round(n * (model.layers + 2) / p) for n in (rank, rank + 1))
-        layers = last - first - (rank == 0) - (rank == p - 1)
-        parameters = layers * model.layer + end * ((rank == 0) + (rank == p - 1))
+    for rank, layers in enumerate(layers_of_ranks(model, layout)):
+        is_last = rank == p - 1
+        parameters = layers * model.layer + end * ((rank == 0) + is_last)
         in_flight = min(p - rank, layout.micro_batches)
         if layout.schedule == "interleaved":  # passes of half of the layers
             in_flight = (2 * (p - 1 - rank) + p + 1) / 2
-        activations = in_flight * layers * kept + max(again, logits * (rank == p - 1))
+        activations = in_flight * layers * kept + max(again, logits * is_last)
         buffer = 6 * model.layer / t
         found.append(per_parameter * parameters / t + activations + buffer)
     return found
+
+
+def longest_stage(model, layout: Layout, layer: float, head: float) -> float:
+    """Computation of the slowest rank of a pipeline, relative to the mean.
+
+    `layer` and `head` are seconds. The last rank also has the head.
+    """
+    times = [layers * layer for layers in layers_of_ranks(model, layout)]
+    times[-1] += head
+    return max(times) * len(times) / sum(times)
 
 
 def settings(layout: Layout, args) -> argparse.Namespace:
@@ -220,13 +240,15 @@ def assess(model, layout: Layout, nodes: int, cluster, args) -> Choice:
     e = scaling.estimate(layout.method, model, nodes, cluster, flags)
     layer, root = scaling.compute_times(model, cluster, flags)
     useful = 3 * flags.gradient_accumulation_steps * (model.layers * layer + root)
+    head = root if model.tied else root / 2
+    step = e.step + (longest_stage(model, layout, layer, head) - 1) * e.compute
     outside = e.over_link(cluster.devices) / cluster.devices
     return Choice(
         layout,
         memory(model, layout, args),
-        step=e.step,
-        efficiency=useful / e.step,
-        bubble=e.bubble / e.step,
+        step=step,
+        efficiency=useful / step,
+        bubble=e.bubble / step,
         inside=e.sent() - outside,
         outside=outside,
     )

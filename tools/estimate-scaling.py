@@ -675,7 +675,9 @@ def positive(kind):
 
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="estimate-scaling.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, count, real = parser.add_argument, positive(int), positive(float)
     add("-m", "--model-name", default="meta-llama/Llama-3.1-8B", help="[meta-llama/Llama-3.1-8B]")
