@@ -216,9 +216,10 @@ def test_gradients_and_merged_weights(chapter, family):
     with torch.no_grad():
         logits, expected = (each(input_ids=TOKENS).logits for each in (merged, model))
         assert_near(logits, expected, "merged")
-        assert_near(logits, dense(input_ids=TOKENS).logits, "by definition", 5e-6)
+        assert_near(logits, dense(input_ids=TOKENS).logits, "by definition", 1e-5)
     errors = errors_of_gradients(chapter, model)
-    assert max(errors.values()) < 1e-6, max(errors.items(), key=lambda pair: pair[1])
+    limit = 5e-6 if family == "gemma2" else 1e-12  # gemma2 computes its softmax in fp32
+    assert max(errors.values()) < limit, max(errors.items(), key=lambda pair: pair[1])
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
