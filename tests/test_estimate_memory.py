@@ -83,7 +83,10 @@ NEWER = [
     ("sparse low-rank", 1, {}, ""),
     ("sparse low-rank", 1, TIED, CHECKPOINT),
 ]
-CASES += [pytest.param(*case, marks=pytest.mark.rest) for case in NEWER]
+NOT_RUN = pytest.mark.skip("written and not run yet: remove this mark after a run")
+for case in NEWER:
+    marks = [pytest.mark.rest] + [NOT_RUN] * (case[0] == "expert parallel")
+    CASES.append(pytest.param(*case, marks=marks))
 
 
 ROW = r"^\| (\S+|Llama.*?|GPT.*?) \| ([-×\w ]+) \| (\d+) \| `(.*)` \| (\d+\.(\d+)) \| [\d.]* ?\|"

@@ -159,6 +159,7 @@ RUNS = [  # method, chapter, processes, samples of a micro-batch and group, micr
     ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "zbv"}),
     ("PP", CHAPTER_7, 4, 2, 4, {PP: 2, "schedule": "1f1b"}),
 ]
+NOT_RUN = pytest.mark.skip("written and not run yet: remove this mark after a run")
 CP, EP, CHECKPOINTS = "context_parallel", "expert_parallel", {"activation_checkpointing": True}
 NEWER = [
     ("CP", "11-context-parallel", 2, 2, 2, {CP: 2, "exchange": "heads"} | CHECKPOINTS),
@@ -170,7 +171,8 @@ NEWER = [
 ]
 for method, folder, *others in NEWER:
     script = REPOSITORY / folder / "train-llm.py"
-    RUNS.append(pytest.param(method, script, *others, marks=pytest.mark.rest))
+    marks = [pytest.mark.rest] + [NOT_RUN] * (method in ("CP", "EP"))
+    RUNS.append(pytest.param(method, script, *others, marks=marks))
 
 
 @pytest.mark.rest
@@ -695,11 +697,13 @@ def test_traced_layouts(tmp_path):
 ROUGH = 0.25
 
 
+@NOT_RUN
 @pytest.mark.rest
 @pytest.mark.parametrize(("size", "devices"), [("8B", 8), ("70B", 64)])
 def test_rules_of_thumb_for_memory(tmp_path, size, devices):
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"8B": LLAMA_8B_CONFIG, "70B": LLAMA_70B}[size]))
+    config = {"8B": LLAMA_8B_CONFIG, "70B": LLAMA_70B}[size]
+    path.write_text(json.dumps(config | {"max_position_embeddings": 8192}))
     args, fit, _ = choose(size, devices, "-m", path)
     for choice in fit[:3]:
         chooser.trace(choice, devices, args)

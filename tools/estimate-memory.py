@@ -41,7 +41,7 @@ import transformers
 from functorch.compile import min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.tensor import parallel as tp
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -365,12 +365,18 @@ class Balanced(TorchFunctionMode):
         if name == "bincount":  # of the experts that the tokens have chosen
             self.copies = len(args[0])
             return args[0].new_zeros(kwargs["minlength"])
-        if name == "tolist":  # how many copies of tokens go to each rank
-            ranks = len(args[0])
-            return [self.copies // ranks + (rank < self.copies % ranks) for rank in range(ranks)]
         if name == "repeat_interleave":  # for each copy that arrives, the number of its expert
             return args[0].new_zeros(self.copies)
         return function(*args, **kwargs or {})
+
+    def method(self):
+        """Stands in for `FakeTensor.tolist`: how many copies of tokens go to each rank."""
+
+        def tolist(counts: FakeTensor) -> list[int]:
+            each, more = divmod(self.copies, len(counts))
+            return [each + (rank < more) for rank in range(len(counts))]
+
+        return tolist
 
 
 def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: int) -> dict:
@@ -381,7 +387,8 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: 
     on_gpu, mode = flags.device == "cuda", FakeTensorMode()
     precision = torch.float32 if flags.dtype == "fp32" else torch.bfloat16  # fp16 takes as much
     model = build(config, flags, kind, mode, torch.float32 if autocast else precision)
-    rules = [AsOnGPU()] * on_gpu + [Balanced()] * (kind == EXPERTS)
+    balanced = Balanced()
+    rules = [AsOnGPU()] * on_gpu + [balanced] * (kind == EXPERTS)
     every, layers, head = layers_of(model), sorted({*examples}), len(examples)
     for i in sorted({*range(head)} - {*layers}, reverse=True):
         del every[i]
@@ -433,6 +440,8 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: 
         ids = torch.zeros(batch, flags.seq_length, dtype=torch.int64)
         if kind == TENSOR:
             stack.enter_context(tp.loss_parallel())
+        if kind == EXPERTS:
+            stack.enter_context(mock.patch.object(FakeTensor, "tolist", balanced.method()))
         stack.enter_context(recorder)
         stack.enter_context(together(rules))
         for measured in (False, True) if flags.compile else (True,):  # the first time compiles
