@@ -432,13 +432,6 @@ TRAPS = {
         LINEAR,
         0.1,
     ),
-    "frequencies of a part": (
-        {'== "longrope"': '== ""'},
-        "heads",
-        "phi3",
-        {"rope_parameters": LONGROPE, "head_dim": 8, "original_max_position_embeddings": 24},
-        0.1,
-    ),
 }
 
 
@@ -458,6 +451,19 @@ def test_wrong_gradients_are_noticed(tmp_path):
     for trap, (*_, least) in TRAPS.items():
         assert found[trap].gradient > least, trap
     assert found["FSDP along the groups"].loss < 1e-5
+
+
+@pytest.mark.rest
+def test_frequencies_of_longrope_depend_on_the_last_position(tmp_path):
+    """So two ranks of a group would rotate with other frequencies. `check_split` refuses this."""
+    config = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24}
+    folder = write_weights(tmp_path / "phi3", "phi3", head_dim=8, **config)
+    rotation = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
+    used = []
+    for first in (0, 16):
+        rotation(torch.zeros(1), torch.arange(first, first + 16)[None])
+        used.append(rotation.inv_freq.clone())
+    assert torch.equal(used[0], 4 * used[1])
 
 
 @pytest.mark.rest
