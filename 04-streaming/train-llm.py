@@ -136,7 +136,7 @@ def main():
         with timer("data"):
             rows = train_samples.read(rows_per_step)
         # STREAM 3: One small message tells all ranks whether all of them can make the step.
-        tokens_here = sum(np.count_nonzero(row >= 0) for row in rows)
+        tokens_here = sum(np.count_nonzero(row >= 0) for row in rows)  # padding is -100
         is_broken = train_samples.error is not None
         signal_here = max(stop_signals, default=0)
         reports = gather_numbers([len(rows), tokens_here, is_broken, signal_here])

@@ -698,8 +698,9 @@ def newest_checkpoint(run_folder):
     found = {folder.name: folder for folder in folders}
     names_by_rank = gather(set(found))
     common = set.intersection(*names_by_rank)
-    # NODES: A run that was killed in its first save begins anew. All ranks had this folder before
-    # any rank completed its checkpoint. On a new disk, the folder is missing.
+    # NODES: A run that is killed in its first save may leave some ranks with a checkpoint, and the
+    # others with `incomplete`, which each rank makes before any rank renames its own. Such a run
+    # begins anew. A rank with neither has a new disk, so this is an error.
     has_begun = (run_folder / RANK_FOLDER / "incomplete").exists()
     knows_the_run = all(gather(bool(found) or has_begun))
     in_first_save = knows_the_run and not all(names_by_rank)

@@ -441,6 +441,7 @@ def build_model(args, config, device, checkpoint):
     weight_device = "cpu" if args.cpu_offload else device
     stage_modules.to_empty(device=weight_device)
     AsOnOneDevice.device = weight_device  # PP: where init_weights draws other ranks' weights
+    # PP: Tie the head of `model` again, because fully_shard has given the embeddings a new weight.
     model.tie_weights()
     # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
     # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw

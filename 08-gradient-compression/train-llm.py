@@ -468,7 +468,8 @@ class Compression:
             received = [message]
             self.volume += 2 * message.nbytes
 
-        # `decode` may run later, in another CUDA stream. So `decode` uses only tensors that stay.
+        # `decode` may run in another CUDA stream, after `average` has returned. So it reads only
+        # the bucket, constants, and what was received: no memory that PyTorch gives away before.
         def decode(_):
             chunks.zero_()
             for part in received:  # in the order of the ranks, so all ranks get the same sum
@@ -477,7 +478,8 @@ class Compression:
                     index = part.long() & LAST_SIX_BITS  # the places that its sender has chosen
                 # The place is still in the last bits, and changes the number by less than 1e-5.
                 chunks.scatter_add_(1, index, part.view(torch.float32))
-            return chunks.copy_(chunks @ self.cosines)  # a future waits for the returned tensor
+            # Returned, so that whoever waits for this future also waits for the work on the GPU.
+            return chunks.copy_(chunks @ self.cosines)
 
         return work.get_future().then(decode)
 

@@ -641,8 +641,8 @@ class RowOrder:
 def read_step(samples, first, args):
     """The rows of this rank in the step that begins with row `first` of the run."""
     # MDS 9: Row n of a run is the same on any number of ranks, so that ranks may come and go.
-    # The ranks take rows in turn. A rank thus meets the same few parts in each step, and downloads
-    # only the shards of these parts.
+    # The ranks take rows in turn. If WORLD_SIZE is 8, 16, 32 or 64, a rank meets at most 8 parts,
+    # and downloads only the shards of these parts.
     count = args.batch_size * args.gradient_accumulation_steps
     numbers = range(first + RANK, first + count * WORLD_SIZE, WORLD_SIZE)
     with explain("cannot read a shard: check data, disk and network"):
@@ -863,8 +863,9 @@ def newest_checkpoint(run_folder):
     found = {folder.name: folder for folder in folders}
     names_by_rank = gather(set(found))
     common = set.intersection(*names_by_rank)
-    # NODES: A run that was killed in its first save begins anew. All ranks had this folder before
-    # any rank completed its checkpoint. On a new disk, the folder is missing.
+    # NODES: A run that is killed in its first save may leave some ranks with a checkpoint, and the
+    # others with `incomplete`, which each rank makes before any rank renames its own. Such a run
+    # begins anew. A rank with neither has a new disk, so this is an error.
     has_begun = (run_folder / RANK_FOLDER / "incomplete").exists()
     knows_the_run = all(gather(bool(found) or has_begun))
     in_first_save = knows_the_run and not all(names_by_rank)

@@ -268,4 +268,4 @@ def test_the_page_has_every_script():
         for call in re.findall("`([A-Za-z_0-9]+)`", calls):
             assert re.search(rf"\b{call}\b", script), call
         link = f"[`by-hand/{name}.py`](../by-hand/{name}.py)"
-        assert link in section(f"{chapter[2]}/README.md", "1. ")
+        assert link in page(f"{chapter[2]}/README.md")
