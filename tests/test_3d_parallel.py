@@ -301,7 +301,7 @@ def test_who_has_what(trainer, tmp_path):
 
 OWN = "(micro_step * pipelines + pipeline) * args.batch_size"
 WHOLE_STAGE = "            dist.all_reduce(grad_norm, group=pipeline_group)\n"
-NUMBER = "    pipeline = RANK // args.tensor_parallel % pipelines  # of this rank: see 3D 7\n"
+NUMBER = "    pipeline = (RANK // args.tensor_parallel) % pipelines  # of this rank: see 3D 7\n"
 LAST = "last_stage = mesh.mesh[-1].flatten().tolist()"
 # Stages, a line, what takes its place, where this shows, and by how much at least
 TRAPS = {

@@ -9,7 +9,7 @@ import torch
 from conftest import assert_one_sentence
 from runner import REPOSITORY, Job, outcome
 from test_chapters import code_lines
-from test_readme import page, section
+from test_readme import page
 from test_torchrun import FORKING
 
 FOLDER = REPOSITORY / "by-hand"
