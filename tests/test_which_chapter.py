@@ -74,7 +74,7 @@ def test_a_1b_on_one_node_and_on_two(folder):
 def test_flags_of_the_command_lines(tmp_path):
     """Every flag is understood: all that is wrong is a flag added here."""
     sent = [(chapter, flags) for chapter, flags in SENT if chapter]
-    assert len(sent) == 5
+    assert len(sent) == 6
     for number, (chapter, flags) in enumerate(sent):
         script = CHAPTERS_BY_NUMBER[chapter[:2]]
         words = [*shlex.split(flags), "--log-freq", "none"]
