@@ -43,9 +43,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+OTHERS = ("04", "09", "10", "12", "14")
 CHAPTERS = sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
-# 4 and 10 train on other rows, so their losses cannot be compared. 9 is the Trainer, a peer here.
-CHAPTERS = [path for path in CHAPTERS if path.parent.name[:2] not in ("04", "09", "10")]
+# Losses cannot be compared: 4 and 10 train on other rows, 12 and 14 train other models. 9 is the
+# Trainer, a peer here.
+CHAPTERS = [path for path in CHAPTERS if path.parent.name[:2] not in OTHERS]
 PEERS = REPOSITORY / "benchmarks" / "peers"
 ON_GPU = torch.cuda.is_available()
 WINDOW = 5  # steps
