@@ -925,7 +925,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--schedule", choices=["1f1b", "gpipe", "interleaved"], default="1f1b", help="of chapter 7")
     add("--context-parallel", type=positive, help="also chapter 11: GPUs that share each sample")
     add("--exchange", choices=["heads", "tokens"], default="heads", help="of chapter 11")
-    add("--expert-parallel", type=positive, help="also chapter 12: GPUs that share the experts")
+    add("--expert-parallel", type=positive, help="chapter 12: refused, not traced yet")
     add("--rank", type=positive, help="also chapter 14: columns of B, and rows of A")
     add("--density", type=float, default=0.03, help="of chapter 14: the share of values of S")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
@@ -957,6 +957,8 @@ def check(config, args) -> None:
             check = chapter(kind)["check_split" if kind == CONTEXT else "check_experts"]
             with mock.patch.dict(check.__globals__, WORLD_SIZE=max(args.devices)):
                 check(config, args)
+    if args.expert_parallel:
+        fail("chapter 12 cannot be traced yet: its README has the formula of its memory")
     if args.pipeline_parallel:
         families, count = chapter(7)["FAMILIES"], stage_count(args)
         if config.model_type not in families:
