@@ -41,13 +41,17 @@ CHAPTERS_BY_NUMBER = {
 
 
 def load(script: Path):
-    """A script as a module, for tests of its functions. It may import others of its folder."""
+    """A script as a module, for tests of its functions. It may import others of its folder.
+
+    The environment of the tests stays as it is.
+    """
     if str(script.parent) not in sys.path:
         sys.path.append(str(script.parent))
     spec = importlib.util.spec_from_file_location(f"{script.parent.name}-{script.stem}", script)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # for its dataclasses
-    spec.loader.exec_module(module)
+    with mock.patch.dict(os.environ):
+        spec.loader.exec_module(module)
     return module
 
 

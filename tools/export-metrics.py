@@ -104,6 +104,7 @@ class Comet:
 
     def __init__(self, run: Path, output: Path, parameters: dict):
         os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"  # of this process, which is not the run
+        os.environ["COMET_AUTO_LOG_DISABLE"] = "0"  # with 1, Comet writes no archive
         os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # as in the chapters
         import comet_ml
 
