@@ -962,7 +962,7 @@ def join_process_group():
 
 
 def check_groups(args):
-    """Refuses flags that the schedule cannot work with."""
+    """Refuses flags that do not fit together."""
     ranks = args.pipeline_parallel
     count = args.gradient_accumulation_steps
     per_rank = args.stages_per_rank

@@ -6,7 +6,7 @@ All other layers work as in chapter 3. Comments with CP 1 to 11 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e long -b 1 -s 131072
-    torchrun --standalone --nproc-per-node 8 train-llm.py -e long -b 1 -s 32768 --context-parallel 4
+    torchrun --standalone --nproc-per-node 8 train-llm.py -e 32k -b 1 -s 32768 --context-parallel 4
 """
 
 import argparse
@@ -89,7 +89,7 @@ def main():
 
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
-    check_split(config, args)  # CP: on all ranks at once, so that none waits for one that has left
+    check_split(config, args)  # CP: all ranks check, so that no rank waits for one that has left
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     is_first_of_node = os.environ["LOCAL_RANK"] == "0"
@@ -146,6 +146,7 @@ def main():
             # CP: Each group reads other samples, because equal samples give equal gradients.
             first = state.samples + (micro_step * groups + group) * args.batch_size
             # CP 2: Each rank of a group has its own seed, because it drops other activations.
+            # Each sample has N seeds, one for each rank of the group.
             seed = args.seed + first * args.context_parallel + RANK % args.context_parallel
             torch.manual_seed(seed)  # a resumed run also draws the same dropout masks
             is_last = micro_step == accumulation - 1
@@ -158,7 +159,7 @@ def main():
                 indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
                 input_ids = read_batch(train_samples, indices, device)
             with timer("forward"), autocast:
-                loss = loss_of(model, input_ids, args)  # CP: of this rank's tokens only
+                loss = loss_of(model, input_ids, args)  # CP: N times the part of this rank
                 # The loss is a mean over a micro-batch. After this division, the losses (and their
                 # gradients) of all micro-batches add up to the mean over the global batch.
                 loss = loss / accumulation
@@ -279,7 +280,7 @@ def build_model(args, config, device, checkpoint):
     if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
         with suppress(ValueError):  # families without it keep their default, mostly SDPA
             model.set_attn_implementation("flash_attention_2")
-    share_attention(model, args)  # CP: last, around the attention function chosen above
+    share_attention(model, args)  # CP: after the attention function has been chosen
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -301,8 +302,8 @@ def share_attention(model, args):
     # CP 3: FSDP still shards over all ranks. The groups of N ranks serve attention alone.
     group, _ = dist.new_subgroups(args.context_parallel)
     if args.exchange == "tokens":
-        model.set_attn_implementation("sdpa")  # CP: the attention function inside this exchange
-    # CP 4: Models look up attention by its name, and now find it with the exchange around it.
+        model.set_attn_implementation("sdpa")  # CP: exchange_tokens() replaces this function
+    # CP 4: Models look up attention by its name, so register the exchange under this name.
     name = model.config._attn_implementation
     functions = transformers.AttentionInterface()
     masks = transformers.AttentionMaskInterface()
@@ -321,6 +322,7 @@ def exchange_heads(attention, group):
     def swap(x):
         """Splits dimension 1 over the ranks, and joins dimension 2. The backward pass undoes it."""
         parts = torch.stack(x.chunk(group.size(), dim=1))  # part 0 goes to rank 0, and so on
+        # None, None: all parts have the same size.
         parts = collectives.all_to_all_single_autograd(parts, None, None, group)
         return torch.cat(parts.unbind(), dim=2)
 
@@ -332,6 +334,7 @@ def exchange_heads(attention, group):
         value = swap(value)
         output, _ = attention(module, query, key, value, mask, **options)
         # From (samples, tokens, heads of a rank, size) to (samples, tokens of a rank, heads, size)
+        # None: models also ask for attention weights, but training needs none.
         return swap(output), None
 
     return attention_of_own_heads
@@ -351,23 +354,26 @@ def mask_of_all_tokens(mask_function, n):
 def exchange_tokens(group, args):
     """Attention for the queries of each rank, as in Llama 3 (arXiv 2407.21783, section 3.3.2)."""
     size = args.seq_length // (2 * args.context_parallel)  # tokens of a chunk
-    ends = [(chunk + 1) * size for chunk in own_chunks(args)]
-    # CP: The last query of a chunk sees the last of its keys, so the mask is lower right, while
-    # is_causal=True means upper left. Made here, because compiled code cannot make these objects.
+    ends = [(chunk + 1) * size for chunk in own_chunks(args)]  # a query sees no key after its chunk
+    # CP: The last query of a chunk sees all keys up to its end, so align the mask at the lower
+    # right. is_causal=True would align the mask at the upper left. Make the masks here, because
+    # compiled code cannot make them.
     masks = [causal_lower_right(size, end) for end in ends]
 
     def attention_of_own_queries(module, query, key, value, mask, dropout, scaling, **options):
         # CP 7: An all-gather brings all keys and values. Its backward pass adds up their gradients.
+        # [None] adds a first dimension, because the all-gather joins the ranks in dimension 0.
         parts = torch.stack([key, value])[None]
         parts = collectives.all_gather_single_autograd(parts, 0, group)
-        # CP: (ranks, 2, samples, kv heads, tokens of a rank, size). Put the chunks into the order
-        # of the sample. The late chunks are in the opposite order of the ranks.
+        # CP: (ranks, keys and values, samples, kv heads, tokens of a rank, size). In a sample, the
+        # early chunks of ranks 0, 1, 2, ... come first, then the late chunks of ranks ..., 2, 1, 0.
         early, late = parts.chunk(2, dim=4)
-        keys, values = torch.cat([*early, *late.flip(0)], dim=3)
+        in_order = [*early, *late.flip(0)]  # one tensor per chunk, without the dimension of ranks
+        keys, values = torch.cat(in_order, dim=3)
         outputs = []
-        for chunk, end, causal in zip(query.chunk(2, dim=2), ends, masks, strict=True):
+        for queries, end, causal in zip(query.chunk(2, dim=2), ends, masks, strict=True):
             output = torch.nn.functional.scaled_dot_product_attention(
-                chunk,
+                queries,
                 keys[:, :, :end],
                 values[:, :, :end],
                 attn_mask=causal,
@@ -376,13 +382,17 @@ def exchange_tokens(group, args):
                 enable_gqa=key.shape[1] < query.shape[1],  # if heads share keys and values
             )
             outputs.append(output)
+        # From (samples, heads, tokens of a rank, size) to (samples, tokens of a rank, heads, size)
         return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
     return attention_of_own_queries
 
 
 def no_mask(**options):
-    """CP: No mask. By itself, Transformers would make one here, of (tokens of a rank)² numbers."""
+    """CP: No mask. Transformers takes the gap between two chunks for a border of documents.
+
+    It would build a mask of (tokens of a rank)² numbers, which nothing here reads.
+    """
 
 
 def own_chunks(args):
@@ -396,24 +406,25 @@ def own_chunks(args):
 
 
 def loss_of(model, input_ids, args):
-    """N times this rank's part of the mean loss of a batch. The mean over the ranks is the loss."""
+    """N times this rank's part of the loss, so that the mean over the ranks is the loss."""
     # CP 9: Shift the labels before the split, because the next token may be on another rank.
     labels = input_ids.roll(-1, dims=1)
     labels[:, -1] = -100  # no label, because the sample ends
     # CP 10: Split the positions, too, because a model would count from 0 on every rank.
     positions = torch.arange(args.seq_length, device=input_ids.device)[None]
-    batch = {"input_ids": input_ids, "position_ids": positions, "shift_labels": labels}
-    for name, x in batch.items():
+    whole = {"input_ids": input_ids, "position_ids": positions, "shift_labels": labels}
+    batch = {}
+    for name, x in whole.items():
         chunks = x.chunk(2 * args.context_parallel, dim=1)
         batch[name] = torch.cat([chunks[i] for i in own_chunks(args)], dim=1)
     # CP 11: All ranks divide by the same number, although one rank has fewer labels than others.
-    # It is the mean number of labels of a rank. So the mean over the ranks, which FSDP also takes
-    # of the gradients, is the mean over all labels.
-    count = len(input_ids) * (args.seq_length - 1) / args.context_parallel
-    # Transformers computes a loss only if it gets `labels`. It uses `shift_labels` as they are.
+    # They divide by the mean number of labels of a rank. Then the mean of the losses over the ranks
+    # is the mean over all labels. FSDP averages the gradients over the ranks in the same way.
+    labels_per_rank = len(input_ids) * (args.seq_length - 1) / args.context_parallel
+    # Transformers computes a loss only if it gets `labels`. But it reads only `shift_labels`.
     # A cache of keys and values serves generation. In training it only takes memory.
     batch["labels"] = batch["shift_labels"]
-    return model(**batch, num_items_in_batch=count, use_cache=False).loss
+    return model(**batch, num_items_in_batch=labels_per_rank, use_cache=False).loss
 
 
 def from_files(name):
@@ -488,7 +499,7 @@ def check_split(config, args):
     # CP: Other families may mix tokens outside attention, or use no attention interface.
     if config.model_type not in FAMILIES:
         refuse(f"{config.model_type} is not in the list {', '.join(FAMILIES)}: use chapter 3")
-    # CP: This rotary embedding depends on the last position, and each rank has another one.
+    # CP: longrope chooses its frequencies by the last position, and each rank has another last one.
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         refuse("longrope chooses its frequencies by the last position of a rank: use chapter 3")
@@ -497,11 +508,12 @@ def check_split(config, args):
     if args.seq_length % (2 * n):
         multiple = f"choose a multiple of {2 * n}"
         refuse(f"--seq-length {args.seq_length} does not form two chunks for each rank: {multiple}")
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if args.exchange == "heads" and heads % n:
-        refuse(f"--context-parallel {n} does not divide {heads} kv heads: add --exchange tokens")
-    window = getattr(config, "sliding_window", None) or args.seq_length
-    if args.exchange == "tokens" and args.seq_length > window:
+    # Families without this number have as many kv heads as heads.
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if args.exchange == "heads" and kv_heads % n:
+        refuse(f"--context-parallel {n} does not divide {kv_heads} kv heads: add --exchange tokens")
+    window = getattr(config, "sliding_window", None)
+    if args.exchange == "tokens" and window and args.seq_length > window:
         refuse(f"--seq-length is above the sliding window, {window}: use --exchange heads")
 
 
@@ -663,7 +675,7 @@ def evaluate(model, samples, args, device):
         loss_sum += loss * len(indices)  # the last batch may be smaller
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
-    # CP: Each rank has added N times its parts of the losses.
+    # CP: loss_of() is N times the part of a rank, so the sum over all ranks is N times too large.
     return loss_sum.item() / len(samples) / args.context_parallel
 
 
@@ -1095,7 +1107,7 @@ DEMO = {
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    "context_parallel": 2 if WORLD_SIZE % 2 == 0 else 1,  # CP: its 2 kv heads allow no more
+    "context_parallel": 2 if WORLD_SIZE % 2 == 0 else 1,  # CP: tiny-llama has 2 kv heads
     "batch_size": None,  # CP: follows from --context-parallel
     "max_steps": 400,
     "lr": 2e-3,
@@ -1183,7 +1195,7 @@ def parse_args():
     # FSDP: These two flags choose between speed and memory.
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
-    # CP: More ranks per group for longer samples, fewer for less traffic.
+    # CP: By default, the devices of a node form a group. More ranks allow longer samples.
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     add("--context-parallel", type=positive, default=node, help="ranks that share each sample")
     add("--exchange", choices=["heads", "tokens"], default="heads", help="what attention exchanges")

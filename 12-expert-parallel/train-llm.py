@@ -5,9 +5,9 @@ results travel back, so no device gathers all experts of a layer. All other weig
 all devices, as in chapter 3. Comments with EP 1 to 10 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
-    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
-    torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
-        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca     # the same command on two machines
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e olmoe -m allenai/OLMoE-1B-7B-0924
+    torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id olmoe --rdzv-backend c10d \
+        --rdzv-endpoint node-0:29400 train-llm.py -e olmoe -m allenai/OLMoE-1B-7B-0924
 """
 
 import argparse
@@ -194,8 +194,8 @@ def main():
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
-            # `.item()` waits until the GPU has computed the number. Between two logged steps the
-            # script reads no number back, so Python runs ahead and queues work for the GPU.
+            # EP: `.item()` waits until the GPU has computed the number. Python also waits in each
+            # layer, for the sizes of messages (EP 2), so it cannot queue much work for the GPU.
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
             mean_loss = loss_sum.item() / (state.step - logged_step)
@@ -252,6 +252,7 @@ def expert_parallel(experts, tokens, chosen, shares):
     ranks = experts.group.size()
     per_token = chosen.shape[1]
     # EP 1: Sort copies of the tokens by expert. Then the copies for each rank lie side by side.
+    # Before the sort, copy number i is a copy of token i // per_token.
     chosen = chosen.flatten()
     order = chosen.argsort(stable=True)
     copies = tokens[order // per_token]
@@ -260,6 +261,7 @@ def expert_parallel(experts, tokens, chosen, shares):
     arriving_counts = torch.empty_like(counts)
     dist.all_to_all_single(arriving_counts, counts, group=experts.group)
     # Python needs the sizes of the messages, so here Python waits until the GPU has counted.
+    # `counts` has a row for each rank that receives, `arriving_counts` for each rank that sends.
     send_counts = counts.view(ranks, -1).sum(1).tolist()
     receive_counts = arriving_counts.view(ranks, -1).sum(1).tolist()
     if experts.training:  # for the log
@@ -267,14 +269,17 @@ def expert_parallel(experts, tokens, chosen, shares):
         experts.received_tokens += arriving_counts.sum()
     # EP 3: Send the copies. Autograd sends their gradients the other way in the backward pass.
     arrived = all_to_all_single_autograd(copies, receive_counts, send_counts, experts.group)
-    # The copies of each sender are sorted by expert. On this rank, experts are numbered from 0.
-    numbers = torch.arange(len(counts) // ranks, device=tokens.device).repeat(ranks)
+    # The expert of each copy. The copies of each sender are sorted by expert, so the list of this
+    # rank's experts is repeated for each sender, and each expert as often as its count says.
+    experts_per_rank = experts.num_experts // ranks
+    numbers = torch.arange(experts_per_rank, device=tokens.device).repeat(ranks)
     numbers = numbers.repeat_interleave(arriving_counts, output_size=len(arrived))
     # The shares stay on the rank of the token, so here each result gets the share 1.
     ones = arrived.new_ones(len(arrived), 1)
     compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
     results = compute(ExpertsOfRank(experts), arrived, numbers[:, None], ones)
     # EP 4: Send the results back, put them into the old order, and add them up for each token.
+    # Result number i belongs to the place order[i].
     returned = all_to_all_single_autograd(results, send_counts, receive_counts, experts.group)
     results = torch.empty_like(returned).index_copy(0, order, returned)
     results = results.view(-1, per_token, tokens.shape[1]) * shares[..., None]
@@ -282,7 +287,7 @@ def expert_parallel(experts, tokens, chosen, shares):
 
 
 class ExpertsOfRank:
-    """The experts of this rank as Transformers expects experts: weights are plain tensors."""
+    """Gives Transformers the experts of this rank, with plain tensors in place of DTensors."""
 
     def __init__(self, experts):
         self.experts = experts
@@ -294,14 +299,14 @@ class ExpertsOfRank:
 
 
 def experts_of(module):
-    """The experts of each layer in this module. Only experts have this flag of Transformers."""
+    """The experts of each layer in this module. Transformers gives only them `is_concatenated`."""
     return [m for m in module.modules() if hasattr(m, "is_concatenated")]
 
 
 def load_metrics(model):
-    """The tokens of the busiest expert and rank, relative to the mean, since the last call.
+    """The tokens of the busiest expert and rank since the last call, divided by the mean.
 
-    Of all layers, the layer with the largest ratio counts.
+    Each layer has such a ratio. The metric is the largest ratio.
     """
     layers = experts_of(model)
     of_experts = torch.stack([experts.sent_tokens for experts in layers])  # (layers, experts)
@@ -328,7 +333,8 @@ def build_model(args, config, device, checkpoint):
     ALL_EXPERTS_FUNCTIONS.register("expert_parallel", expert_parallel)
     model.set_experts_implementation("expert_parallel")
     # EP 5: Ranks form a table. The ranks of a row share the experts of each layer.
-    shape = (WORLD_SIZE // args.expert_parallel, args.expert_parallel)
+    groups = WORLD_SIZE // args.expert_parallel
+    shape = (groups, args.expert_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("groups", "experts"))
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
@@ -338,18 +344,19 @@ def build_model(args, config, device, checkpoint):
         experts.group = mesh.get_group("experts")
         experts.sent_tokens = torch.zeros(experts.num_experts, dtype=torch.long, device=device)
         experts.received_tokens = torch.zeros((), dtype=torch.long, device=device)
-        # EP 6: Weights have one row per expert, so a rank of a row has some rows of each weight.
-        for name, weight in [*experts.named_parameters()]:
-            rows = distribute_tensor(weight, mesh["experts"], [Shard(0)], src_data_rank=None)
-            setattr(experts, name, torch.nn.Parameter(rows))
+        # EP 6: Each weight is (experts, ...), so each rank keeps the part that is for its experts.
+        # src_data_rank=None: send nothing, because meta tensors have no numbers.
+        for name, weight in list(experts.named_parameters()):
+            part = distribute_tensor(weight, mesh["experts"], [Shard(0)], src_data_rank=None)
+            setattr(experts, name, torch.nn.Parameter(part))
         # EP 7: The ranks of a column have the same experts, and FSDP shards them in the column.
         policy["mesh"] = mesh["groups"]
         fully_shard(experts, reshard_after_forward=args.reshard_after_forward, **policy)
         # EP 8: Divide by all ranks, because an expert adds up gradients for all ranks of its row.
         experts.set_gradient_divide_factor(WORLD_SIZE)
-        # Gloo cannot add and divide at once, so FSDP divides later. With one group, FSDP adds
-        # nothing, and PyTorch 2.13 would divide twice.
-        experts.set_force_sum_reduction_for_comms(shape[0] > 1)
+        # With several groups, first add and then divide, because gloo cannot do both at once. With
+        # one group, there is nothing to add, and PyTorch 2.13 would divide twice.
+        experts.set_force_sum_reduction_for_comms(groups > 1)
     policy["mesh"] = mesh._flatten()  # EP: all other weights are sharded over all ranks
     # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
@@ -382,6 +389,7 @@ def build_model(args, config, device, checkpoint):
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     # EP 9: Gather the next layer early, because Python waits for sizes in each layer.
     # By default, FSDP begins to gather a layer when Python calls the layer, after that wait.
+    # When Python calls a layer, gather its experts, the next layer and the experts of that layer.
     for layer, following in pairwise(layers):
         units = [*experts_of(layer), following, *experts_of(following)]
         layer.set_modules_to_forward_prefetch(units)
@@ -393,9 +401,11 @@ def build_model(args, config, device, checkpoint):
     if args.compile:
         # EP: Compile the parts of each layer, except experts: their messages differ in size in each
         # pass. All layers are alike, so they share the compiled code of the first.
-        for part in [part for layer in layers for part in layer.children()]:
-            if not experts_of(part):
-                part.compile()
+        for layer in layers:
+            for part in layer.children():
+                has_experts = len(experts_of(part)) > 0
+                if not has_experts:
+                    part.compile()
         # This avoids the fp32 copy of the logits, which is the largest tensor of a step.
         model.loss_function = torch.compile(model.loss_function)
     return model
@@ -421,7 +431,7 @@ def from_files(name):
 
 def clip_gradients(model, max_norm):
     """Scales all gradients down if their common norm is above `max_norm`. Returns the norm."""
-    # EP 10: Join a norm per mesh, because no operation takes tensors of two meshes.
+    # EP 10: Compute a norm per mesh, then join the norms: no operation takes two meshes at once.
     parameters_of_mesh = defaultdict(list)
     for parameter in model.parameters():
         parameters_of_mesh[parameter.device_mesh].append(parameter)
@@ -490,7 +500,7 @@ NUMBER_OF_EXPERTS = {
 
 
 def check_experts(config, args):
-    """Refuses a model without experts that this chapter knows, and groups of a wrong size."""
+    """Refuses a model of a family that is not in the list, and groups of a wrong size."""
     config = config.get_text_config()
     if config.model_type not in NUMBER_OF_EXPERTS:
         families = f"the mixtures of this chapter ({', '.join(NUMBER_OF_EXPERTS)})"

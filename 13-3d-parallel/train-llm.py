@@ -6,9 +6,9 @@ chapter 7. With several pipelines, FSDP shards each stage between them. Comments
 the ideas. Comments with TP and PP come from chapters 6 and 7.
 
     torchrun --standalone --nproc-per-node 8 train-llm.py --demo     # no GPU and no network needed
-    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # one machine is one group
     torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
-        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca     # the same command on two machines
+        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca     # two machines are two stages
 """
 
 import argparse
@@ -89,9 +89,10 @@ def main():
     check_groups(args)  # PP: before anything that takes time
     accumulation = args.gradient_accumulation_steps
     # PP 1: The ranks of a pipeline train on the same samples, so a pipeline counts as one device.
-    # 3D 1: A pipeline now has a group of ranks for each stage, and all of them read one batch.
+    # 3D 1: A stage is now a group, and all ranks of the groups of a pipeline read the same batch.
     pipelines = WORLD_SIZE // (args.pipeline_parallel * args.tensor_parallel)
-    pipeline = (RANK // args.tensor_parallel) % pipelines  # of this rank: see 3D 7
+    group = RANK // args.tensor_parallel  # ranks 0 to N - 1 are group 0: see 3D 7
+    pipeline = group % pipelines  # with 2 pipelines, the even groups belong to pipeline 0
     global_batch = args.batch_size * accumulation * pipelines
     torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
@@ -180,7 +181,7 @@ def main():
             # `losses` are what the last stage returns, so `loss_fn` has not divided them.
             losses = schedule.step(input_ids, labels=input_ids, target=input_ids)
         if losses is not None:  # PP: the last stage is on this rank
-            # The other ranks of the pipeline add 0 to the average over all ranks.
+            # 3D: The ranks of the other stages add 0 to the average over all ranks.
             loss_sum += losses.detach().mean() * args.pipeline_parallel
         with timer("update"):
             tied_head.add_gradients()
@@ -190,7 +191,7 @@ def main():
             # PP: inf, because this is the norm of the stages of this rank. Clipping comes below.
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
             # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
-            # 3D 2: Each rank has a part of a stage. This sum is over the stage's table (see 3D 7).
+            # 3D 2: Each rank has a part of a stage, so this is the norm over all ranks of a stage.
             grad_norm = grad_norm.full_tensor()
             # PP 4: The norm is over all stages, because all stages must be clipped alike.
             grad_norm.square_()
@@ -346,12 +347,12 @@ class StageModule(torch.nn.Module):
         self.is_last = is_last
 
     def forward(self, x, labels):
-        # 3D 3: Attention needs the positions of all tokens, even if `x` has a part of the tokens.
+        # 3D 3: Attention needs the positions of all tokens. `labels` has them, `x` only some.
         positions = torch.arange(labels.shape[1], device=labels.device)[None]
         batch = {self.input_name: x, "position_ids": positions, "use_cache": False}
         # PP 6: The last stage calls the model's own forward, because some families change logits.
         if self.is_last:
-            # 3D 4: The ranks of a group compute the loss together, and each gets the same number.
+            # 3D 4: A group computes one loss. The schedule needs a plain tensor, and no DTensor.
             loss = self.part(**batch, labels=labels).loss.full_tensor()
             return torch.stack([loss])  # one dimension, to join the losses of all micro-batches
         return self.part.base_model(**batch).last_hidden_state
@@ -370,7 +371,7 @@ class TiedHead:
         self.modules = [module for module in (embeddings, head) if module is not None]
         self.group = group  # the ranks of the first and of the last stage
         if self.modules:
-            # 3D: Without this group, the calls below would wait for all ranks, and never end.
+            # 3D: With None, broadcast and reduce would wait for all ranks of the job, for ever.
             assert group is not None, "this rank has no partner for the tied head"
         self.dtype = dtype
 
@@ -410,8 +411,8 @@ def make_stages(model, unit_names, args, device, mesh):
         stage_numbers = range(rank, count, args.pipeline_parallel)
     # The shape of the activations. Without it, PyTorch infers the shape in an extra pass.
     # 3D 5: Each rank sends its part of the tokens to the rank with the same part in the next group.
-    tokens = args.seq_length // args.tensor_parallel
-    shape = (args.batch_size, tokens, model.config.hidden_size)
+    own_tokens = args.seq_length // args.tensor_parallel
+    shape = (args.batch_size, own_tokens, model.config.hidden_size)
     activations = torch.empty(shape, dtype=DTYPES[args.dtype], device="meta", requires_grad=True)
     example_loss = torch.empty(1)
     # A single stage has embeddings and head, so they can stay one tensor.
@@ -452,10 +453,11 @@ def make_stages(model, unit_names, args, device, mesh):
     if is_tied:
         # All ranks make the groups of all pipelines. With zbv, one rank has both stages, so it is
         # alone in its group.
-        # 3D 6: Each rank of a first stage has a partner: the rank with the same part of the head.
-        first_ranks = mesh.mesh[0].flatten().tolist()
-        last_stage = mesh.mesh[-1].flatten().tolist()
-        last_ranks = first_ranks if args.schedule == "zbv" else last_stage
+        # 3D 6: Each rank of the first stage has a partner, which has the same part of the head.
+        first_ranks = mesh.mesh[0].flatten().tolist()  # all ranks of the first stage
+        last_ranks = mesh.mesh[-1].flatten().tolist()
+        if args.schedule == "zbv":
+            last_ranks = first_ranks
         ends = [sorted({first, last}) for first, last in zip(first_ranks, last_ranks, strict=True)]
         group, _ = dist.new_subgroups_by_enumeration(ends)
     return stages, stage_modules, TiedHead(embeddings, head, group, DTYPES[args.dtype])
@@ -471,7 +473,7 @@ def build_model(args, config, device, checkpoint):
     # PP: The log reports the whole model. This rank soon has some of its stages only.
     total_parameters = model.num_parameters()
     model.num_parameters = lambda **options: total_parameters
-    # 3D 7: Ranks form a grid: a table per stage. A row of a table is a group, so it is in a node.
+    # 3D 7: Each stage is a table of ranks. A row is a group of neighbours, so it is on one node.
     pipelines = WORLD_SIZE // (args.pipeline_parallel * args.tensor_parallel)
     shape = (args.pipeline_parallel, pipelines, args.tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
@@ -784,7 +786,8 @@ def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs t
     size = args.batch_size * args.gradient_accumulation_steps
     # 3D: The number of the pipeline of this rank, as in `main`.
     pipelines = WORLD_SIZE // (args.pipeline_parallel * args.tensor_parallel)
-    pipeline = (RANK // args.tensor_parallel) % pipelines
+    group = RANK // args.tensor_parallel
+    pipeline = group % pipelines
     forward_schedule = copy.copy(schedule)
     if args.schedule in SEVERAL_STAGES:
         # These schedules are lists of actions. Drop backward passes: `eval` fails on those of zbv.
@@ -1051,12 +1054,12 @@ def join_process_group():
 
 
 def check_groups(args):
-    """Refuses flags that the schedule cannot work with."""
+    """Refuses flags that do not fit together."""
     ranks = args.pipeline_parallel
     count = args.gradient_accumulation_steps
     per_rank = args.stages_per_rank
-    # 3D: Data parallelism has the ranks that are left, so the product of both must divide all.
-    size = args.tensor_parallel
+    # 3D: Data parallelism gets ranks / (pipeline x tensor), which must be a whole number.
+    size = args.tensor_parallel  # ranks of a group
     if WORLD_SIZE % (ranks * size):
         both = f"--pipeline-parallel {ranks} times --tensor-parallel {size}"
         fail(f"{both} does not divide the {WORLD_SIZE} ranks: lower one of them")
@@ -1295,7 +1298,7 @@ DEMO = {
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    # 3D: Eight processes form a grid of 2 x 2 x 2, four have one pipeline, two have stages only.
+    # 3D: 8 processes are 2 stages x 2 pipelines x 2 ranks, 4 are 2 x 1 x 2, and 2 are 2 x 1 x 1.
     "pipeline_parallel": 2 if WORLD_SIZE % 2 == 0 else 1,
     "tensor_parallel": 2 if WORLD_SIZE % 4 == 0 else 1,
     "batch_size": None,  # TP: follows from --tensor-parallel
@@ -1410,7 +1413,7 @@ def parse_args():
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
     # PP: The defaults that follow from other flags.
-    if args.pipeline_parallel is None:  # 3D: follows from --tensor-parallel
+    if args.pipeline_parallel is None:  # 3D: all groups, and at least one
         args.pipeline_parallel = max(1, WORLD_SIZE // args.tensor_parallel)
     if args.stages_per_rank is None:
         args.stages_per_rank = 2 if args.schedule in SEVERAL_STAGES else 1

@@ -1,8 +1,8 @@
 """Chapter 14: pretrain with half of the parameters, as sparse plus low-rank weights (SLTrain).
 
 Each matrix W of a decoder layer becomes (alpha / rank) B A + S. B and A are narrow, and S has
-numbers at a few random places that never change. Weights, gradients and AdamW's moments exist for
-B, A and S only. Comments with SL 1 to SL 9 mark the ideas; SL: marks other changed places.
+numbers at a few random places. The places never change. Weights, gradients and AdamW's moments
+exist for B, A and S only. Comments with SL 1 to SL 9 mark the ideas; SL: marks other changes.
 
     python train-llm.py --demo                   # a few minutes on two CPU cores, no network
     python train-llm.py -e books -d "books/*.txt" --rank 512 --alpha 8 --lr 3e-3 --warmup-steps 1000
@@ -194,7 +194,7 @@ def main():
 
 def build_model(args, config, device, checkpoint):
     """The model on `device`, with the weights of the checkpoint, or random weights."""
-    # SL: No pretrained weights, because they are no sum of such parts.
+    # SL: No pretrained weights, because B A + S cannot represent an arbitrary dense matrix.
     # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
     # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
     with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
@@ -225,10 +225,10 @@ def build_model(args, config, device, checkpoint):
 
 def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
-    # SL 2: B, A and S get no weight decay, because decay of B and of A would shrink B A twice.
+    # SL 2: No weight decay for B, A and S. If B and A both decay, B A decays twice as fast.
     parts = {p for layer in sparse_layers(model).values() for p in layer.parameters()}
     matrices = [p for p in model.parameters() if p.dim() > 1 and p not in parts]
-    vectors = [p for p in model.parameters() if p.dim() <= 1 or p in parts]
+    vectors = [p for p in model.parameters() if p.dim() <= 1 or p in parts]  # SL: also B and A
     decay = {"params": matrices, "weight_decay": args.weight_decay}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
@@ -254,7 +254,7 @@ def replace_layers(model, args):
     if family not in FAMILIES:
         fail(f"{family} is not among {', '.join(FAMILIES)}: use chapter 1")
     before = model.num_parameters()
-    dense = 0
+    dense_count = 0
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         linears = {name: m for name, m in layer.named_modules() if type(m) is torch.nn.Linear}
         for name, linear in linears.items():
@@ -263,17 +263,18 @@ def replace_layers(model, args):
             if number_of_parameters(sparse) < number_of_parameters(linear):
                 layer.set_submodule(name, sparse)
             else:
-                dense += 1
+                dense_count += 1
     # SL: With no layer replaced, this would be chapter 1 without any message.
-    count = len(sparse_layers(model))
-    if not count:
+    sparse_count = len(sparse_layers(model))
+    if sparse_count == 0:
         fail(f"no nn.Linear of {args.model_name} would become smaller: lower --rank or --density")
-    say(f"{count} matrices are now sparse plus low-rank, {dense} stay dense")
+    say(f"{sparse_count} matrices are now sparse plus low-rank, {dense_count} stay dense")
     say(f"{before:,} parameters of the dense model are now {model.num_parameters():,}")
 
 
 def set_weights(model, args, checkpoint):
-    """Gives B, A and S of each layer random values, and then those of the checkpoint, if any."""
+    """Draws B, A and S of each layer. If there is a checkpoint, loads all weights of the model."""
+    # SL: A resumed run draws the places of S again, because a checkpoint does not have them.
     for number, layer in enumerate(sparse_layers(model).values()):
         layer.initialize(seed=(args.seed, number))
     if not checkpoint:
@@ -305,16 +306,17 @@ class SparseLinear(torch.nn.Module):
         self.B = torch.nn.Parameter(torch.empty(rows, args.rank))
         self.A = torch.nn.Parameter(torch.empty(args.rank, columns))
         self.values = torch.nn.Parameter(torch.empty(count))
-        # SL 3: S has values at fixed places of W. The places follow from the seed: see SL 6.
+        # SL 3: S has values at fixed places of W. `support` has the places, and is never saved.
         places = torch.empty(count, dtype=torch.int32)
         self.register_buffer("support", places, persistent=False)
         self.scale = args.alpha / args.rank
         self.bias = linear.bias
 
     def initialize(self, seed):
-        rows, columns = len(self.B), self.A.shape[1]
+        rows = self.B.shape[0]
+        columns = self.A.shape[1]
         bound = 1 / math.sqrt(columns)
-        # SL 4: B starts with zeros, so S is the whole weight at first, and must not be zero, too.
+        # SL 4: B starts with zeros, so W = S at first. If S were zero, too, nothing would learn.
         torch.nn.init.zeros_(self.B)
         torch.nn.init.uniform_(self.A, -bound, bound)
         torch.nn.init.uniform_(self.values, -bound, bound)
@@ -340,21 +342,22 @@ class SparseLinear(torch.nn.Module):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def random_places(size, count, seed):
-    """`count` different numbers below `size`, sorted. All sets of numbers are equally likely."""
+def random_places(limit, count, seed):
+    """`count` different numbers below `limit`, sorted. All sets of numbers are equally likely."""
     # SL 6: The places follow from the seed, so the generator must be the same in every version.
     # NumPy promises this of RandomState. A permutation of all places would take seconds.
     generator = np.random.RandomState(seed)
-    chosen = np.zeros(size, dtype=bool)
+    chosen = np.zeros(limit, dtype=bool)
     missing = count
-    while missing:  # a few drawn numbers are equal, so fewer places than numbers are chosen
-        chosen[generator.randint(size, size=missing, dtype=np.int64)] = True
+    while missing > 0:  # some places are drawn twice, so draw again until there are enough
+        places = generator.randint(limit, size=missing, dtype=np.int64)
+        chosen[places] = True
         missing = count - np.count_nonzero(chosen)
     return np.flatnonzero(chosen)
 
 
 class SparsePlusLowRank(torch.autograd.Function):
-    """x times the transpose of W. The backward pass has W and its gradient for one layer only."""
+    """x times the transpose of W. W and its gradient exist for one matrix at a time."""
 
     @staticmethod
     def forward(ctx, x, B, A, values, support, scale):
@@ -366,19 +369,20 @@ class SparsePlusLowRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, B, A, values, support = ctx.saved_tensors
-        # SL 8: Build W again, and give B, A and S their parts of the gradient of W.
+        # SL 8: Build W again, and compute the gradients of B, A and S from the gradient of W.
         grad_x = grad @ dense_weight(x.dtype, B, A, values, support, ctx.scale)
+        # The gradient of W is a sum over all tokens of all samples.
         grad_w = grad.flatten(0, -2).T @ x.flatten(0, -2)
         grad_B = ctx.scale * (grad_w @ A.T.to(x.dtype))
         grad_A = ctx.scale * (B.T.to(x.dtype) @ grad_w)
         grad_values = grad_w.flatten().index_select(0, support)
-        return grad_x, grad_B, grad_A, grad_values, None, None
+        return grad_x, grad_B, grad_A, grad_values, None, None  # none for support and scale
 
 
 def dense_weight(dtype, B, A, values, support, scale):
     """W = scale B A + S, of shape (rows, columns)."""
     weight = (scale * B.to(dtype)) @ A.to(dtype)
-    weight.view(-1).index_add_(0, support, values.to(dtype))
+    weight.view(-1).index_add_(0, support, values.to(dtype))  # places count row by row
     return weight
 
 
@@ -573,7 +577,7 @@ def evaluate(model, samples, args, device):
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["rank", "density", "alpha"]  # SL: the shapes of B, A and S, and their sum
+LASTING += ["rank", "density", "alpha"]  # SL: other values would give another W
 LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
@@ -923,12 +927,12 @@ def parse_args():
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
     # SL: No --from-scratch, because there is no other way to start.
-    above_zero = at_least(0.001, float)
     add("--rank", type=positive, default=128, help="columns of B, and rows of A")
     # SL: Without S, nothing would learn. With S at half of the places, little would be saved.
     density = at_least(0.001, float, below=0.5)
     add("--density", type=density, default=0.03, help="the share of places where S has values")
-    add("--alpha", type=above_zero, default=32, help="B A is multiplied by alpha / rank")
+    alpha = at_least(0.001, float)
+    add("--alpha", type=alpha, default=32, help="B A is multiplied by alpha / rank")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")

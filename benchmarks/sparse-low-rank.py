@@ -46,8 +46,7 @@ NARROW |= {"num_key_value_heads": 1}
 WITHOUT_S = {
     "count = math.ceil(args.density * rows * columns)": "count = 0",
     "torch.nn.init.zeros_(self.B)": "torch.nn.init.uniform_(self.B, -(rank**-0.5), rank**-0.5)",
-    "rows, columns = len(self.B), self.A.shape[1]": "(rows, rank), columns = self.B.shape, "
-    "self.A.shape[1]",
+    "rows = self.B.shape[0]": "rows, rank = self.B.shape",
 }
 METHODS = ["dense", "smaller, dense", "low rank", "sparse plus low rank"]
 

@@ -301,11 +301,17 @@ def test_who_has_what(trainer, tmp_path):
 
 OWN = "(micro_step * pipelines + pipeline) * args.batch_size"
 WHOLE_STAGE = "            dist.all_reduce(grad_norm, group=pipeline_group)\n"
-NUMBER = "    pipeline = (RANK // args.tensor_parallel) % pipelines  # of this rank: see 3D 7\n"
-LAST = "last_stage = mesh.mesh[-1].flatten().tolist()"
+NUMBER = "pipeline = group % pipelines  # with 2"
+LAST = "last_ranks = mesh.mesh[-1].flatten().tolist()"
 # Stages, a line, what takes its place, where this shows, and by how much at least
 TRAPS = {
-    "the pipelines of chapter 7": (1, NUMBER, "    pipeline = RANK % pipelines\n", "gradient", 0.2),
+    "the pipelines of chapter 7": (
+        1,
+        NUMBER,
+        "pipeline = RANK % pipelines  # with 2",
+        "gradient",
+        0.2,
+    ),
     "own samples on each rank": (2, OWN, OWN.replace("+ pipeline", "+ RANK"), "gradient", 0.2),
     "the gradient of the head is left out": (2, "tied_head.add_gradients()", "", "gradient", 0.01),
     "partners with other parts": (2, LAST, f"{LAST}[::-1]", "gradient", 0.2),
@@ -376,7 +382,7 @@ CUT = "    stages, stage_modules, tied_head = make_stages(model, unit_names, arg
 SPLIT = '    tp.parallelize_module(model, mesh["tp"], PLANS[config.model_type])\n'
 ONE_COLUMN = {
     "first_ranks = mesh.mesh[0].flatten().tolist()": "first_ranks = mesh.mesh[0, :, 0].tolist()",
-    LAST: "last_stage = mesh.mesh[-1, :, 0].tolist()",
+    LAST: "last_ranks = mesh.mesh[-1, :, 0].tolist()",
 }
 # What is damaged, and a part of the error
 RAISES = {

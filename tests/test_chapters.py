@@ -178,6 +178,8 @@ STEPS = [
         added={"expert_parallel", "ExpertsOfRank", "experts_of", "load_metrics", "clip_gradients"}
         | {"NUMBER_OF_EXPERTS", "check_experts"},
         sentences={'"model_name": f"{REPOSITORY}'},
+        replaced_comments={"`.item()` waits", "script reads no number"}
+        | {"Compile each layer", "model that is compiled"},
     ),
     Step(
         after="13-3d-parallel",
@@ -191,7 +193,8 @@ STEPS = [
         added={"TOKENS", "WHOLE", "PLAN", "HEAD_NORMS", "PLANS", "check_plan", "refuse"},
         removed={"FAMILIES"},
         sentences={'fail(f"--pipeline-parallel'},
-        replaced_comments={"Compile each layer", "model that is compiled"},
+        replaced_comments={"Compile each layer", "model that is compiled"}
+        | {"The other ranks of the pipeline"},
         second="06-tensor-parallel",
     ),
     Step(

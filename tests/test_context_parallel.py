@@ -386,7 +386,7 @@ ALONG = """
     shape = (WORLD_SIZE // args.context_parallel, args.context_parallel)
     policy["mesh"] = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))["dp"]
 """
-ORDER = "torch.cat([*early, *late.flip(0)], dim=3)"
+ORDER = "torch.cat(in_order, dim=3)"
 WINDOW = "args.seq_length > window:"
 LISTED = 'FAMILIES += ["qwen3", "smollm3"]'
 CONVOLUTION = {"layer_types": ["conv", "full_attention"]}

@@ -200,7 +200,7 @@ TRAPS = {
     ),
     "forced sums with one group": (
         "one group",
-        {"comms(shape[0] > 1)": "comms(True)"},
+        {"comms(groups > 1)": "comms(True)"},
         ("experts", 0.49, 1e-5),
     ),
     "messages without autograd": (
