@@ -789,7 +789,7 @@ def parse_args():
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
-    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per forward pass")
     add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")

@@ -1153,7 +1153,7 @@ def parse_args():
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
-    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per forward pass")
     # NODES: Two ways to set the global batch. Without either flag, a step has one pass.
     either = parser.add_mutually_exclusive_group().add_argument
     either("--gradient-accumulation-steps", type=positive, help="passes per step; without it, 1")

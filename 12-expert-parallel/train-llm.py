@@ -279,10 +279,10 @@ def expert_parallel(experts, tokens, chosen, shares):
     compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
     results = compute(ExpertsOfRank(experts), arrived, numbers[:, None], ones)
     # EP 4: Send the results back, put them into the old order, and add them up for each token.
-    # Result number i belongs to the place order[i].
+    # Result i belongs to place order[i], so order.argsort() lists the results of place 0, 1, 2, ...
     returned = all_to_all_single_autograd(results, send_counts, receive_counts, experts.group)
-    results = torch.empty_like(returned).index_copy(0, order, returned)
-    results = results.view(-1, per_token, tokens.shape[1]) * shares[..., None]
+    results = returned[order.argsort()].view(-1, per_token, tokens.shape[1])
+    results = results * shares[..., None]
     return results.sum(1).to(tokens.dtype)
 
 
@@ -1151,7 +1151,7 @@ def parse_args():
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
-    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per forward pass")
     add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
     add("--num-epochs", type=positive, default=3, help="passes over the dataset")
     add("--max-steps", type=positive, help="stop after this many optimizer steps")

@@ -28,6 +28,7 @@ from types import ModuleType
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.attention import bias
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -69,7 +70,8 @@ def watch(chapter: str, flags: list[str]) -> None:
                 return NotImplemented  # comes again, as this rank's part of the tensors
             result = op(*args, **kwargs or {})
             for value in tree_leaves((args, kwargs, result)):
-                if isinstance(value, torch.Tensor):
+                # The wrapper of a collective's result has a storage without memory of its own.
+                if isinstance(value, torch.Tensor) and not isinstance(value, AsyncCollectiveTensor):
                     storage = getattr(value, "_local_tensor", value).untyped_storage()
                     if storage.device.type == "cpu":
                         self.storages[storage._cdata] = weakref.ref(storage)

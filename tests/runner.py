@@ -100,7 +100,7 @@ class Run:
     def output(self) -> str:
         return self.file.read_text() if self.file.exists() else ""
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 240) -> int:
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.process.kill()
@@ -121,7 +121,7 @@ class Run:
 _numbers = itertools.count()
 
 
-def outcome(folder: Path, script: Path, *arguments, timeout: float = 120, **options):
+def outcome(folder: Path, script: Path, *arguments, timeout: float = 240, **options):
     """Runs a script to its end: exit status and output."""
     run = Run(script, arguments, folder / f"outcome-{next(_numbers)}.txt", **options)
     return run.wait(timeout), run.output
@@ -159,7 +159,7 @@ class Job:
     def output(self) -> str:
         return "".join(run.output for run in self.ranks)
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout: float = 240) -> int:
         return max((run.wait(timeout) for run in self.ranks), key=abs)
 
     def wait_for(self, text: str, timeout: float = 60) -> None:

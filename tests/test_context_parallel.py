@@ -417,7 +417,7 @@ TRAPS = {
         0.1,
     ),
     "a dropped window": ({WINDOW: "False:"}, "tokens", "mistral", {"sliding_window": 8}, 0.1),
-    "the mask of a part": (
+    "no mask for a window": (
         {"return mask_function(q": "return None and mask_function(q"},
         "heads",
         "mistral",
