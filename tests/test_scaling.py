@@ -159,7 +159,6 @@ RUNS = [  # method, chapter, processes, samples of a micro-batch and group, micr
     ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "zbv"}),
     ("PP", CHAPTER_7, 4, 2, 4, {PP: 2, "schedule": "1f1b"}),
 ]
-NOT_RUN = pytest.mark.skip("written and not run yet: remove this mark after a run")
 CP, EP, CHECKPOINTS = "context_parallel", "expert_parallel", {"activation_checkpointing": True}
 NEWER = [
     ("CP", "11-context-parallel", 2, 2, 2, {CP: 2, "exchange": "heads"} | CHECKPOINTS),
@@ -171,8 +170,7 @@ NEWER = [
 ]
 for method, folder, *others in NEWER:
     script = REPOSITORY / folder / "train-llm.py"
-    marks = [pytest.mark.rest] + [NOT_RUN] * (method in ("CP", "EP"))
-    RUNS.append(pytest.param(method, script, *others, marks=marks))
+    RUNS.append((method, script, *others))
 
 
 @pytest.mark.rest
@@ -581,8 +579,9 @@ def test_layouts_that_fit_and_those_that_do_not():
         layout = choice.layout
         assert layout.tp * layout.pp * layout.cp * layout.dp == 8
         assert layout.dp * layout.samples * layout.micro_batches == args.global_batch_size
-    assert {choice.layout.chapter for choice in out} == {2}, "DDP alone is too large"
-    assert "needs" in out[0].problem
+    # Pipelines have buffers for each of 512 micro-batches.
+    assert {choice.layout.chapter for choice in out} == {2, 7}
+    assert all("needs" in choice.problem for choice in out)
     # A slower link between nodes changes the order, and a model of 1B needs no sharding.
     _, slow, _ = choose("8B", 64, "--link", 10)
     assert slow[0].layout.chapter in (5, 7, 13)
@@ -697,7 +696,6 @@ def test_traced_layouts(tmp_path):
 ROUGH = 0.25
 
 
-@NOT_RUN
 @pytest.mark.rest
 @pytest.mark.parametrize(("size", "devices"), [("8B", 8), ("70B", 64)])
 def test_rules_of_thumb_for_memory(tmp_path, size, devices):

@@ -152,7 +152,7 @@ def memory(model, layout: Layout, args, offload: bool = False) -> float:
     vocabulary = model.root / hidden / (1 if model.tied else 2)
     logits = (SPLIT_LOGIT if t > 1 else LOGIT) * tokens * vocabulary / t
     if layout.pp > 1:
-        return max(stages(model, layout, kept, again, logits))
+        return max(stages(model, layout, kept, again, logits, 2 * tokens * hidden / t))
 
     layer = (model.layer - model.experts * (1 - 1 / layout.ep)) / t
     root = model.root / t
@@ -194,9 +194,13 @@ def layers_of_ranks(model, layout: Layout) -> list[int]:
     return [sum(sizes[rank::p]) for rank in range(p)]
 
 
-def stages(model, layout: Layout, kept: float, again: float, logits: float) -> list[float]:
-    """Bytes of a device of each rank of a pipeline."""
+def stages(model, layout: Layout, kept, again, logits, message: float) -> list[float]:
+    """Bytes of a device of each rank of a pipeline.
+
+    For each micro-batch, PyTorch has buffers of its own for what the neighbours of a stage send.
+    """
     p, t = layout.pp, layout.tp
+    count = p * (2 if layout.schedule == "interleaved" else 1)
     per_parameter = 6 + 12 / layout.shards  # whole copies and gradients, sharded weights, moments
     end = model.root / (1 if model.tied else 2)
     found = []
@@ -207,8 +211,10 @@ def stages(model, layout: Layout, kept: float, again: float, logits: float) -> l
         if layout.schedule == "interleaved":  # passes of half of the layers
             in_flight = (2 * (p - 1 - rank) + p + 1) / 2
         activations = in_flight * layers * kept + max(again, logits * is_last)
-        buffer = 6 * model.layer / t
-        found.append(per_parameter * parameters / t + activations + buffer)
+        scattered = 6 * model.layer / t
+        neighbours = sum((n > 0) + (n < count - 1) for n in range(rank, count, p))
+        received = layout.micro_batches * neighbours * message
+        found.append(per_parameter * parameters / t + activations + scattered + received)
     return found
 
 
