@@ -1,6 +1,6 @@
 """Ends processes of training runs at random moments, and checks that nothing is lost.
 
-    python tests/chaos.py --rounds 3                              # every chapter from 2 on
+    python tests/chaos.py --rounds 3               # every chapter with several processes
     python tests/chaos.py --chapters 02-ddp 05-multi-node --rounds 20 --seed 1
 
 A round is one run of 32 steps on two processes, with a checkpoint after every step. torchrun starts
@@ -64,6 +64,12 @@ CHAPTERS = {
     ],
     "09-hf-trainer": [[]],
     "10-mds-shards": [["--async-checkpoint"], []],
+    "11-context-parallel": [[], ["--exchange", "tokens"]],
+    "12-expert-parallel": [[]],
+    "13-3d-parallel": [
+        ["-b", 4, "--pipeline-parallel", 1, "--tensor-parallel", 2],
+        ["-b", 2, "--pipeline-parallel", 2, "--tensor-parallel", 1],
+    ],
 }
 # A worker that gets SIGUSR1 prints where each of its threads stands.
 SAY_WHERE = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1, all_threads=True)\n"
@@ -81,7 +87,7 @@ class Configured(Runs):
 
 
 def prepare(folder: Path) -> Trainer:
-    """Text in two files, the same in MDS shards, and a model."""
+    """Text in two files, the same in MDS shards, a model, and a mixture of experts."""
     chance = random.Random(0)
     words = ["def", "return", "self", "lambda", "the", "loss", "gradient", "Größe", "学习", "x"]
     for number in range(2):
@@ -95,12 +101,16 @@ def prepare(folder: Path) -> Trainer:
     model = write_model(folder / "model", **LLAMA | {"num_hidden_layers": 4})
     trainer = Trainer(folder, model, data)
     trainer.shards = folder / "shards"
+    experts = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    experts |= {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    trainer.mixture = write_model(folder / "mixture", **LLAMA | experts)
     return trainer
 
 
 def flags_of(chapter: str, trainer: Trainer) -> list:
     flags = {"04-streaming": ROWS, "09-hf-trainer": []}
     flags["10-mds-shards"] = [*ROWS, "-d", trainer.shards]
+    flags["12-expert-parallel"] = [*TEXT, "-m", trainer.mixture]
     return flags.get(chapter, TEXT)
 
 

@@ -19,7 +19,7 @@ def prepared(tmp_path_factory):
 def round_of(prepared, tmp_path):
     def begin(chapter: str) -> chaos.Chaos:
         trainer = Trainer(tmp_path, prepared.model, prepared.dataset)
-        trainer.shards = prepared.shards
+        trainer.shards, trainer.mixture = prepared.shards, prepared.mixture
         return chaos.Chaos(trainer, chapter, "round", random.Random(f"{chapter} 0"))
 
     return begin
