@@ -145,7 +145,7 @@ def memory(model, layout: Layout, args, offload: bool = False) -> float:
     t, n = layout.tp, layout.shards
     tokens = layout.samples * args.seq_length / layout.cp  # that this device computes
     hidden = model.hidden_size
-    kept = layer_bytes(model, t) * tokens  # of a layer, for its backward pass
+    kept = layer_bytes(model, layout) * tokens  # of a layer, for its backward pass
     again = 0.0  # what the backward pass of a layer computes again
     if layout.checkpointing:
         kept, again = 2 * tokens * hidden / t, kept
@@ -172,16 +172,18 @@ def memory(model, layout: Layout, args, offload: bool = False) -> float:
     return max(peak, 16 * sharded + 6 * root)
 
 
-def layer_bytes(model, parts: int) -> float:
+def layer_bytes(model, layout: Layout) -> float:
     """What a layer keeps for the backward pass, in bytes per token of the group.
 
     Its matrices read and write as many numbers as it has parameters, divided by the hidden size.
     The tokens between them are split in a tensor group, where norms also keep fp32. The inputs of
-    attention and MLP are whole.
+    attention and MLP are whole. Each expert of a token also has a copy of it, and a result of its
+    own. If tokens travel to their experts, the result that comes back is kept, too.
     """
     hidden, width = model.hidden_size, model.used_by_token / model.hidden_size
-    between = 6 * hidden if parts > 1 else 2 * hidden
-    return 2 * ((width + between) / parts + 2 * hidden)
+    between = 6 * hidden if layout.tp > 1 else 2 * hidden
+    of_experts = model.experts_per_token * hidden * (3 if layout.ep > 1 else 2)
+    return 2 * ((width + between) / layout.tp + 2 * hidden + of_experts)
 
 
 def layers_of_ranks(model, layout: Layout) -> list[int]:
@@ -291,6 +293,11 @@ def choose(model, devices: int, args) -> tuple[list[Choice], list[Choice]]:
             continue
         choices = [assess(model, layout, nodes, cluster, args) for layout in possible]
         fit.append(min(choices, key=lambda choice: choice.step))
+    for choice in [*fit]:
+        choice.problem = refusal(model, choice.layout, devices, args)
+        if choice.problem:
+            fit.remove(choice)
+            out.append(choice)
     fit.sort(key=lambda choice: choice.step)
     close = [choice for choice in fit if choice.step <= CLOSE * fit[0].step]
     close.sort(key=lambda choice: (choice.layout.chapter, choice.step))
@@ -305,25 +312,33 @@ NAMES = {1: "chapter 1", 2: "DDP", 3: "FSDP", 5: "HSDP", 6: "tensor parallel", 7
 NAMES |= {11: "context parallel", 12: "expert parallel", 13: "pipeline × tensor"}
 
 
-def trace(choice: Choice, devices: int, args, offload: bool = False) -> None:
-    """Notes the bytes that estimate-memory.py finds, or why the chapter refuses the layout."""
-    if choice.layout.ep > 1:  # estimate-memory.py cannot trace chapter 12 yet
-        return
-    tool = importlib.import_module("estimate-memory")
-    layout, choice.problem = choice.layout, ""
-    method = tool.METHODS["offload" if offload else NAMES[layout.chapter]]
+def flags_of(layout: Layout, devices: int, args) -> argparse.Namespace:
+    """Those of estimate-memory.py for this layout."""
     flags = ["-m", args.model_name, "-s", args.seq_length, "-b", layout.samples]
     flags += ["--gradient-accumulation-steps", layout.micro_batches, "--devices", devices]
     flags += ["--dtype", args.dtype, *technique(layout)]
-    flags = tool.parse_args([*map(str, flags)])
+    return importlib.import_module("estimate-memory").parse_args([*map(str, flags)])
+
+
+def refusal(model, layout: Layout, devices: int, args) -> str:
+    """Why the chapter refuses the model, or nothing."""
+    if model.config is None:
+        return ""
     try:
-        config = scaling.load_config(args.model_name)
-        tool.check(config, flags)
-        traces = tool.Traces(config, flags)
-        _, moments = tool.step(traces, method, devices, layout.samples)
-    except SystemExit as refusal:
-        choice.problem = str(refusal).removeprefix("error: ")
-        return
+        check = importlib.import_module("estimate-memory").check
+        check(model.config, flags_of(layout, devices, args))
+    except SystemExit as error:
+        return str(error).removeprefix("error: ")
+    return ""
+
+
+def trace(choice: Choice, devices: int, args, offload: bool = False) -> None:
+    """Notes the bytes that estimate-memory.py finds, and whether they are too many."""
+    tool = importlib.import_module("estimate-memory")
+    layout, choice.problem = choice.layout, ""
+    method = tool.METHODS["offload" if offload else NAMES[layout.chapter]]
+    traces = tool.Traces(scaling.load_config(args.model_name), flags_of(layout, devices, args))
+    _, moments = tool.step(traces, method, devices, layout.samples)
     choice.traced = tool.peak(moments)
     if choice.traced > room(args):
         choice.problem = f"needs {choice.traced / 1e9:.0f} GB, traced"

@@ -220,6 +220,7 @@ class Model:
     experts: int = 0  # parameters of all experts of a layer, among those of the layer
     expert_count: int = 0  # of a layer
     experts_per_token: int = 0
+    config: object = None  # of Transformers
 
     @property
     def parameters(self) -> int:
@@ -659,6 +660,7 @@ def load_model(name: str) -> Model:
         experts=sum(p.numel() for p in experts) // len(layers),
         expert_count=len(experts[0]) if experts else 0,
         experts_per_token=config.num_experts_per_tok if experts else 0,
+        config=config,
     )
 
 
