@@ -21,7 +21,8 @@ def folder(tmp_path_factory):
     """The configs of the models, under their names, since the Hub is out of reach."""
     folder = tmp_path_factory.mktemp("models")
     for name, config in MODELS.items():
-        config.save_pretrained(folder / "meta-llama" / name)
+        on_the_hub = name.replace("2-7B", "2-7b-hf")
+        config.save_pretrained(folder / "meta-llama" / on_the_hub)
     return folder
 
 
