@@ -35,6 +35,8 @@ from test_pipeline_parallel import (
     Folder,
     gradients,
 )
+from test_quick import WATCH_SAVES
+from test_resume import assert_synced
 from test_tensor_parallel import FAMILIES as TP_FAMILIES
 from test_tensor_parallel import SIZE, worst
 from test_tensor_parallel import write_weights as write_tp_weights
@@ -188,8 +190,9 @@ def test_one_pipeline_of_groups(trainer, tied):
     flags = ["-m", tied, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 2, "--ckpt-freq", 2]
     single = trainer(*flags, "-b", 8, name="single")
     grid = ["-b", 4, "--pipeline-parallel", 2, "--tensor-parallel", 2]
-    run = trainer(*flags, *grid, name="grid", processes=4, **GRID)
+    run = trainer(*flags, *grid, name="grid", processes=4, before=WATCH_SAVES, **GRID)
     assert_same_losses(single, run, 4, **OFF)
+    assert_synced(run.run.ranks[0].output, run.folder, ["step-00000002", "step-00000004", "final"])
     take_over(run, trainer, "resumed", 2)
     resumed = trainer(*flags, *grid, name="resumed", processes=4, **GRID)
     assert "Continuing from" in resumed.output

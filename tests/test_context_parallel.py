@@ -18,6 +18,8 @@ from conftest import (
 )
 from runner import CHAPTER_3, CHAPTER_11, REPOSITORY, Job, load
 from test_fsdp import NORMS, OFF, SCALER, assert_same_checkpoint, norms, told
+from test_quick import WATCH_SAVES
+from test_resume import assert_synced
 from torch import distributed as dist
 from transformers import (
     AttentionInterface,
@@ -228,7 +230,8 @@ def test_one_group_trains_what_chapter_1_trains(trainer, pretrained):
     flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 2]
     flags += ["-b", 4, "--lr", 1e-3, "--ckpt-freq", 2, "--keep-checkpoints", 9]
     single = trainer(*flags, name="single", before=NORMS)
-    run = trainer(*flags, name="run", processes=2, before=NORMS, **CP)
+    run = trainer(*flags, name="run", processes=2, before=NORMS + WATCH_SAVES, **CP)
+    assert_synced(run.run.ranks[0].output, run.folder, ["step-00000002", "step-00000004", "final"])
     assert_same_losses(single, run, 4, **OFF)
     assert norms(run.run.ranks[0].output) == pytest.approx(norms(single.output), rel=1e-6)
     assert "Attention sdpa, compute precision fp32" in run.output

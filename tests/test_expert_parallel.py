@@ -19,6 +19,8 @@ from conftest import (
 from runner import CHAPTER_3, CHAPTER_12, REPOSITORY, Job, load
 from safetensors.torch import load_file, save_file
 from test_fsdp import OFF, SCALER, assert_same_folder, told
+from test_quick import WATCH_SAVES
+from test_resume import assert_synced
 from test_tensor_parallel import worst, write_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -245,7 +247,8 @@ def test_losses_evaluation_and_resume(shared):
     flags += ["--ckpt-freq", 15]
     single = shared(*flags, *WHOLE, name="thirty-steps")
     options = {"processes": 2} | EP
-    run = shared(*flags, *HALF, name="thirty-steps-on-two", **options)
+    run = shared(*flags, *HALF, name="thirty-steps-on-two", before=WATCH_SAVES, **options)
+    assert_synced(run.run.ranks[0].output, run.folder, ["step-00000015", "step-00000030", "final"])
     assert_same_losses(single, run, 30, **OFF)
     assert len(run.column("eval/loss")) == 2
     assert all(1 <= ratio <= 2 for ratio in run.column("load/rank"))

@@ -23,6 +23,7 @@ from conftest import (
     write_model,
 )
 from runner import CHAPTER_1, CHAPTER_14, REPOSITORY, load, outcome
+from test_resume import WATCH_DISK, assert_synced
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -72,7 +73,8 @@ def merged_with_chapter_2(folder):
 def test_one_device_two_devices_and_a_resume(sparse, tmp_path):
     """Chapter 2 with this chapter's diff has the same losses. A resume is exact."""
     flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3]
-    one = sparse(*flags, name="one")
+    one = sparse(*flags, name="one", before=WATCH_DISK)
+    assert_synced(one.output, one.folder, ["step-00000003", "step-00000006", "final"])
     assert "14 matrices are now sparse plus low-rank, 0 stay dense" in one.output
     take_over(one, sparse, "resumed", 3)
     resumed = sparse(*flags, name="resumed")
@@ -222,6 +224,7 @@ def test_gradients_and_merged_weights(chapter, family):
     assert max(errors.values()) < limit, max(errors.items(), key=lambda pair: pair[1])
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_compiled_without_graph_breaks(chapter, dtype):
     """The same gradients as without the compiler."""
