@@ -35,7 +35,7 @@ NVLINK_4 = tool.NVLINK_4 * 1e9
 CLUSTER = tool.Cluster(devices=8, rate=4e14, link_in=NVLINK_4, link=50e9)
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA_8B |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-LLAMA_8B |= {"vocab_size": 128256}
+LLAMA_8B |= {"vocab_size": 128256, "max_position_embeddings": 131072}
 LLAMA_8B_CONFIG = LLAMA_8B
 with tempfile.TemporaryDirectory() as folder:
     Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
@@ -541,12 +541,13 @@ chooser = importlib.import_module("choose-layout")
 LLAMA_1B = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
 LLAMA_1B |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_1B |= {"vocab_size": 128256, "tie_word_embeddings": True}
+LLAMA_1B |= {"max_position_embeddings": 131072}
 LLAMA_70B = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672}
 LLAMA_70B |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
-LLAMA_70B |= {"vocab_size": 128256}
+LLAMA_70B |= {"vocab_size": 128256, "max_position_embeddings": 131072}
 LLAMA_405B = {"model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248}
 LLAMA_405B |= {"num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8}
-LLAMA_405B |= {"vocab_size": 128256}
+LLAMA_405B |= {"vocab_size": 128256, "max_position_embeddings": 131072}
 
 
 @lru_cache
@@ -653,7 +654,7 @@ def test_the_chooser_takes_seconds():
 
 def test_mixtures_and_long_samples():
     experts = {"expert_count": 64, "experts_per_token": 4}
-    mixture = replace(LLAMA_8B, layer=600_000_000, experts=500_000_000, **experts)
+    mixture = replace(LLAMA_8B, layer=600_000_000, experts=500_000_000, config=None, **experts)
     args = chooser.scaling.parse_args(["--choose", "--devices", "32"])
     fit, _ = chooser.choose(mixture, 32, args)
     assert 12 in {choice.layout.chapter for choice in fit}

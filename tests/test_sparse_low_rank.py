@@ -72,17 +72,18 @@ def merged_with_chapter_2(folder):
 
 def test_one_device_two_devices_and_a_resume(sparse, tmp_path):
     """Chapter 2 with this chapter's diff has the same losses. A resume is exact."""
-    flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3]
-    one = sparse(*flags, name="one", before=WATCH_DISK)
+    flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "-b", 2]
+    twice = ["--gradient-accumulation-steps", 2]
+    one = sparse(*flags, *twice, name="one", before=WATCH_DISK)
     assert_synced(one.output, one.folder, ["step-00000003", "step-00000006", "final"])
     assert "14 matrices are now sparse plus low-rank, 0 stay dense" in one.output
     take_over(one, sparse, "resumed", 3)
-    resumed = sparse(*flags, name="resumed")
+    resumed = sparse(*flags, *twice, name="resumed")
     assert "Continuing from" in resumed.output
     assert exact(resumed.records) == exact(one.records)
     assert_same_model(one, resumed)
     script = merged_with_chapter_2(tmp_path)
-    two = sparse(*flags, "-b", 2, name="two", script=script, processes=2)
+    two = sparse(*flags, name="two", script=script, processes=2)
     assert_same_losses(one, two, logged_steps=6)
     refused = sparse(*flags, "--density", 0, status=2)
     assert_one_sentence(refused.output, "must be a number, 0.001 or larger and below 0.5, not 0")
