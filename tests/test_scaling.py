@@ -381,7 +381,7 @@ def test_times():
 FOUNDRY_1B = tool.Model(24, 50_358_272, 107_352_064, 2048)
 PUBLISHED = [  # model, samples, length, tokens/s per device on one node, and the rates of a device:
     # GB/s to others in its node, Gbit/s to other nodes, GB/s in its memory
-    ("torchtitan, Llama 3.1 8B", LLAMA_8B, 2, 8192, 6667, tool.NVLINK_4, 400, 3350),
+    ("torchtitan, Llama 3.1 8B", LLAMA_8B, 2, 8192, 6667, tool.NVLINK_4, 400, 2400),
     ("llm-foundry, 1B", FOUNDRY_1B, 10, 2048, 19271, 12 * 20, 200, 2039),
 ]
 
