@@ -96,7 +96,7 @@ def check_white_and_small(picture):
 
 def test_pictures_of_the_readmes():
     pictures = sorted((REPOSITORY / "docs").glob("step-*.png"))
-    assert len(pictures) == 5
+    assert len(pictures) == 6
     for picture in pictures:
         check_white_and_small(picture)
         readme = REPOSITORY / picture.stem.removeprefix("step-") / "README.md"

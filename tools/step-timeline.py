@@ -39,6 +39,7 @@ WATCHED = (PHASE, "aten::", "c10d::", "gloo:", ENGINE, WAIT)
 CALLS = {
     "gloo:all_reduce": {"allreduce": "all-reduce", "reduce_scatter": "reduce-scatter"},
     "gloo:all_gather": {"allgather": "all-gather"},
+    "gloo:all_to_all": {"alltoall": "all-to-all"},
     "gloo:reduce": {"c10d::reduce_": "reduce"},  # the whole name, which others contain
     "gloo:broadcast": {"broadcast": "broadcast"},
     "gloo:send": {"send": "send"},
@@ -49,6 +50,7 @@ COLORS = {"data": "#999999", "forward": "#56b4e9", "backward": "#0072b2", "updat
 COLORS |= {"else": "#d0d0d0"}
 COLORS |= {"all-reduce": "#d55e00", "all-gather": "#e69f00", "reduce-scatter": "#009e73"}
 COLORS |= {"send": "#b07800", "receive": "#f0e442", "broadcast": "#000000", "reduce": "#882255"}
+COLORS |= {"all-to-all": "#6a3d9a"}
 LOOK = {"font.size": 12, "figure.facecolor": "white", "svg.hashsalt": "step"}
 LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False}
 
