@@ -21,9 +21,11 @@ from runner import (
     CHAPTER_6,
     CHAPTER_7,
     CHAPTER_13,
+    REPOSITORY,
     Job,
     Run,
     free_port,
+    load,
 )
 from test_fsdp import OFF, tensors_of, told, whole_state
 from test_pipeline_parallel import (
@@ -465,3 +467,35 @@ def test_default_layout(trainer, tied):
         flags_of_run = json.loads((run.folder / "parameters.json").read_text())
         assert (flags_of_run["pipeline_parallel"], flags_of_run["tensor_parallel"]) == layout
         assert ("warning: groups of 2 span nodes" in run.output) == bool(more)
+
+
+@pytest.mark.rest
+def test_bf16(trainer, tied):
+    """Nearly the losses of chapter 1: a step sends activations and losses of parts in bf16."""
+    flags = ["-m", tied, "--no-from-scratch", "--max-steps", 3, "--dtype", "bf16"]
+    single = trainer(*flags, "-b", 8, name="single")
+    grid = ["-b", 4, "--pipeline-parallel", 2, "--tensor-parallel", 2]
+    run = trainer(*flags, *grid, name="grid", processes=4, **GRID)
+    assert run.column("loss") == pytest.approx(single.column("loss"), rel=5e-3)
+    assert "compute precision bf16" in run.output
+
+
+@pytest.mark.rest
+def test_benchmark(tmp_path, monkeypatch, capsys):
+    """It ends with an error where it counts something else than it computes."""
+    script = REPOSITORY / "benchmarks" / "3d-parallel.py"
+    tool = load(script)
+
+    def launch(processes, *arguments):  # without torchrun, and without its imports
+        output = tmp_path / f"output-{len([*tmp_path.iterdir()])}.txt"
+        job = Job(script, arguments, output, processes, env={"COMET_AUTO_LOG_DISABLE": "true"})
+        assert job.wait() == 0, job.output
+        return job.output
+
+    tool.launch = launch
+    monkeypatch.setattr("sys.argv", [str(script), "--layout", "2", "1", "2"])
+    tool.main()
+    assert "| 3 | pipeline: send | 2 | 2 | 0.262 | 0.262 |" in capsys.readouterr().out
+    tool.BYTES = 2
+    with pytest.raises(SystemExit, match="not what the shape of the model gives"):
+        tool.main()
