@@ -20,6 +20,7 @@ import pytest
 from conftest import LLAMA, TINY_LLAMA, assert_one_sentence, write_model
 from PIL import Image
 from runner import CHAPTER_6, CHAPTER_7, REPOSITORY
+from transformers import AutoConfig
 
 SLOW_LINKS = REPOSITORY / "benchmarks" / "slow-links.py"
 TOOL = REPOSITORY / "tools" / "estimate-scaling.py"
@@ -663,6 +664,20 @@ def test_mixtures_and_long_samples():
     _, fit, out = choose("8B", 8, *flags)
     assert fit[0].layout.cp > 1
     assert 3 in {choice.layout.chapter for choice in out}
+
+
+def test_layouts_that_a_chapter_refuses():
+    """They fall out with the chapter's sentence; a sample with too many tokens is an error."""
+    command = ["--choose", "--no-trace", "-m", "model", "--devices", "8"]
+    args = chooser.scaling.parse_args(command)
+    config = AutoConfig.for_model("olmo2", max_position_embeddings=8192)
+    fit, out = chooser.choose(replace(LLAMA_8B, config=config), 8, args)
+    assert {choice.layout.chapter for choice in fit} <= {1, 2, 3, 5, 11}
+    (choice,) = [choice for choice in out if choice.layout.tp == 8]
+    assert choice.problem.startswith("olmo2 has no plan here")
+    args = chooser.scaling.parse_args([*command, "-s", "9000"])
+    with pytest.raises(SystemExit, match="9000 is more than the model's 8192 positions"):
+        chooser.report(replace(LLAMA_8B, config=config), args)
 
 
 @pytest.mark.parametrize("flags", ["", "--devices 8 16", "--devices 12"])

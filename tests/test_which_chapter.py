@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Run
@@ -21,6 +22,8 @@ def folder(tmp_path_factory):
     """The configs of the models, under their names, since the Hub is out of reach."""
     folder = tmp_path_factory.mktemp("models")
     for name, config in MODELS.items():
+        config = deepcopy(config)
+        config.max_position_embeddings = 4096 if name == "Llama-2-7B" else 131072
         on_the_hub = name.replace("2-7B", "2-7b-hf")
         config.save_pretrained(folder / "meta-llama" / on_the_hub)
     return folder

@@ -442,9 +442,10 @@ def size_of(choice: Choice) -> str:
 def what_would_fit(model, out: list[Choice], devices: int, args) -> list[str]:
     """Sentences for a model that does not fit: how much is missing, more devices, or offload."""
     free = f"{room(args) / 1e9:.0f} GB of {args.gpu_memory:g} GB are free for PyTorch"
-    smallest = out[0]
     lines = [f"No layout fits {devices} devices."]
-    if smallest.memory < math.inf:
+    too_large = [choice for choice in out if choice.problem.startswith("needs ")]
+    if too_large:
+        smallest = too_large[0]
         name = f"{smallest.layout.name()} (chapter {smallest.layout.chapter})"
         lines[0] += f" The smallest is {name}: {size_of(smallest)}, and {free}."
     more = 2 * devices
@@ -465,7 +466,8 @@ def what_would_fit(model, out: list[Choice], devices: int, args) -> list[str]:
     count = args.global_batch_size // devices
     layout = Layout(3, "FSDP", dp=devices, shards=devices, micro_batches=count, checkpointing=True)
     offload = Choice(layout, memory(model, layout, args, offload=True))
-    if args.trace:
+    offload.problem = refusal(model, layout, devices, args)
+    if args.trace and not offload.problem:
         trace(offload, devices, args, offload=True)
     if not offload.problem and offload.memory <= room(args):
         of_node = 16 * model.parameters / devices * min(args.devices_per_node, devices) / 1e9
@@ -481,6 +483,9 @@ def what_would_fit(model, out: list[Choice], devices: int, args) -> list[str]:
 def report(model, args) -> str:
     """All that --choose prints."""
     (devices,) = args.devices
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        scaling.fail(f"--seq-length {args.seq_length} is more than the model's {longest} positions")
     fit, out = choose(model, devices, args)
     if fit and args.trace:
         trace_best(fit, out, devices, args, wanted=TRACED)
