@@ -268,10 +268,12 @@ def expert_parallel(experts, tokens, chosen, shares):
         experts.sent_tokens += counts
         experts.received_tokens += arriving_counts.sum()
     # EP 3: Send the copies. Autograd sends their gradients the other way in the backward pass.
+    # This function takes the sizes of what arrives first, and then the sizes of what leaves.
     arrived = all_to_all_single_autograd(copies, receive_counts, send_counts, experts.group)
     # The expert of each copy. The copies of each sender are sorted by expert, so the list of this
     # rank's experts is repeated for each sender, and each expert as often as its count says.
     experts_per_rank = experts.num_experts // ranks
+    # With output_size, Python need not wait for the sum of the counts.
     numbers = torch.arange(experts_per_rank, device=tokens.device).repeat(ranks)
     numbers = numbers.repeat_interleave(arriving_counts, output_size=len(arrived))
     # The shares stay on the rank of the token, so here each result gets the share 1.
@@ -501,7 +503,7 @@ NUMBER_OF_EXPERTS = {
 
 def check_experts(config, args):
     """Refuses a model of a family that is not in the list, and groups of a wrong size."""
-    config = config.get_text_config()
+    config = config.get_text_config()  # models with pictures have a config for the text
     if config.model_type not in NUMBER_OF_EXPERTS:
         families = f"the mixtures of this chapter ({', '.join(NUMBER_OF_EXPERTS)})"
         fail(f"{config.model_type} is not among {families}: use chapter 3")

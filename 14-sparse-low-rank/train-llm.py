@@ -274,7 +274,8 @@ def replace_layers(model, args):
 
 def set_weights(model, args, checkpoint):
     """Draws B, A and S of each layer. If there is a checkpoint, loads all weights of the model."""
-    # SL: A resumed run draws the places of S again, because a checkpoint does not have them.
+    # SL: A resumed run draws the places of S again, because a checkpoint does not have them. The
+    # seed has the number of the layer, so each layer has other places.
     for number, layer in enumerate(sparse_layers(model).values()):
         layer.initialize(seed=(args.seed, number))
     if not checkpoint:

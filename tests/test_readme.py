@@ -238,6 +238,13 @@ def test_flags_are_those_of_help(tmp_path, chapter):
         assert table[flags].replace("`", "") == expected, flags
 
 
+@pytest.mark.parametrize("name", ["README.md", *READMES, "09-hf-trainer/README.md", *DOCS])
+def test_fences_of_code_stand_on_lines_of_their_own(name):
+    fences = [line for line in page(name).splitlines() if "```" in line]
+    assert [line for line in fences if not re.fullmatch(r" *```\w*", line)] == []
+    assert len(fences) % 2 == 0
+
+
 def test_configs_are_understood(tmp_path):
     """The command of the README, and every file: all that is wrong is a flag added here."""
     (command,) = [c for c in COMMANDS if "--config" in c]
