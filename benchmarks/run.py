@@ -113,7 +113,10 @@ class Contender:
 
 METHODS = ("chapters", "comet", "trainer", "trainer-tuned", "trainer-fsdp", "accelerate")
 METHODS += ("lightning", "transformers-tp")
-TP = "06-tensor-parallel"
+THREE = "13-3d-parallel"
+# Chapters in which a group of devices has the same samples, and the flag of its size
+GROUPS = {"06-tensor-parallel": "--tensor-parallel", THREE: "--tensor-parallel"}
+GROUPS |= {"11-context-parallel": "--context-parallel"}
 PP = "07-pipeline-parallel"  # one pipeline of all devices, with as many micro-batches as stages
 
 
@@ -134,17 +137,15 @@ def contenders(args) -> list[Contender]:
                 for script in CHAPTERS[1:]:
                     flags = [flag]
                     listed = SHAPES[args.shape]["model_type"] == "llama"
-                    if script.parent.name in (TP, PP) and not listed:
-                        continue  # a family that these chapters do not know
-                    if script.parent.name == TP:
+                    if script.parent.name in (*GROUPS, PP) and not listed:
+                        continue  # a family that some of these chapters do not know
+                    if script.parent.name in GROUPS:
                         # The largest groups that this shape allows; each has a share of the batch
                         size = math.gcd(devices, SHAPES[args.shape]["num_key_value_heads"])
-                        flags += [
-                            "--tensor-parallel",
-                            size,
-                            "-b",
-                            args.batch_size * size // devices,
-                        ]
+                        flags += [GROUPS[script.parent.name], size]
+                        flags += ["-b", args.batch_size * size // devices]
+                    if script.parent.name == THREE:
+                        flags += ["--pipeline-parallel", devices // size]
                     add(
                         f"chapter {int(script.parent.name[:2])}{name}",
                         script,
