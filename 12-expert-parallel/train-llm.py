@@ -273,8 +273,8 @@ def expert_parallel(experts, tokens, chosen, shares):
     # The expert of each copy. The copies of each sender are sorted by expert, so the list of this
     # rank's experts is repeated for each sender, and each expert as often as its count says.
     experts_per_rank = experts.num_experts // ranks
-    # With output_size, Python need not wait for the sum of the counts.
     numbers = torch.arange(experts_per_rank, device=tokens.device).repeat(ranks)
+    # With output_size, Python need not wait for the sum of the counts.
     numbers = numbers.repeat_interleave(arriving_counts, output_size=len(arrived))
     # The shares stay on the rank of the token, so here each result gets the share 1.
     ones = arrived.new_ones(len(arrived), 1)
