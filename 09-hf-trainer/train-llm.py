@@ -194,9 +194,11 @@ def training_arguments(config):
     """Translates the configuration into the arguments of the Trainer."""
     if "SUBMITIT_EXECUTOR" in os.environ:
         # Without torchrun, the process sets torchrun's variables itself, before TrainingArguments
-        # reads them. A job that starts again may meet its old workers, so it takes a new port.
+        # reads them. An outgoing connection may have Submitit's port, so the port moves below those
+        # of such connections. A job that starts again may meet its old workers: it takes a new one.
         environment = TorchDistributedEnvironment()
-        environment.master_port += int(os.getenv("SLURM_RESTART_COUNT", 0))
+        restarts = int(os.getenv("SLURM_RESTART_COUNT", 0))
+        environment.master_port = 20_000 + (environment.master_port + restarts) % 10_000
         # All GPUs of the node stay visible. The process takes the GPU of its local rank.
         environment.export(set_cuda_visible_devices=False)
     settings = asdict(config.optimizer) | asdict(config.training) | asdict(config.parallel)

@@ -333,6 +333,27 @@ def test_the_launcher_asks_for_a_task_per_device(chapter_9):
     assert compose("hydra/launcher=local", "devices=3").hydra.launcher.tasks_per_node == 3
 
 
+@pytest.mark.parametrize("port", [20_000, 37_030, 60_000])  # Submitit draws one of these
+def test_the_port_of_a_job_is_no_port_of_an_outgoing_connection(chapter_9, monkeypatch, port):
+    ports = []
+
+    class Environment:
+        master_port = port
+
+        def export(self, **_):
+            ports.append(self.master_port)
+            raise InterruptedError
+
+    monkeypatch.setattr(chapter_9, "TorchDistributedEnvironment", Environment)
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    for restarts in ("0", "1"):
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+        with pytest.raises(InterruptedError):
+            chapter_9.training_arguments(None)
+    assert all(20_000 <= port < 30_000 for port in ports)
+    assert ports[1] == ports[0] + 1
+
+
 def test_size():
     text = CHAPTER_9.read_text()
     assert sum(tokens(text).values()) <= TOKENS
@@ -614,3 +635,4 @@ def test_time_limit_and_preemption_on_slurm(slurm, sweep, runs, undisturbed, tmp
     for rank in "01":
         ports = [int((notes / f"port-{start}-{rank}").read_text()) for start in range(3)]
         assert ports == [ports[0], ports[0] + 1, ports[0] + 2]
+        assert 20_000 <= ports[0] < 30_000
