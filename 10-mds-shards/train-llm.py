@@ -456,7 +456,7 @@ def tokenized(documents, tokenizer, config):
 
 def load_samples(args, tokenizer, config, global_batch):
     """The training rows; and the first held-out documents, each in rows of its own."""
-    train_samples = MdsRows(args, tokenizer)  # MDS: all rows are training rows
+    train_samples = MdsRows(args, tokenizer, config)  # MDS: all rows are training rows
     count = len(train_samples)
     say(f"{args.dataset_name}: {count} rows to train on")
     if count < global_batch:
@@ -491,7 +491,7 @@ class MdsRows:
     row needs them.
     """
 
-    def __init__(self, args, tokenizer):
+    def __init__(self, args, tokenizer, config):
         name = args.dataset_name
         self.is_remote = "://" in name
         if self.is_remote and not args.experiment_name:
@@ -530,6 +530,11 @@ class MdsRows:
         probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
         if facts["tokenizer_probe"] != probe:
             fail(f"the rows of {name} have the tokens of another tokenizer: {facts['tokenizer']}")
+        largest = facts["largest_token"]
+        vocab_size = config.get_text_config().vocab_size
+        if largest >= vocab_size:
+            remedy = "give a model that fits its tokenizer"
+            fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
         self.index_hash = xxhash.xxh3_64(index).hexdigest()
         self.order = RowOrder([shard.samples for shard in self.shards], args)
         self.cached = OrderedDict()  # shards by number; the least recently used shard comes first

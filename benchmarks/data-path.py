@@ -139,7 +139,7 @@ def compare_rows(rounds: int) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = "1"
         args = {"dataset_name": f"{folder}/mds", "seq_length": 1024, "shuffle_window": 1024}
         args = SimpleNamespace(**args, seed=0, cache_limit="1gb")
-        mds = sharded.MdsRows(args, tokenizer)
+        mds = sharded.MdsRows(args, tokenizer, config)
         assert len(mds) == len(samples)
         for number in range(rounds):
             for name in [*times][:: 1 if number % 2 == 0 else -1]:

@@ -91,10 +91,12 @@ def files(tmp_path_factory):
     (folder / "number.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
     endless = json.loads((TINY_LLAMA / "tokenizer_config.json").read_text())
     endless.pop("eos_token")
-    write_model(folder / "endless", **LLAMA)
-    (folder / "endless" / "tokenizer_config.json").write_text(json.dumps(endless))
-    config = json.loads((write_model(folder / "few", **LLAMA) / "config.json").read_text())
-    (folder / "few" / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
+    mixture = LLAMA | {"model_type": "mixtral", "num_local_experts": 4}  # chapter 12 needs one
+    for models, config in ((folder, LLAMA), (folder / "mixture", mixture)):
+        write_model(models / "endless", **config)
+        (models / "endless" / "tokenizer_config.json").write_text(json.dumps(endless))
+        file = write_model(models / "few", **config) / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"vocab_size": 1000}))
     long = '{"text": "' + "a" * 1_000_000 + '"}\n'  # `datasets` reads 10 MB at a time
     (folder / "late.jsonl").write_text(12 * long + '{"text": 5}\n')
     vit = {"image_size": 32, "patch_size": 16, "hidden_size": 32, "num_hidden_layers": 1}
@@ -120,7 +122,11 @@ def test_one_sentence(trainer, files, case):
     assert [*(trainer.folder / "run").rglob("*")] == []  # nothing is written
 
 
-EVERY_CHAPTER = sorted(REPOSITORY.glob("0[2-8]-*/train-llm.py"))
+# Chapter 9 has its own test. Chapter 10 reads rows that were tokenized before. Chapter 14 has no
+# --from-scratch, and loads as chapter 1 does.
+OTHERS = ("01", "09", "10", "14")
+EVERY_CHAPTER = sorted(REPOSITORY.glob("*/train-llm.py"))
+EVERY_CHAPTER = [chapter for chapter in EVERY_CHAPTER if chapter.parent.name[:2] not in OTHERS]
 
 
 @pytest.mark.rest
@@ -128,7 +134,8 @@ EVERY_CHAPTER = sorted(REPOSITORY.glob("0[2-8]-*/train-llm.py"))
 @pytest.mark.parametrize("case", ["no end of text", "tokens outside the vocabulary"])
 def test_tokenizer_of_another_model_in_every_chapter(trainer, files, chapter, case):
     flags, status, part = CASES[case]
-    flags = [str(flag).format(tmp=files) for flag in flags]
+    models = files / "mixture" if "expert" in str(chapter) else files
+    flags = [str(flag).format(tmp=models) for flag in flags]
     flags += ["--max-steps", 2, "--eval-freq", 0]
     result = trainer(*flags, script=chapter, processes=1, status=status)
     assert_one_sentence(result.output, part)

@@ -147,6 +147,7 @@ def test_rows(write, texts, packing):
     assert f"{len(expected):,} rows of 32 tokens in" in run.output
     facts = json.loads((run.folder / "rows.json").read_text())
     assert (facts["seq_length"], facts["packing"]) == (32, packing)
+    assert facts["largest_token"] == max(map(max, expected))
     assert facts["tokenizer"] == str(TINY_LLAMA)  # which the model of the tests below is not
 
 
@@ -559,6 +560,7 @@ def test_other_rows_are_refused(train, shards, zipped, trainer, tmp_path):
         (without, [], "see the README of this chapter"),
         (shards, ["-s", 16], "have 32 tokens: give this number to -s"),
         (copy("other", tokenizer_probe=[1, 2]), [], "of another tokenizer: "),
+        (copy("ids", largest_token=5000), [], "token id 5000 is outside the vocabulary of"),
         (zipped, [], "is compressed for an address: write a folder without --compression"),
         (f"test://{zipped}", ["-e", ""], "shards at an address need -e"),
         (f"test://{tmp_path}/nowhere", cache, "cannot open the MDS shards of test://"),

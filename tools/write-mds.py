@@ -133,7 +133,8 @@ def write_part(folder: Path, rows: list[np.ndarray], place: dict, args: argparse
     with MDSWriter(out=str(temporary), columns=columns, **options) as writer:
         for row in rows:
             writer.write({"tokens": row})
-    (temporary / "place.json").write_text(json.dumps(place))
+    facts = place | {"largest_token": int(np.max(rows))}
+    (temporary / "place.json").write_text(json.dumps(facts))
     for path in [*temporary.iterdir(), temporary]:
         flush(path)
     temporary.rename(folder)
@@ -211,6 +212,8 @@ def write(args: argparse.Namespace) -> int:
         parts.append(None)
     if not parts:
         sys.exit("error: there is not a single row: lower --seq-length")
+    places = [json.loads(file.read_text()) for file in args.output.glob("part-*/place.json")]
+    rows_file |= {"largest_token": max(place["largest_token"] for place in places)}
     (args.output / "rows.json").write_text(json.dumps(rows_file, indent=2))
     indices = sorted(map(str, args.output.glob("part-*/index.json")))
     logging.disable(logging.WARNING)  # that folders exist, and where a temporary one is
