@@ -87,6 +87,7 @@ class Optimizer:  # TrainingArguments
     learning_rate: float = 3e-5  # peak
     lr_scheduler_type: str = "cosine"  # a name of transformers.SchedulerType
     warmup_steps: int = 0  # steps until the peak learning rate
+    adam_beta2: float = 0.999  # of AdamW; training from scratch often takes 0.95
     weight_decay: float = 0.01  # of AdamW; biases and norms have none
     max_grad_norm: float = 1.0  # clips gradients; 0: no clipping
 
@@ -231,7 +232,13 @@ def training_arguments(config):
 
 def load_model(config, seed):
     if not config.from_scratch:
-        return AutoModelForCausalLM.from_pretrained(config.name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(config.name, dtype=torch.float32)
+        # Transformers does not tie weights that differ: not the model of the config.
+        tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+        if model.all_tied_weights_keys != tied_by_config:
+            remedy = "set tie_word_embeddings to false in config.json"
+            fail(f"the config ties the head to the embeddings, and the files do not: {remedy}")
+        return model
     with torch.device("meta"):  # shapes, no memory
         model_config = AutoConfig.from_pretrained(config.name)
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
