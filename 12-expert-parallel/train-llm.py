@@ -483,6 +483,8 @@ def load_config_and_tokenizer(args):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
+    if hasattr(config, "quantization_config"):
+        fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
     # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -506,12 +508,19 @@ def check_experts(config, args):
     config = config.get_text_config()  # models with pictures have a config for the text
     if config.model_type not in NUMBER_OF_EXPERTS:
         families = f"the mixtures of this chapter ({', '.join(NUMBER_OF_EXPERTS)})"
-        fail(f"{config.model_type} is not among {families}: use chapter 3")
+        refuse(f"{config.model_type} is not among {families}: use chapter 3")
     count = getattr(config, NUMBER_OF_EXPERTS[config.model_type])
     size = args.expert_parallel
     if count % size or WORLD_SIZE % size:
         what = f"{count} experts of a layer and {WORLD_SIZE} ranks"
-        fail(f"--expert-parallel {size} does not divide {what}: choose a divisor of both numbers")
+        refuse(f"--expert-parallel {size} does not divide {what}: choose a divisor of both numbers")
+
+
+def refuse(message):
+    """Exits on all ranks, which have all found the same mistake. One rank of each node says so."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        fail(message)
+    sys.exit(1)
 
 
 def load_documents(name, subset):
@@ -1090,7 +1099,8 @@ def catch_stop_signals():
 # This run takes a few minutes on two CPU cores. Its text comes with every Python.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
-    "model_name": f"{REPOSITORY}/tiny-mixtral",  # EP: 8 experts
+    "model_name": f"{REPOSITORY}/tiny-mixtral",
+    "expert_parallel": math.gcd(8, WORLD_SIZE),  # EP: it divides 8 experts and the ranks
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,

@@ -601,6 +601,8 @@ def load_config_and_tokenizer(args):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
+    if hasattr(config, "quantization_config"):
+        fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
     # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -1062,7 +1064,7 @@ def check_groups(args):
     size = args.tensor_parallel  # ranks of a group
     if WORLD_SIZE % (ranks * size):
         both = f"--pipeline-parallel {ranks} times --tensor-parallel {size}"
-        fail(f"{both} does not divide the {WORLD_SIZE} ranks: lower one of them")
+        refuse(f"{both} does not divide the {WORLD_SIZE} ranks: lower one of them")
     if int(os.environ["LOCAL_WORLD_SIZE"]) % size:
         # TP: No computation hides this traffic, because a layer needs the sums of all ranks.
         say(f"warning: groups of {size} span nodes: 8 times per layer, all wait for the network")

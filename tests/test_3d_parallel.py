@@ -389,15 +389,19 @@ ONE_COLUMN = {
     "first_ranks = mesh.mesh[0].flatten().tolist()": "first_ranks = mesh.mesh[0, :, 0].tolist()",
     LAST: "last_ranks = mesh.mesh[-1, :, 0].tolist()",
 }
+OTHER_SIZE = "must match the size of tensor"
 # What is damaged, and a part of the error
 RAISES = {
-    "no positions": ({'"position_ids": positions, ': ""}, "Error"),
-    "positions of a part": ({POSITIONS: POSITIONS.replace("labels.shape", "x.shape")}, "Error"),
-    "messages of all tokens": ({"args.seq_length // args.tensor_parallel": "args.seq_length"}, ""),
+    "no positions": ({'"position_ids": positions, ': ""}, OTHER_SIZE),
+    "positions of a part": ({POSITIONS: POSITIONS.replace("labels.shape", "x.shape")}, OTHER_SIZE),
+    "messages of all tokens": (
+        {"args.seq_length // args.tensor_parallel": "args.seq_length"},
+        OTHER_SIZE,
+    ),
     "the plan after the cut": ({SPLIT: "", CUT: CUT + SPLIT}, "not in the plan"),
     "FSDP over groups, too": (
         {'policy["mesh"] = mesh["dp"]': 'policy["mesh"] = mesh["dp_tp"]'},
-        "",
+        "overlapping meshes",
     ),
     "partners in one column": (ONE_COLUMN, "this rank has no partner for the tied head"),
 }

@@ -49,6 +49,7 @@ CASES = {
     "folder without a model": (["-m", "{tmp}/empty"], 1, "check that this folder has config.json"),
     "beyond the positions": (["-s", 129], 1, "128 positions"),
     "no end of text": (["-m", "{tmp}/endless"], 1, "has no end-of-text token"),
+    "quantized": (["-m", "{tmp}/quantized"], 1, "is quantized (quantization_config in its config)"),
     "tokens outside the vocabulary": (["-m", "{tmp}/few"], 1, "vocabulary of 1000 tokens"),
     "no language model": (["-m", "{tmp}/vit"], 1, "causal LM"),
     "unknown schedule": (["--lr-scheduler", "stairs"], 2, "cosine"),
@@ -91,6 +92,7 @@ def files(tmp_path_factory):
     (folder / "number.jsonl").write_text('{"text": "a"}\n{"text": 5}\n')
     endless = json.loads((TINY_LLAMA / "tokenizer_config.json").read_text())
     endless.pop("eos_token")
+    write_model(folder / "quantized", **LLAMA, quantization_config={"quant_method": "fp8"})
     mixture = LLAMA | {"model_type": "mixtral", "num_local_experts": 4}  # chapter 12 needs one
     for models, config in ((folder, LLAMA), (folder / "mixture", mixture)):
         write_model(models / "endless", **config)

@@ -241,6 +241,43 @@ def test_wrong_gradients_are_noticed(shared, plain, tmp_path, trap):
     assert farthest < loss_error
 
 
+ONE_NORM = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
+# The layout, what is damaged, and a part of the error
+RAISES = {
+    "a norm over both meshes": (
+        "one group",
+        {"grad_norm = clip_gradients(model, max_norm)": f"grad_norm = {ONE_NORM}"},
+        "mesh",
+    ),
+    "a factor without forced sums": (
+        "two groups",
+        {"comms(groups > 1)": "comms(False)"},
+        "PREMUL_SUM",
+    ),
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("trap", RAISES)
+def test_mistakes_that_end_with_an_error(shared, tmp_path, trap):
+    layout, damages, part = RAISES[trap]
+    processes, split = LAYOUTS[layout]
+    options = {"processes": processes, "script": damaged(CHAPTER_12, tmp_path, damages)}
+    result = shared(*STEPS, *split, name=trap.replace(" ", "-"), status=None, **options)
+    assert result.status != 0
+    assert part in result.output
+
+
+@pytest.mark.rest
+def test_bf16(shared):
+    """Nearly the losses of chapter 1: ranks add gradients in bf16, in another order."""
+    flags = [*STEPS, "--dtype", "bf16"]
+    single = shared(*flags, *WHOLE, name="bf16")
+    run = shared(*flags, *HALF, name="bf16-on-two", processes=2, **EP)
+    assert run.column("loss") == pytest.approx(single.column("loss"), rel=5e-3)
+    assert "compute precision bf16" in run.output
+
+
 def test_losses_evaluation_and_resume(shared):
     """From scratch, with the auxiliary loss. The resumed run is the same to the last bit."""
     flags = ["-m", auxiliary(shared), "--max-steps", 30, "--eval-freq", 15, "--lr", 1e-3]
@@ -501,8 +538,7 @@ def assert_refused(trainer, *flags, processes, part, **options):
     result = trainer(*flags, "--max-steps", 1, processes=processes, status=None, **options, **EP)
     # All ranks leave by themselves, so that no rank fails in a barrier with a traceback.
     assert [rank.process.exitcode for rank in result.run.ranks] == [1] * processes
-    for rank in result.run.ranks:
-        assert_one_sentence(rank.output, part)
+    assert_one_sentence("".join(rank.output for rank in result.run.ranks), part)
 
 
 def test_a_dense_model_is_refused(trainer):
@@ -546,6 +582,12 @@ def test_tiny_mixtral():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert f"{model.num_parameters():,}" == "2,823,296"
+
+
+@pytest.mark.parametrize(("ranks", "group"), [(1, 1), (3, 1), (4, 4), (6, 2), (16, 8)])
+def test_the_demo_on_any_number_of_ranks(monkeypatch, ranks, group):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    assert load(CHAPTER_12).DEMO["expert_parallel"] == group
 
 
 # -- The benchmark ---------------------------------------------------------------------------------
