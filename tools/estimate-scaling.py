@@ -734,13 +734,14 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 def check(model: Model, args) -> None:
     """Refuses groups that the chapters would refuse."""
-    c, e = args.context_parallel, args.expert_parallel
-    if c and args.exchange == "heads" and model.key_heads % c:
+    c = args.context_parallel or args.devices_per_node
+    e = args.expert_parallel or args.devices_per_node
+    if "CP" in args.methods and args.exchange == "heads" and model.key_heads % c:
         remedy = "add --exchange tokens"
         fail(f"--context-parallel {c} does not divide {model.key_heads} kv heads: {remedy}")
     if "EP" in args.methods and not model.expert_count:
         fail(f"{args.model_name} has no experts, so --expert-parallel is not for it")
-    if e and model.expert_count % e:
+    if "EP" in args.methods and model.expert_count % e:
         fail(f"--expert-parallel {e} does not divide {model.expert_count} experts")
 
 
