@@ -121,7 +121,8 @@ def main():
     elif args.resume_dir and args.skip_optimizer:
         # NODES: Take only the weights. The rest of the run begins anew.
         weights = model.state_dict()  # in the memory of the model, so reading fills the model
-        read_state(of_this_rank(args.resume_dir), {"model": weights})
+        with reading_together(args.resume_dir):
+            read_state(of_this_rank(args.resume_dir), {"model": weights})
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
         run_log = RunLog(run_folder, checkpoint, state, args)
@@ -911,7 +912,7 @@ def open_run(args):
     # NODES: DCP writes .metadata in each format, and in chapter 3, whose checkpoints can be read.
     if begins_elsewhere and not (newest / ".metadata").exists():
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
-    with reading(newest):
+    with reading_together(newest):
         saved = json.loads((newest / "state.json").read_text())
     unknown = saved.keys() - asdict(new_state).keys()
     is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
@@ -931,7 +932,7 @@ def load_training_state(checkpoint, stateful, model):
     """Restores optimizer, scheduler and scaler in place."""
     # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
     state = sharded_state(model, stateful)
-    with reading(checkpoint):
+    with reading_together(checkpoint):
         # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
         dcp.FileSystemReader(checkpoint).read_metadata()
         read_state(checkpoint, state)  # NODES: of any format
@@ -945,11 +946,24 @@ def read_state(checkpoint, state):
     """Fills the tensors and objects of `state` from a checkpoint of any format."""
     # NODES: DCP reads the whole tensors of `full` in the same way as the shards of `shard`.
     is_local = checkpoint.parent.name == RANK_FOLDER
-    reason = "it is of another model or of other ranks, or it is damaged and has to be removed"
-    with explain(f"cannot read {checkpoint}: {reason}"):
-        # Each of the own shards shares its memory with `state`, so reading fills `state`.
-        parts = own_shards(state) if is_local else state
-        dcp.load(parts, checkpoint_id=checkpoint, no_dist=is_local)
+    # Each of the own shards shares its memory with `state`, so reading fills `state`.
+    parts = own_shards(state) if is_local else state
+    dcp.load(parts, checkpoint_id=checkpoint, no_dist=is_local)
+
+
+@contextmanager
+def reading_together(checkpoint):
+    """Ends all ranks with a sentence if one of them cannot read its files of a checkpoint."""
+    error = ""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as failure:
+        error = f"{checkpoint}: {failure!r:.300}"
+    # NODES: With `local`, each rank reads its own files, so the others must hear of its error.
+    errors = [error for error in gather(error) if error]
+    if errors:
+        remedy = "remove it, and the run continues from the one before"
+        fail(f"a checkpoint is damaged ({remedy}), or of another model or other ranks: {errors[0]}")
 
 
 # -- Adapting Transformers -------------------------------------------------------------------------

@@ -187,7 +187,21 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
     assert exact(again.records) == records
 
     result = train(*flags, "-b", 8, processes=1, status=1, **options)
-    assert_one_sentence(result.output, "of other ranks")
+    assert_one_sentence(result.output, "or other ranks: ")
+    # One rank alone has damaged files. All ranks say so, and nobody waits.
+    damaged = disks[1] / "rank-1" / "step-00000009"
+    for name, size in {"state.json": None, ".metadata": 99, "__0_0.distcp": 99}.items():
+        content = (damaged / name).read_bytes()
+        (damaged / name).unlink()
+        if size:
+            (damaged / name).write_bytes(content[:size])
+        result = train(*flags, status=1, **options)
+        for rank in result.run.ranks:
+            assert_one_sentence(
+                rank.output, "damaged (remove it, and the run continues from the one"
+            )
+            assert_one_sentence(rank.output, "other ranks: runs/run/rank-1/step-00000009: ")
+        (damaged / name).write_bytes(content)
     # A new disk in place of the one of rank 1
     shutil.rmtree(disks[1] / "rank-1")
     result = train(*flags, status=1, **options)
