@@ -1175,7 +1175,7 @@ def describe_run(args, model, train_samples):
     if torch.cuda.is_available():
         device_memory = torch.cuda.mem_get_info()[1] / 1e9
     return vars(args) | {
-        "world_size": WORLD_SIZE,  # DDP: the number of devices
+        "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
         "dataset_samples": len(train_samples),

@@ -124,7 +124,6 @@ def bytes_of_experts(n: int) -> list[int]:
     return found
 
 
-@pytest.mark.rest
 @pytest.mark.parametrize(("name", "processes"), PROCESSES)
 def test_gradients_and_bytes(tmp_path, name, processes):
     """The gradients are those of one process. The bytes are those of the formula, and the bytes
@@ -192,7 +191,6 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.rest
 @pytest.mark.parametrize(("name", "code", "instead"), DAMAGES)
 def test_a_damage_shows(tmp_path, name, code, instead):
     """A rank prints a large difference for a part of the script."""

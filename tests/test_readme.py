@@ -646,20 +646,24 @@ def measured_demos() -> str:
 def test_figures_of_the_recorded_demos():
     rows = measured_demos()
     assert rows in section("docs/demos.md", "Measured"), f"paste these rows there:\n{rows}"
-    for pair in (RUNS[:2], RUNS[1:], ("demo-fsdp", "demo-multi-node")):
+    others = (
+        "multi-node",
+        "tensor-parallel",
+        "pipeline-parallel",
+        "context-parallel",
+        "3d-parallel",
+    )
+    for pair in (RUNS[:2], RUNS[1:], *(("demo-fsdp", f"demo-{name}") for name in others)):
         for name in ("loss", "eval/loss"):  # the curves coincide
             curves = [[r[name] for r in recorded(run) if name in r] for run in pair]
             assert len(curves[0]) == (40 if name == "loss" else 4)
             assert curves[1] == pytest.approx(curves[0], rel=1e-4)
 
 
-ALL_RUNS = (*RUNS, "demo-streaming", "demo-multi-node", "demo-tensor-parallel")
-ALL_RUNS += ("demo-pipeline-parallel", "demo-gradient-compression", "demo-mds-shards")
-
-
+ALL_RUNS = {readme: f"demo-{readme.partition('/')[0][3:]}" for readme in READMES}
 SAMPLES = [
     (readme, run)
-    for readme, run in zip(READMES, ALL_RUNS, strict=False)  # those that are recorded
+    for readme, run in ALL_RUNS.items()
     if "\n## What the output looks like\n" in page(readme)
 ]
 

@@ -9,7 +9,8 @@ from copy import deepcopy
 
 import pytest
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Run
-from test_readme import MODELS, WHICH, page
+from test_readme import MODELS, WHICH, page, parameters
+from transformers import AutoConfig
 
 TEXT = page(WHICH)
 PRINTED = r"^```\n\.venv/bin/python (tools/\S+ [^\n]*)\n```\n\n```text\n(.*?)```$"
@@ -17,10 +18,43 @@ COMMANDS = re.findall(PRINTED, TEXT, re.MULTILINE | re.DOTALL)
 SENT = re.findall(r"^(?:torchrun .*?|cd \S+ && python )(\d\d-\S+/)?train-llm\.py (.*)$", TEXT, re.M)
 
 
+EIGHT_CHOSEN = {"num_experts_per_tok": 8, "tie_word_embeddings": False}
+MIXTURES = {
+    "allenai/OLMoE-1B-7B-0924": AutoConfig.for_model(
+        "olmoe",
+        hidden_size=2048,
+        intermediate_size=1024,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_experts=64,
+        vocab_size=50304,
+        max_position_embeddings=4096,
+        **EIGHT_CHOSEN,
+    ),
+    "Qwen/Qwen3-30B-A3B": AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        **EIGHT_CHOSEN,
+    ),
+}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The configs of the models, under their names, since the Hub is out of reach."""
     folder = tmp_path_factory.mktemp("models")
+    for name, config in MIXTURES.items():
+        config.save_pretrained(folder / name)
     for name, config in MODELS.items():
         config = deepcopy(config)
         config.max_position_embeddings = 4096 if name == "Llama-2-7B" else 131072
@@ -31,7 +65,7 @@ def folder(tmp_path_factory):
 
 def run(command: str, folder) -> str:
     tool, *flags = shlex.split(command)
-    flags = [flag.replace("meta-llama/", "./meta-llama/") for flag in flags]
+    flags = [re.sub("^(meta-llama|allenai|Qwen)/", r"./\1/", flag) for flag in flags]
     env = os.environ | {"HF_HUB_OFFLINE": "1"}
     words = [sys.executable, REPOSITORY / tool, *flags]
     options = {"env": env, "cwd": folder, "capture_output": True, "text": True, "timeout": 300}
@@ -41,7 +75,7 @@ def run(command: str, folder) -> str:
 
 
 def test_number_of_commands():
-    assert len(COMMANDS) == 6
+    assert len(COMMANDS) == 8
 
 
 def check(command, expected, folder):
@@ -72,6 +106,85 @@ def test_a_1b_on_one_node_and_on_two(folder):
     one = run(command.format("8"), folder)
     (row,) = [line for line in one.splitlines() if line.startswith("| 1 | 8 | DDP ")]
     assert f"{float(row.split('|')[10]):.2f} s" in TEXT
+
+
+def seconds(output: str, method: str) -> float:
+    """Of a step, in the first table of tools/estimate-scaling.py."""
+    rows = [line.split("|") for line in output.splitlines() if f"| {method} |" in line]
+    return float(rows[0][10])
+
+
+@pytest.mark.rest
+def test_slow_links_and_samples(folder):
+    """The other figures of the first answer: 512 samples, and where a method overtakes another."""
+    choose = "tools/estimate-scaling.py --choose -m meta-llama/Llama-{} --devices {} -s 8192 "
+    choose += "--link 0.125 --global-batch-size 512 --no-trace"
+    for model, devices in (("3.1-8B", 8), ("3.2-1B", 8), ("3.1-8B", 16), ("3.2-1B", 16)):
+        output = run(choose.format(model, devices), folder)
+        (best, *_) = re.findall(r"^\|(?:[^|]*\|){9} (\d+\.\d+) \|", output, re.MULTILINE)
+        assert f"{float(best):.1f} s" in TEXT
+    step = (
+        "tools/estimate-scaling.py -m meta-llama/Llama-{} --devices {} -b 1 -s 8192 --link 0.125 "
+    )
+    step += "--gradient-accumulation-steps {}"
+    for model, count in (("3.1-8B", 31), ("3.2-1B", 7)):
+        before, after = (run(step.format(model, 16, n), folder) for n in (count - 1, count))
+        assert seconds(before, "HSDP") > seconds(before, "PP")
+        assert seconds(after, "HSDP") < seconds(after, "PP")
+    assert "`--gradient-accumulation-steps 31` (8B) or 7 (1B)" in TEXT
+    for count, is_faster in (
+        (190, False),
+        (210, True),
+    ):  # "about 200"; one node needs twice as many
+        two = seconds(run(step.format("3.1-8B", 16, count), folder), "HSDP")
+        one = seconds(run(step.format("3.1-8B", 8, 2 * count), folder), "FSDP")
+        assert (two < one) == is_faster
+
+
+@pytest.mark.rest
+def test_memory_in_the_answers(folder):
+    """Figures of sentences, whose commands are not on the page."""
+    bytes_on_cpus = 16 * parameters(MODELS["Llama-3.1-70B"])[0]
+    assert f"1.1 TB: {bytes_on_cpus / 2 / 1e9:.0f} GB in each node" in TEXT
+    choose = "tools/estimate-scaling.py --choose -m meta-llama/Llama-3.1-70B --devices 64 -s 8192 "
+    output = run(choose + "--global-batch-size 256 --no-trace", folder)
+    for layout, checkpointing in (("tp8 pp4 dp2", "yes"), ("tp8 pp8", "no")):
+        assert re.search(rf"^\| {layout} \| 13 \| [^|]* \| {checkpointing} \|", output, re.M), (
+            output
+        )
+    memory = "tools/estimate-memory.py --activation-checkpointing -m meta-llama/Llama-"
+    long = run(memory + "3.1-8B --devices 8 -b 1 -s 131072 --context-parallel 8", folder)
+    assert f"needs {column(long, 'together', 'context parallel'):.0f} GB (" in TEXT
+    card = run(memory + "2-7b-hf --devices 1 -b 1 -s 2048 --gpu-memory 24", folder)
+    assert f"up to {column(card, 'largest batch', 'offload'):.0f} samples fit" in TEXT
+    olmoe = MIXTURES["allenai/OLMoE-1B-7B-0924"]
+    limit = 3 * olmoe.num_experts * olmoe.intermediate_size // olmoe.num_experts_per_tok
+    assert f"the first limit is {limit:,}" in TEXT
+
+
+def column(output: str, row: str, name: str) -> float:
+    """A number in the table of tools/estimate-memory.py."""
+    lines = {
+        line.split("|")[1].strip(): line.split("|")[2:-1]
+        for line in output.splitlines()
+        if line.startswith("|")
+    }
+    names = [cell.strip() for cell in lines["GB per device"]]
+    return float(lines[row][names.index(name)])
+
+
+@pytest.mark.rest
+def test_a_large_mixture_on_one_node(folder):
+    """The figures on the page of chapter 12."""
+    text = page("12-expert-parallel/README.md")
+    flags = "-m Qwen/Qwen3-30B-A3B --devices 8 -b 2 -s 4096 --activation-checkpointing"
+    memory = run(f"tools/estimate-memory.py {flags} --expert-parallel 8", folder)
+    scaling = run(f"tools/estimate-scaling.py {flags} --methods FSDP EP", folder)
+    for method, name in (("FSDP", "FSDP"), ("EP", "expert parallel")):
+        (row,) = [x for x in scaling.splitlines() if x.startswith(f"| 1 | 8 | {method} ")]
+        together = column(memory, "together", name)
+        efficiency = row.split("|")[-2].strip().replace("%", " %")
+        assert f"{together} GB and {efficiency}" in " ".join(text.split())
 
 
 @pytest.mark.rest
