@@ -332,7 +332,7 @@ def load_config_and_tokenizer(args):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
-    if hasattr(config, "quantization_config"):
+    if getattr(config, "quantization_config", None):
         fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
     # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)

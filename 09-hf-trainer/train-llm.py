@@ -195,8 +195,8 @@ def training_arguments(config):
     """Translates the configuration into the arguments of the Trainer."""
     if "SUBMITIT_EXECUTOR" in os.environ:
         # Without torchrun, the process sets torchrun's variables itself, before TrainingArguments
-        # reads them. An outgoing connection may have Submitit's port, so the port moves below those
-        # of such connections. A job that starts again may meet its old workers: it takes a new one.
+        # reads them. On Linux, outgoing connections take ports from 32768 on, so the port is below
+        # 30000. A job that starts again may meet its old workers, so each start takes a new port.
         environment = TorchDistributedEnvironment()
         restarts = int(os.getenv("SLURM_RESTART_COUNT", 0))
         environment.master_port = 20_000 + (environment.master_port + restarts) % 10_000
@@ -231,16 +231,18 @@ def training_arguments(config):
 
 
 def load_model(config, seed):
+    model_config = AutoConfig.from_pretrained(config.name)
+    if getattr(model_config, "quantization_config", None):
+        fail(f"{config.name} is quantized: give one in bf16 or fp32")
     if not config.from_scratch:
         model = AutoModelForCausalLM.from_pretrained(config.name, dtype=torch.float32)
-        # Transformers does not tie weights that differ: not the model of the config.
+        # Transformers does not tie weights that differ, so the model would not be the config's.
         tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
         if model.all_tied_weights_keys != tied_by_config:
             remedy = "set tie_word_embeddings to false in config.json"
             fail(f"the config ties the head to the embeddings, and the files do not: {remedy}")
         return model
     with torch.device("meta"):  # shapes, no memory
-        model_config = AutoConfig.from_pretrained(config.name)
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     torch.manual_seed(seed)
     model.to_empty(device="cpu").tie_weights()

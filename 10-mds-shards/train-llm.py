@@ -121,8 +121,7 @@ def main():
     elif args.resume_dir and args.skip_optimizer:
         # NODES: Take only the weights. The rest of the run begins anew.
         weights = model.state_dict()  # in the memory of the model, so reading fills the model
-        with reading_together(args.resume_dir):
-            read_state(of_this_rank(args.resume_dir), {"model": weights})
+        read_state(of_this_rank(args.resume_dir), {"model": weights})
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
         run_log = RunLog(run_folder, checkpoint, state, args)
@@ -380,7 +379,7 @@ def load_config_and_tokenizer(args):
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
-    if hasattr(config, "quantization_config"):
+    if getattr(config, "quantization_config", None):
         fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
     # The model has learned no positions beyond this number.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -508,6 +507,7 @@ class MdsRows:
 
             folder = open_cache(args) if self.is_remote else name
             facts = json.loads(Path(folder, "rows.json").read_text())
+            largest = facts["largest_token"]
             index = Path(folder, "index.json").read_bytes()
             shards = json.loads(index)["shards"]
             no_split = None  # the shards lie in the folder itself
@@ -533,7 +533,6 @@ class MdsRows:
         probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
         if facts["tokenizer_probe"] != probe:
             fail(f"the rows of {name} have the tokens of another tokenizer: {facts['tokenizer']}")
-        largest = facts["largest_token"]
         vocab_size = config.get_text_config().vocab_size
         if largest >= vocab_size:
             remedy = "give a model that fits its tokenizer"
@@ -910,7 +909,7 @@ def open_run(args):
     if not newest:
         return run_folder, None, new_state
     # NODES: DCP writes .metadata in each format, and in chapter 3, whose checkpoints can be read.
-    if begins_elsewhere and not (newest / ".metadata").exists():
+    if begins_elsewhere and not all(gather((newest / ".metadata").exists())):
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
     with reading_together(newest):
         saved = json.loads((newest / "state.json").read_text())
@@ -932,10 +931,7 @@ def load_training_state(checkpoint, stateful, model):
     """Restores optimizer, scheduler and scaler in place."""
     # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
     state = sharded_state(model, stateful)
-    with reading_together(checkpoint):
-        # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
-        dcp.FileSystemReader(checkpoint).read_metadata()
-        read_state(checkpoint, state)  # NODES: of any format
+    read_state(checkpoint, state)  # NODES: of any format
     state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
     # Another --max-steps changes the schedule, so compute the next learning rate again.
     stateful["scheduler"].last_epoch -= 1
@@ -945,10 +941,15 @@ def load_training_state(checkpoint, stateful, model):
 def read_state(checkpoint, state):
     """Fills the tensors and objects of `state` from a checkpoint of any format."""
     # NODES: DCP reads the whole tensors of `full` in the same way as the shards of `shard`.
-    is_local = checkpoint.parent.name == RANK_FOLDER
+    # A rank may lack its own folder. It must not wait for the others, which read alone.
+    is_local = any(gather(checkpoint.parent.name == RANK_FOLDER))
     # Each of the own shards shares its memory with `state`, so reading fills `state`.
     parts = own_shards(state) if is_local else state
-    dcp.load(parts, checkpoint_id=checkpoint, no_dist=is_local)
+    reader = dcp.FileSystemReader(checkpoint)
+    with reading_together(checkpoint):
+        reader.read_metadata()  # DCP itself would print a traceback if this index is broken
+    with reading_together(checkpoint):
+        dcp.load(parts, storage_reader=reader, no_dist=is_local)
 
 
 @contextmanager
@@ -962,8 +963,9 @@ def reading_together(checkpoint):
     # NODES: With `local`, each rank reads its own files, so the others must hear of its error.
     errors = [error for error in gather(error) if error]
     if errors:
-        remedy = "remove it, and the run continues from the one before"
-        fail(f"a checkpoint is damaged ({remedy}), or of another model or other ranks: {errors[0]}")
+        remedy = "then remove it, and its run continues from the one before"
+        reason = f"of another model or other ranks, or damaged ({remedy})"
+        fail(f"a checkpoint is {reason}: {errors[0]}")
 
 
 # -- Adapting Transformers -------------------------------------------------------------------------

@@ -153,6 +153,32 @@ def test_formats_resume_exactly(train, trainer, case):
     assert_same_model(resumed, origin)
 
 
+def all_say(result, sentence):
+    for rank in result.run.ranks:
+        assert_one_sentence(rank.output, sentence)
+
+
+# Put before a script: rank 1 alone cannot read the index of a checkpoint.
+NO_INDEX = """
+import os
+import torch.distributed.checkpoint as dcp
+
+def read_metadata(self):
+    raise OSError("stale file handle")
+
+if os.environ["RANK"] == "1":
+    dcp.FileSystemReader.read_metadata = read_metadata
+"""
+
+
+def test_one_rank_that_cannot_read(train):
+    """The others do not wait for it in the loading of DCP."""
+    flags = ["--max-steps", 2, "--eval-freq", 0]
+    train(*flags, name="index")
+    result = train(*flags, name="index", before=NO_INDEX, status=1)
+    all_say(result, "step-00000002: OSError('stale file handle')")
+
+
 def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
     """Format local: on from the newest step that all have; other ranks are refused."""
     flags = ["--save-dir", "runs", "--max-steps", 9, "--ckpt-freq", 3]
@@ -187,25 +213,26 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
     assert exact(again.records) == records
 
     result = train(*flags, "-b", 8, processes=1, status=1, **options)
-    assert_one_sentence(result.output, "or other ranks: ")
+    assert_one_sentence(result.output, "of another model or other ranks, or damaged")
     # One rank alone has damaged files. All ranks say so, and nobody waits.
     damaged = disks[1] / "rank-1" / "step-00000009"
+    sentence = "its run continues from the one before): runs/run/rank-1/step-00000009: "
     for name, size in {"state.json": None, ".metadata": 99, "__0_0.distcp": 99}.items():
         content = (damaged / name).read_bytes()
         (damaged / name).unlink()
         if size:
             (damaged / name).write_bytes(content[:size])
-        result = train(*flags, status=1, **options)
-        for rank in result.run.ranks:
-            assert_one_sentence(
-                rank.output, "damaged (remove it, and the run continues from the one"
-            )
-            assert_one_sentence(rank.output, "other ranks: runs/run/rank-1/step-00000009: ")
+        all_say(train(*flags, status=1, **options), sentence)
         (damaged / name).write_bytes(content)
     # A new disk in place of the one of rank 1
     shutil.rmtree(disks[1] / "rank-1")
     result = train(*flags, status=1, **options)
     assert_one_sentence(result.run.ranks[0].output, "share no checkpoint in runs/run")
+    other = [*flags, "--resume-dir", "runs/run/step-00000009"]
+    result = train(*other, name="other", status=1, **options)
+    all_say(result, "is no checkpoint of this chapter")
+    result = train(*other, "--skip-optimizer", name="other", status=1, **options)
+    all_say(result, "its run continues from the one before): runs/run/step-00000009: ")
     result = train(*flags, "-b", 4, processes=3, status=1, **options)
     assert_one_sentence(result.run.ranks[0].output, "share no checkpoint in runs/run")
 

@@ -133,7 +133,7 @@ def write_part(folder: Path, rows: list[np.ndarray], place: dict, args: argparse
     with MDSWriter(out=str(temporary), columns=columns, **options) as writer:
         for row in rows:
             writer.write({"tokens": row})
-    facts = place | {"largest_token": int(np.max(rows))}
+    facts = place | {"largest_token": int(max(row.max() for row in rows))}
     (temporary / "place.json").write_text(json.dumps(facts))
     for path in [*temporary.iterdir(), temporary]:
         flush(path)
@@ -174,6 +174,8 @@ def write(args: argparse.Namespace) -> int:
         sys.exit(f"error: {args.output} has other files: choose another --output")
     if place["source"] != source:
         sys.exit(f"error: {args.output} has rows of other flags: choose another --output")
+    if parts and "largest_token" not in place:
+        sys.exit(f"error: {args.output} has rows of an earlier version: choose another --output")
     if (args.output / "index.json").exists():
         print(f"{args.output} is complete")
         return rows_in(args.output / "index.json")
