@@ -247,7 +247,7 @@ RAISES = {
     "a norm over both meshes": (
         "one group",
         {"grad_norm = clip_gradients(model, max_norm)": f"grad_norm = {ONE_NORM}"},
-        "mesh",
+        "aten.stack",
     ),
     "a factor without forced sums": (
         "two groups",
@@ -272,8 +272,11 @@ def test_mistakes_that_end_with_an_error(shared, tmp_path, trap):
 def test_bf16(shared):
     """Nearly the losses of chapter 1: ranks add gradients in bf16, in another order."""
     flags = [*STEPS, "--dtype", "bf16"]
-    single = shared(*flags, *WHOLE, name="bf16")
-    run = shared(*flags, *HALF, name="bf16-on-two", processes=2, **EP)
+    expected, single = gradients_of(shared, *flags, *WHOLE, name="bf16")
+    found, run = gradients_of(shared, *flags, *HALF, name="bf16-on-two", processes=2, **EP)
+    error, name = worst(expected, found)
+    print(f"bf16: {error:.1e} ({name})")
+    assert error < 0.05, name  # the traps below are wrong by 0.2 to 1
     assert run.column("loss") == pytest.approx(single.column("loss"), rel=5e-3)
     assert "compute precision bf16" in run.output
 

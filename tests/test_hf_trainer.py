@@ -246,6 +246,12 @@ def test_a_mistake_is_one_sentence(runs, override):
     [
         ("config.json", '"vocab_size": 2048', '"vocab_size": 1000', "and the model 1000 tokens"),
         ("tokenizer_config.json", '"eos_token"', '"other"', "has no end-of-text token"),
+        (
+            "config.json",
+            '"vocab_size"',
+            '"quantization_config": {"bits": 4}, "vocab_size"',
+            "is quantized",
+        ),
     ],
 )
 def test_a_tokenizer_that_does_not_fit(runs, model, tmp_path, file, before, after, sentence):

@@ -174,6 +174,14 @@ def test_the_tool_goes_on(write):
     write("killed", *flags)
     assert rows_in(folder) == expected
     assert "is complete" in write("killed", *flags).output
+    largest = json.loads((folder / "rows.json").read_text())["largest_token"]
+    assert largest == max(map(max, expected))  # of several parts
+    place = sorted(folder.glob("part-*"))[-1] / "place.json"
+    facts = json.loads(place.read_text())
+    assert facts.pop("largest_token") <= largest
+    place.write_text(json.dumps(facts))
+    assert_one_sentence(write("killed", *flags, status=1).output, "has rows of an earlier version")
+    place.write_text(json.dumps(facts | {"largest_token": largest}))
     assert_one_sentence(write("killed", "--packing", "trunc", status=1).output, "of other flags")
 
 

@@ -506,6 +506,26 @@ def test_groups_that_cannot_be():
             estimate(method, nodes, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "flags", "sentence"),
+    [
+        ({"key_heads": 4}, "--methods CP", "--context-parallel 8 does not divide 4 kv heads: add"),
+        ({"key_heads": 4}, "--context-parallel 8", "--context-parallel 8 does not divide 4 kv"),
+        ({"expert_count": 60}, "--methods EP", "--expert-parallel 8 does not divide 60 experts"),
+        ({"expert_count": 60}, "--expert-parallel 4", None),
+        ({"key_heads": 4}, "--methods CP --exchange tokens", None),
+        ({}, "--methods EP", "has no experts, so --expert-parallel is not for it"),
+    ],
+)
+def test_groups_that_the_chapters_refuse(changes, flags, sentence):
+    args = tool.parse_args(["-m", "model", *flags.split()])
+    if sentence:
+        with pytest.raises(SystemExit, match=sentence):
+            tool.check(replace(LLAMA_8B, **changes), args)
+    else:
+        tool.check(replace(LLAMA_8B, **changes), args)
+
+
 def test_command_line(tmp_path):
     command = [sys.executable, TOOL, "-m", TINY_LLAMA / "config.json", "-b", 8, "-s", 256]
     options = {"capture_output": True, "text": True}

@@ -120,6 +120,8 @@ def test_slow_links_and_samples(folder):
     one = "tools/estimate-scaling.py --choose -m meta-llama/Llama-3.1-70B --devices 32 -s 8192 "
     for more in ("", "--devices-per-node 32"):  # of one data centre
         assert "| 221." in run(f"{one} --no-trace {more}", folder)
+    assert "221 s on the 32 GPUs of one" in " ".join(TEXT.split())
+    assert "| 683.479 |" in TEXT  # three times as long
     step = (
         "tools/estimate-scaling.py -m meta-llama/Llama-{} --devices {} -b 1 -s 8192 --link 0.125 "
     )
