@@ -94,6 +94,7 @@ def chapter(number: int) -> dict:
     sys.modules[spec.name] = module  # torch.compile looks for it there
     spec.loader.exec_module(module)
     module.say = lambda message: None
+    module.refuse = fail  # that of the chapters waits for the other ranks
     return vars(module)
 
 
