@@ -11,6 +11,7 @@ checkpoint while training goes on. Comments with NODES 1 to 10 mark the ideas.
 """
 
 import argparse
+import fcntl
 import glob
 import json
 import logging
@@ -50,10 +51,11 @@ import yaml
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import Subset
 from tqdm import tqdm
@@ -94,7 +96,7 @@ def main():
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     is_first_of_node = os.environ["LOCAL_RANK"] == "0"
     if not is_first_of_node:
-        dist.barrier(patient_group)
+        dist.barrier(patient_group)  # until the first ranks of all nodes call it below
     train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
     if is_first_of_node:
         dist.barrier(patient_group)
@@ -196,6 +198,10 @@ def main():
         stop_signal = stop.item()
         eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
+        # DDP: If a node vanishes, the other ranks give up after 5 minutes. The first step, which
+        # compiles, evaluations and saves may take longer. They have PyTorch's 30 minutes.
+        limit = timedelta(minutes=30 if eval_now or save_now else 5)
+        dist.distributed_c10d._set_pg_timeout(limit)
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
             # `.item()` waits until the GPU has computed the number. Between two logged steps the
@@ -238,6 +244,8 @@ def main():
             if RANK == 0:
                 save_model(folder, model, tokenizer)
         say(f"Done: the model is in {run_folder / 'final'}")
+    elif not run_folder:
+        say("Nothing was saved: -e gives a run a name, and saves its model, checkpoints and logs")
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
@@ -252,7 +260,7 @@ def build_model(args, config, device, checkpoint):
     # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
     # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
-    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
+    with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
@@ -262,6 +270,7 @@ def build_model(args, config, device, checkpoint):
     # All-gathers and reduce-scatters stay in a row. Columns all-reduce the gradients of a shard.
     shape = (WORLD_SIZE // args.shard_size, args.shard_size)
     policy["mesh"] = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, args.shard_size)
     # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
@@ -279,18 +288,27 @@ def build_model(args, config, device, checkpoint):
     # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
     # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
     # random parameters only from scratch. For a large model, a CPU needs minutes to draw them.
-    init_weights(model, draw=args.from_scratch and not checkpoint)
+    with fail_on_error(f"shards cannot be initialised as {config.model_type} does: use chapter 2"):
+        init_weights(model, draw=args.from_scratch and not checkpoint)
     if not args.from_scratch:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
-        with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
+        with fail_on_error(f"cannot load the weights of {args.model_name}: {remedy}"):
             # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
             # NODES: The weights of --resume-dir replace the pretrained weights.
             load_weights(model, args.model_name, checkpoint or args.resume_dir)
     for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
         buffer.data = buffer.to(device)
-    if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
-        with suppress(ValueError):  # families without it keep their default, mostly SDPA
-            model.set_attn_implementation("flash_attention_2")
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        args.attention = "flash_attention_2"
+    if args.attention:
+        with fail_on_error(f"--attention {args.attention} does not work here: try sdpa"):
+            model.set_attn_implementation(args.attention)
+    if args.attention not in (None, model.config._attn_implementation):
+        fail(f"{config.model_type} cannot change its attention to {args.attention}: leave it out")
+    # Transformers looks for borders of packed documents in each batch, and Python waits until the
+    # GPU has the answer. Here a sample is one sequence, so the answer is always None.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -309,7 +327,9 @@ def build_model(args, config, device, checkpoint):
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    transformers.modeling_utils.log_state_dict_report = dict  # printing the report may fail
+    # Transformers fills missing tensors with random numbers, and prints a table about them. Do not
+    # print the table, but end with a sentence.
+    transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -317,12 +337,29 @@ def from_files(name):
     if unfit:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
     # Transformers does not tie weights that differ, so the model would not be that of the config.
-    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if model.all_tied_weights_keys != tied_by_config:
-        own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
+    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
         remedy = "set tie_word_embeddings to false in config.json"
-        fail(f"the files of {name} {own} embeddings: {remedy}")
+        own = f"the files of {name} hold an output matrix of their own (lm_head.weight)"
+        fail(f"{own}, but its config ties it to the embeddings: {remedy}")
     return model
+
+
+@lru_cache  # FSDP: so it prints its sentence once per shape
+def even_shards(shape, ranks):
+    """FSDP: The dimension to shard: dimension 0, or another one if its shards are more even.
+
+    FSDP shards dimension 0 by default. The weights of 8 experts are (8, ...), so 64 ranks would get
+    8 shards, and 56 ranks would have nothing. Other dimensions must divide evenly.
+    """
+    largest_shard = math.ceil(shape[0] / ranks)
+    if largest_shard * ranks <= 1.1 * shape[0]:
+        return Shard(0)
+    for dimension, size in enumerate(shape):
+        if size % ranks == 0:
+            return Shard(dimension)
+    if len(shape) > 1:
+        say(f"No dimension of {tuple(shape)} divides by {ranks} ranks, so shards differ in size")
+    return Shard(0)
 
 
 def parameter_groups(model, args):
@@ -339,68 +376,66 @@ def lr_schedule(args, optimizer, total_steps):
     if args.lr_scheduler == "warmup_stable_decay":
         # The rate falls to zero at the end, by default in the last fifth of the steps.
         options["num_decay_steps"] = args.decay_steps or total_steps // 5
+    elif args.decay_steps:
+        fail("--decay-steps needs --lr-scheduler warmup_stable_decay")
+    if args.decay_steps and args.warmup_steps + args.decay_steps > total_steps:
+        fail(f"--warmup-steps and --decay-steps add up to more than {total_steps} steps")
     return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
 
 
 # -- Data ------------------------------------------------------------------------------------------
 
+# How `datasets` calls the format of a file
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compressed JSON lines
+FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_config_and_tokenizer(args):
     name = args.model_name
-    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-    if is_path or os.path.isdir(name):
+    if os.path.isdir(name) or name.startswith(("/", ".", "~")):
         remedy = "check that this folder has config.json and the files of a tokenizer"
     else:
         gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
         remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
-    with explain(f"cannot load the model {name}: {remedy}"):
+    with fail_on_error(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
     if getattr(config, "quantization_config", None):
         fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
-    # The model has learned no positions beyond this number.
+    # The model has learned no positions beyond this number. Some families have no limit, or say -1.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest and args.seq_length > longest:
+    if longest and 0 < longest < args.seq_length:
         fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
     return config, tokenizer
 
 
 def load_documents(name, subset):
-    """The splits of a file, folder, glob (one document per text file) or dataset of the Hub."""
-    # A path that exists is no pattern, even with brackets in it: data[1].csv
-    pattern = glob.escape(name) if os.path.exists(name) else name
-    if os.path.isdir(name):
-        pattern += "/**/*"
-    found = sorted(glob.glob(pattern, recursive=True))
-    is_pattern = "*" in name and "://" not in name
-    if is_pattern and not found:
+    """The splits of a file, a pattern (one document per text file) or a dataset of the Hub."""
+    files = sorted(glob.glob(name, recursive=True))
+    if "*" in name and "://" not in name and not files:
         fail(f"no file matches {name}")
-    files = [file for file in found if Path(file).suffix in FORMATS]
-    sizes = [os.path.getsize(file) for file in files]
-    if files and sum(sizes) == 0:
+    if files and not any(os.path.getsize(file) for file in files):
         fail(f"{name} is empty")
-    files = [glob.escape(file) for file in files]  # `datasets` takes names as patterns, too
-    if not files:  # an address or a name on the Hub
-        files = [name]
-    kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
-    spec = {"path": name, "name": subset}
-    if kinds == {"text"}:
-        spec = {"path": "text", "data_files": files, "sample_by": "document"}
-        spec["encoding_errors"] = "replace"
-    elif len(kinds) == 1 and not os.path.isdir(name):  # `datasets` finds the splits of a folder
-        [kind] = kinds
-        spec = {"path": kind, "data_files": files}
-    if kinds == {"json"}:
+    file_format = next((FORMATS[ending] for ending in FORMATS if name.endswith(ending)), None)
+    if files and not file_format and not os.path.isdir(name):
+        fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
+    options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
+    if file_format:
+        options = {"path": file_format, "data_files": files or name}  # or an address
+    if file_format == "text":
+        options |= {"sample_by": "document", "encoding_errors": "replace"}
+    if file_format == "json":
         # A number among texts is an error. By default, the texts would get quotation marks.
-        spec["on_mixed_types"] = None
+        options["on_mixed_types"] = None
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
-    with explain(f"cannot load the dataset {name}: {remedy}"):
-        return datasets.load_dataset(**spec)
+    with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
+        splits = datasets.load_dataset(**options)
+    is_folder_of_text = "text" in {split.info.builder_name for split in splits.values()}
+    if is_folder_of_text and os.path.isdir(name):  # `datasets` makes a document of each line
+        fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
+    return splits
 
 
 def tokenize(rows, tokenizer, column, vocab_size):
@@ -415,21 +450,18 @@ def tokenize(rows, tokenizer, column, vocab_size):
     return {"input_ids": documents}
 
 
-def tokenized(documents, tokenizer, config):
-    """The token ids of the documents of a split: column `text`, or the first column with text."""
-    features = documents.features
-    # Text is `string` or `large_string`. Lists have no dtype.
-    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
-    if not columns:
-        fail(f"no column of the dataset has a text in every row: {dict(features)}")
-    column = "text" if "text" in columns else columns[0]
-    say(f"Tokenizing column {column!r}")
+def tokenized(documents, tokenizer, config, args):
+    """The token ids of the documents of a split."""
+    column = documents.features.get(args.text_column)
+    if "string" not in getattr(column, "dtype", ""):  # lists have no dtype
+        columns = ", ".join(documents.column_names)
+        fail(f"no text in column {args.text_column!r}: choose --text-column among {columns}")
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
         fn_kwargs={
             "tokenizer": tokenizer,
-            "column": column,
+            "column": args.text_column,
             "vocab_size": config.get_text_config().vocab_size,
         },
         remove_columns=documents.column_names,  # keep only the token ids
@@ -461,18 +493,20 @@ def load_samples(args, tokenizer, config, global_batch):
     splits = load_documents(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
-    train_samples = PackedSamples(tokenized(splits["train"], tokenizer, config), args.seq_length)
+    documents = tokenized(splits["train"], tokenizer, config, args)
+    train_samples = PackedSamples(documents, args.seq_length)
     count = len(train_samples)
     held_out = splits.get("validation", splits.get("test"))
     if held_out:
-        eval_samples = PackedSamples(tokenized(held_out, tokenizer, config), args.seq_length)
+        documents = tokenized(held_out, tokenizer, config, args)
+        eval_samples = PackedSamples(documents, args.seq_length)
     else:
         count -= max(1, count // 100)  # the last samples, before the shuffle
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
         train_samples = Subset(train_samples, range(count))
-    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
     if count < global_batch or not eval_samples:
         fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
+    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
     return train_samples, eval_samples
 
 
@@ -496,8 +530,9 @@ def read_batch(samples, indices, device):
     """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
     batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
     if device.type == "cuda":
-        batch = batch.pin_memory()  # Python need not wait for a copy from pinned memory
-    return batch.to(device, non_blocking=batch.is_pinned()).long()
+        # Python need not wait for a copy from pinned memory.
+        batch = batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device).long()
 
 
 # -- Evaluation ------------------------------------------------------------------------------------
@@ -511,10 +546,13 @@ def evaluate(model, samples, args, device):
     size = args.batch_size
     # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
     # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
-    # A rank without a batch evaluates one sample, with weight 0.
-    for begin in range(RANK * size, RANK * size + len(samples), WORLD_SIZE * size):
+    # A rank without a batch evaluates sample 0, with weight 0.
+    rounds = math.ceil(len(samples) / (WORLD_SIZE * size))
+    for n in range(rounds):
+        begin = (n * WORLD_SIZE + RANK) * size
         indices = range(len(samples))[begin : begin + size]
-        input_ids = read_batch(samples, indices or [0], device)
+        has_batch = len(indices) > 0
+        input_ids = read_batch(samples, indices if has_batch else [0], device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
     model.train()  # dropout on again
@@ -526,7 +564,7 @@ def evaluate(model, samples, args, device):
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
 
@@ -557,23 +595,22 @@ def new_folder(folder):
     # NODES: With `local`, each rank makes and renames the folders inside its own folder.
     is_local = folder.parent.name == RANK_FOLDER
     if RANK > 0 and not is_local:  # FSDP: one makes the folder, and renames it
-        dist.barrier(writer_group())
-        return (yield temporary)
+        dist.barrier(writer_group())  # until rank 0 has made the folder
+        with fail_on_error(f"cannot write {folder}"):
+            yield temporary
+        return
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)  # NODES: also the folder of this rank
-    dist.barrier(writer_group())  # FSDP: the other ranks have waited for the folder
-    yield temporary
-    for path in [*temporary.rglob("*"), temporary]:
-        sync(path)  # the files are on the disk before the folder gets its name
+    dist.barrier(writer_group())  # FSDP: the other ranks wait for the folder
+    free = shutil.disk_usage(temporary).free / 1e9
+    with fail_on_error(f"cannot write {folder}; the disk had {free:.1f} GB left"):
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)  # all is on the disk before the folder gets its name
+            os.close(descriptor)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
-
-
-def sync(path):
-    """Waits until a file, or the list of the files of a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def save_model(folder, model, tokenizer):
@@ -590,12 +627,14 @@ def sharded_state(model, stateful):
 def to_rank_0(state):
     """The state with whole tensors, in the CPU memory of rank 0; nothing on the other ranks."""
 
-    def whole(shard):
+    def whole(tensor):
         # NODES 3: Gather one tensor at a time, because no GPU has room for the whole state.
         # All ranks gather it. Only rank 0 keeps it: a tensor on the meta device takes no memory.
-        return shard.full_tensor().to("cpu" if RANK == 0 else "meta")
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return tensor.to("cpu" if RANK == 0 else "meta", copy=True)
 
-    state = tree_map_only(DTensor, whole, state)
+    state = tree_map_only(torch.Tensor, whole, state)
     return state if RANK == 0 else {}
 
 
@@ -605,17 +644,25 @@ def own_shards(state):
     return tree_map_only(DTensor, DTensor.to_local, state)
 
 
-def copy_to_cpu(state):
-    """A copy of the state, which training does not change."""
-    parts = {}
-    # Scheduler and scaler are objects. Model and optimizer are dictionaries already.
-    for name, part in state.items():
-        parts[name] = part.state_dict() if hasattr(part, "state_dict") else part
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to("cpu", copy=True), parts)
+# NODES: It copies tensors to CPU memory. Each checkpoint uses the memory of the one before again.
+STAGER = DefaultStager(
+    StagingOptions(
+        use_pinned_memory=torch.cuda.is_available(),  # a GPU copies to pinned memory fast
+        use_non_blocking_copy=torch.cuda.is_available(),
+        use_shared_memory=False,  # no other process reads it
+        use_async_staging=False,  # training goes on after the copy
+    )
+)
+
+
+def take_device():
+    """Gives a new thread the GPU of this rank, because its default is GPU 0."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 # NODES: A thread writes checkpoints with --async-checkpoint. The list has the one in progress.
-THREAD = ThreadPoolExecutor(1)
+THREAD = ThreadPoolExecutor(1, initializer=take_device)
 UNFINISHED = []
 
 
@@ -636,7 +683,10 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
     # NODES 5: One checkpoint at a time, so a killed run loses one checkpoint at most.
     wait_for_checkpoint()
     writer_group()  # make the group here, since all ranks have to make it at the same time
-    parts = sharded_state(model, stateful)
+    parts = {}
+    # Scheduler and scaler are objects. Model and optimizer are dictionaries already.
+    for name, part in sharded_state(model, stateful).items():
+        parts[name] = part.state_dict() if hasattr(part, "state_dict") else part
     folder = run_folder / f"step-{state.step:08d}"
     if args.checkpoint_format == "full":
         parts = to_rank_0(parts)
@@ -648,7 +698,8 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         texts["metrics.jsonl"] = (run_folder / "metrics.jsonl").read_text()
     if args.async_checkpoint:
         # NODES 6: Copy all that training changes, and train on. A thread writes the copies.
-        parts = copy_to_cpu(parts)
+        if args.checkpoint_format != "full":  # to_rank_0 has made copies
+            parts = STAGER.stage(parts)
         writing = THREAD.submit(write_checkpoint, folder, parts, texts, model, tokenizer, args)
         UNFINISHED.append(writing)
     else:
@@ -673,7 +724,8 @@ def write_checkpoint(folder, parts, texts, model, tokenizer, args):
         dist.barrier(writer_group())  # NODES: all ranks have the new checkpoint, so old ones may go
     for old in sorted(folder.parent.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
-        shutil.rmtree(old.rename(folder.with_name("incomplete")))
+        old.rename(folder.with_name("incomplete"))
+        shutil.rmtree(folder.with_name("incomplete"))
 
 
 def check_shared(run_folder, args):
@@ -726,10 +778,13 @@ def open_run(args):
     flags = {name: getattr(args, name) for name in LASTING}
     new_state = RunState(flags, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
         return None, None, new_state
     run_folder = args.save_dir / args.experiment_name
-    with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
+    with fail_on_error(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
+    if RANK == 0:  # DDP: one lock for the whole job
+        lock(run_folder)
     check_shared(run_folder, args)
     newest = newest_checkpoint(run_folder)
     # NODES: A new run begins with --resume-dir. Later it resumes from its own checkpoints.
@@ -741,9 +796,10 @@ def open_run(args):
     # NODES: DCP writes .metadata in each format, and in chapter 3, whose checkpoints can be read.
     if begins_elsewhere and not all(gather((newest / ".metadata").exists())):
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
-    with reading_together(newest):
+    with all_fail_if_damaged(newest):
         saved = json.loads((newest / "state.json").read_text())
     unknown = saved.keys() - asdict(new_state).keys()
+    unknown |= saved["flags"].keys() - flags.keys()
     is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
     if unknown or is_whole:
         fail(f"{newest} is from another chapter: choose another --experiment-name")
@@ -757,13 +813,31 @@ def open_run(args):
     return run_folder, newest, state
 
 
+def lock(run_folder):
+    """Refuses a folder in which another process trains. The lock ends with the process."""
+    file = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)
+    # NODES: If a node has died, the server of a shared disk frees its lock later: NFS after 90 s.
+    for seconds_to_wait in [10] * 12 + [0]:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            say(f"another process has locked {run_folder}")
+            time.sleep(seconds_to_wait)
+        except OSError as error:
+            say(f"warning: {run_folder} cannot be locked ({error}), so start no second run in it")
+            return
+    fail(f"another process trains in {run_folder}: wait for its end, or choose another -e")
+
+
 def load_training_state(checkpoint, stateful, model):
     """Restores optimizer, scheduler and scaler in place."""
     # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
     state = sharded_state(model, stateful)
     read_state(checkpoint, state)  # NODES: of any format
     state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
-    # Another --max-steps changes the schedule, so compute the next learning rate again.
+    # Another --max-steps changes the schedule. So go back by a step, and compute the learning rate
+    # of the next step again.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
 
@@ -776,14 +850,14 @@ def read_state(checkpoint, state):
     # Each of the own shards shares its memory with `state`, so reading fills `state`.
     parts = own_shards(state) if is_local else state
     reader = dcp.FileSystemReader(checkpoint)
-    with reading_together(checkpoint):
+    with all_fail_if_damaged(checkpoint):
         reader.read_metadata()  # DCP itself would print a traceback if this index is broken
-    with reading_together(checkpoint):
+    with all_fail_if_damaged(checkpoint):
         dcp.load(parts, storage_reader=reader, no_dist=is_local)
 
 
 @contextmanager
-def reading_together(checkpoint):
+def all_fail_if_damaged(checkpoint):
     """Ends all ranks with a sentence if one of them cannot read its files of a checkpoint."""
     error = ""
     try:
@@ -792,6 +866,9 @@ def reading_together(checkpoint):
         error = f"{checkpoint}: {failure!r:.300}"
     # NODES: With `local`, each rank reads its own files, so the others must hear of its error.
     errors = [error for error in gather(error) if error]
+    if errors and "Size mismatch" in errors[0]:  # the files are whole
+        advice = "take the same ranks and script as before, or tools/convert-checkpoint.py"
+        fail(f"{checkpoint} has other shards than this run: {advice}")
     if errors:
         remedy = "then remove it, and its run continues from the one before"
         reason = f"of another model or other ranks, or damaged ({remedy})"
@@ -805,8 +882,8 @@ def reading_together(checkpoint):
 
 def init_weights(model, draw):
     """Initialises all buffers, and draws random numbers for all parameters if `draw` is true."""
-    # fully_shard has renamed the class of the model. Transformers needs the old name to initialise
-    # the model, and to name its tensors.
+    # fully_shard has put "FSDP" before the name of the model's class. Transformers needs the old
+    # name to initialise the model, and to name its tensors.
     type(model).__name__ = type(model).__name__.removeprefix("FSDP")
     model.is_custom_code = lambda: False
     for parameter in model.parameters():
@@ -896,7 +973,8 @@ def join_process_group():
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
     # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
     # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
-    store, _, _ = next(dist.rendezvous("env://"))  # without the rank and the number of ranks
+    # `rendezvous` yields the store, the rank and the number of ranks.
+    store, _, _ = next(dist.rendezvous("env://"))
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -967,7 +1045,8 @@ class PhaseTimer:
         self.last_read = now
         metrics["time/total_ms"] = 1e3 * seconds
         metrics["tokens_per_second"] = tokens_per_step / seconds
-        metrics["tflops_per_device"] = metrics["tokens_per_second"] * self.flops_per_token / 1e12
+        if self.flops_per_token:
+            metrics["tflops_per_device"] = self.flops_per_token * tokens_per_step / seconds / 1e12
         return metrics
 
 
@@ -975,17 +1054,12 @@ def flops_per_token(config, seq_length):
     """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    if any(".experts." in name for name in model.state_dict()):
+        return 0  # unknown: only chapter 12 counts the experts that a token uses
     config = config.get_text_config()
-    used = sum(parameter.numel() for parameter in model.parameters())
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) and module.weight is not head.weight:
-            used -= module.weight.numel()  # looking up a row computes nothing
-    active_experts = getattr(config, "num_experts_per_tok", None)
-    for name, parameter in model.named_parameters():
-        if active_experts and ".experts." in name:  # of shape (experts, ...)
-            idle = 1 - active_experts / parameter.shape[0]
-            used -= round(parameter.numel() * idle)
+    used = model.num_parameters(exclude_embeddings=True)  # looking up a row computes nothing
+    if config.tie_word_embeddings:
+        used += config.vocab_size * config.hidden_size  # the table is the head, too
     return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
 
 
@@ -1024,8 +1098,11 @@ class RunLog:
 
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
-            with reading(checkpoint):
-                shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+            with fail_if_damaged(checkpoint):
+                lines = (checkpoint / "metrics.jsonl").read_text().splitlines()
+                for line in lines:
+                    json.loads(line)  # fails if the file was cut
+            (run_folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.parameters_file = run_folder / "parameters.json"
         self.comet = start_comet(run_folder / "comet", state, args)
@@ -1071,23 +1148,30 @@ def say(message):
 
 def fail(message):
     """Exits with a one-line message about a mistake that the user can fix."""
+    # DDP: If all ranks find the same mistake, the first rank of a node says so, and torchrun ends
+    # the other ranks while they wait here.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)
     sys.exit(f"error: {message}")
 
 
 @contextmanager
-def explain(message):
+def fail_on_error(message):
     """Replaces the traceback of an error by this message and a short form of the error."""
     try:
         yield
-    except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
+    except dcp.CheckpointException as error:  # FSDP: it has an error and its stack for each rank
+        [(cause, _), *_] = error.failures.values()
+        fail(f"{message} ({cause!r:.300})")
+    except Exception as error:
         cause = error.__cause__ or error
         fail(f"{message} ({cause!r:.300})")
 
 
-def reading(checkpoint):
-    """As `explain`, for a checkpoint whose files are missing or broken."""
+def fail_if_damaged(checkpoint):
+    """As `fail_on_error`, around lines that read a checkpoint."""
     remedy = "remove this folder, and the run continues from the checkpoint before"
-    return explain(f"the checkpoint {checkpoint} is damaged: {remedy}")
+    return fail_on_error(f"the checkpoint {checkpoint} is damaged: {remedy}")
 
 
 def catch_stop_signals():
@@ -1123,13 +1207,11 @@ DEMO = {
 
 def at_least(minimum, kind=int, below=math.inf):
     """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
-    limits = f"{minimum} or larger"
-    if below < math.inf:
-        limits += f" and below {below}"
 
     def number(text):
         value = kind(text)
         if not minimum <= value < below:
+            limits = f"{minimum} or larger and below {below}"
             raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
@@ -1138,20 +1220,18 @@ def at_least(minimum, kind=int, below=math.inf):
 
 def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
-    with explain(f"cannot read {path}"):
-        file = yaml.safe_load(path.read_text())
-    if not isinstance(file, dict):
-        fail(f"cannot read {path}: each line must have a flag and its value, as in batch-size: 8")
+    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
+        text = path.read_text()
+        values = yaml.safe_load(text)
+        names = [name.value for name, _ in yaml.compose(text).value]  # also those that stand twice
+    if "config" in names or len(names) > len(values) or None in values.values():
+        fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
-    for key, value in file.items():
-        if value is True:
-            flags.append(f"--{key}")
-        elif value is False:
-            flags.append(f"--no-{key}")
-        elif isinstance(value, list):
-            flags.append(f"--{key}={','.join(map(str, value))}")
+    for name, value in values.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
         else:
-            flags.append(f"--{key}={value}")
+            flags.append(f"--{name}={value}")
     return flags
 
 
@@ -1168,7 +1248,8 @@ def parse_args():
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
+    add("--text-column", default="text", help="the column to train on")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=positive, default=8, help="samples per forward pass")
@@ -1190,6 +1271,7 @@ def parse_args():
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
     add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
@@ -1243,8 +1325,8 @@ def parse_args():
             parser.error(f"--resume-dir is a whole run: name a checkpoint, such as {example}")
     if (args.experiment_name or "").startswith("rank-"):
         parser.error("--experiment-name must not begin with rank-, as folders of ranks do")
-    name = args.experiment_name or ""
-    if "/" in name or name in (".", ".."):
+    name = args.experiment_name
+    if name is not None and ("/" in name or name in ("", ".", "..")):
         parser.error("--experiment-name must be a plain folder name, without slashes")
     return args
 

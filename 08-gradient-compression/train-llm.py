@@ -14,6 +14,7 @@ mark the ideas. Comments with COMPRESSION: mark other changed places.
 """
 
 import argparse
+import fcntl
 import glob
 import json
 import logging
@@ -26,7 +27,7 @@ import sysconfig
 import time
 import uuid
 from collections import defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -89,7 +90,7 @@ def main():
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     is_first_of_node = os.environ["LOCAL_RANK"] == "0"
     if not is_first_of_node:
-        dist.barrier(patient_group)
+        dist.barrier(patient_group)  # until the first ranks of all nodes call it below
     train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
     if is_first_of_node:
         dist.barrier(patient_group)
@@ -210,6 +211,10 @@ def main():
         stop_signal = stop.item()
         eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
+        # DDP: If a node vanishes, the other ranks give up after 5 minutes. The first step, which
+        # compiles, evaluations and saves may take longer. They have PyTorch's 30 minutes.
+        limit = timedelta(minutes=30 if eval_now or save_now else 5)
+        dist.distributed_c10d._set_pg_timeout(limit)
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
             # `.item()` waits until the GPU has computed the number. Between two logged steps the
@@ -258,6 +263,8 @@ def main():
         with new_folder(run_folder / "final") as folder:
             save_model(folder, model, tokenizer)
         say(f"Done: the model is in {run_folder / 'final'}")
+    elif not run_folder:
+        say("Nothing was saved: -e gives a run a name, and saves its model, checkpoints and logs")
     del ddp_model  # DDP: a wrapper that outlives the process group may block in its destructor
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
@@ -272,22 +279,30 @@ def build_model(args, config, device, checkpoint):
     """The model on `device`, with the weights of the checkpoint, pretrained or random weights."""
     # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
     # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
-    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
+    with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
     if checkpoint:
-        with reading(checkpoint):
+        with fail_if_damaged(checkpoint):
             model = from_files(checkpoint)
     elif args.from_scratch:
         model.to_empty(device=device).tie_weights()
         model.init_weights()  # as Transformers does, but directly on the GPU
     else:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
-        with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
+        with fail_on_error(f"cannot load the weights of {args.model_name}: {remedy}"):
             model = from_files(args.model_name)
     model.to(device)  # files are read into CPU memory first
-    if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
-        with suppress(ValueError):  # families without it keep their default, mostly SDPA
-            model.set_attn_implementation("flash_attention_2")
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        args.attention = "flash_attention_2"
+    if args.attention:
+        with fail_on_error(f"--attention {args.attention} does not work here: try sdpa"):
+            model.set_attn_implementation(args.attention)
+    if args.attention not in (None, model.config._attn_implementation):
+        fail(f"{config.model_type} cannot change its attention to {args.attention}: leave it out")
+    # Transformers looks for borders of packed documents in each batch, and Python waits until the
+    # GPU has the answer. Here a sample is one sequence, so the answer is always None.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -306,7 +321,9 @@ def build_model(args, config, device, checkpoint):
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    transformers.modeling_utils.log_state_dict_report = dict  # printing the report may fail
+    # Transformers fills missing tensors with random numbers, and prints a table about them. Do not
+    # print the table, but end with a sentence.
+    transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -314,11 +331,10 @@ def from_files(name):
     if unfit:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
     # Transformers does not tie weights that differ, so the model would not be that of the config.
-    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if model.all_tied_weights_keys != tied_by_config:
-        own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
+    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
         remedy = "set tie_word_embeddings to false in config.json"
-        fail(f"the files of {name} {own} embeddings: {remedy}")
+        own = f"the files of {name} hold an output matrix of their own (lm_head.weight)"
+        fail(f"{own}, but its config ties it to the embeddings: {remedy}")
     return model
 
 
@@ -336,6 +352,10 @@ def lr_schedule(args, optimizer, total_steps):
     if args.lr_scheduler == "warmup_stable_decay":
         # The rate falls to zero at the end, by default in the last fifth of the steps.
         options["num_decay_steps"] = args.decay_steps or total_steps // 5
+    elif args.decay_steps:
+        fail("--decay-steps needs --lr-scheduler warmup_stable_decay")
+    if args.decay_steps and args.warmup_steps + args.decay_steps > total_steps:
+        fail(f"--warmup-steps and --decay-steps add up to more than {total_steps} steps")
     return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
 
 
@@ -398,7 +418,7 @@ class Compression:
             files = [checkpoint / f"memory-{RANK}-of-{WORLD_SIZE}.pt"]
         # COMPRESSION 5: With another number of ranks, each begins with the mean of all files.
         for file in files:
-            with explain(f"{file.name} is damaged: {remedy}"):
+            with fail_on_error(f"{file.name} is damaged: {remedy}"):
                 saved_memory = torch.load(file, device)
             for memory, saved in zip(self.memory, saved_memory, strict=True):
                 for key, tensor in saved.items():
@@ -496,63 +516,57 @@ class Compression:
 
 # -- Data ------------------------------------------------------------------------------------------
 
+# How `datasets` calls the format of a file
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compressed JSON lines
+FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_config_and_tokenizer(args):
     name = args.model_name
-    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-    if is_path or os.path.isdir(name):
+    if os.path.isdir(name) or name.startswith(("/", ".", "~")):
         remedy = "check that this folder has config.json and the files of a tokenizer"
     else:
         gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
         remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
-    with explain(f"cannot load the model {name}: {remedy}"):
+    with fail_on_error(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
     if getattr(config, "quantization_config", None):
         fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
-    # The model has learned no positions beyond this number.
+    # The model has learned no positions beyond this number. Some families have no limit, or say -1.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest and args.seq_length > longest:
+    if longest and 0 < longest < args.seq_length:
         fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
     return config, tokenizer
 
 
 def load_documents(name, subset):
-    """The splits of a file, folder, glob (one document per text file) or dataset of the Hub."""
-    # A path that exists is no pattern, even with brackets in it: data[1].csv
-    pattern = glob.escape(name) if os.path.exists(name) else name
-    if os.path.isdir(name):
-        pattern += "/**/*"
-    found = sorted(glob.glob(pattern, recursive=True))
-    is_pattern = "*" in name and "://" not in name
-    if is_pattern and not found:
+    """The splits of a file, a pattern (one document per text file) or a dataset of the Hub."""
+    files = sorted(glob.glob(name, recursive=True))
+    if "*" in name and "://" not in name and not files:
         fail(f"no file matches {name}")
-    files = [file for file in found if Path(file).suffix in FORMATS]
-    sizes = [os.path.getsize(file) for file in files]
-    if files and sum(sizes) == 0:
+    if files and not any(os.path.getsize(file) for file in files):
         fail(f"{name} is empty")
-    files = [glob.escape(file) for file in files]  # `datasets` takes names as patterns, too
-    if not files:  # an address or a name on the Hub
-        files = [name]
-    kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
-    spec = {"path": name, "name": subset}
-    if kinds == {"text"}:
-        spec = {"path": "text", "data_files": files, "sample_by": "document"}
-        spec["encoding_errors"] = "replace"
-    elif len(kinds) == 1 and not os.path.isdir(name):  # `datasets` finds the splits of a folder
-        [kind] = kinds
-        spec = {"path": kind, "data_files": files}
-    if kinds == {"json"}:
+    file_format = next((FORMATS[ending] for ending in FORMATS if name.endswith(ending)), None)
+    if files and not file_format and not os.path.isdir(name):
+        fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
+    options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
+    if file_format:
+        options = {"path": file_format, "data_files": files or name}  # or an address
+    if file_format == "text":
+        options |= {"sample_by": "document", "encoding_errors": "replace"}
+    if file_format == "json":
         # A number among texts is an error. By default, the texts would get quotation marks.
-        spec["on_mixed_types"] = None
+        options["on_mixed_types"] = None
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
-    with explain(f"cannot load the dataset {name}: {remedy}"):
-        return datasets.load_dataset(**spec)
+    with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
+        splits = datasets.load_dataset(**options)
+    is_folder_of_text = "text" in {split.info.builder_name for split in splits.values()}
+    if is_folder_of_text and os.path.isdir(name):  # `datasets` makes a document of each line
+        fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
+    return splits
 
 
 def tokenize(rows, tokenizer, column, vocab_size):
@@ -567,21 +581,18 @@ def tokenize(rows, tokenizer, column, vocab_size):
     return {"input_ids": documents}
 
 
-def tokenized(documents, tokenizer, config):
-    """The token ids of the documents of a split: column `text`, or the first column with text."""
-    features = documents.features
-    # Text is `string` or `large_string`. Lists have no dtype.
-    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
-    if not columns:
-        fail(f"no column of the dataset has a text in every row: {dict(features)}")
-    column = "text" if "text" in columns else columns[0]
-    say(f"Tokenizing column {column!r}")
+def tokenized(documents, tokenizer, config, args):
+    """The token ids of the documents of a split."""
+    column = documents.features.get(args.text_column)
+    if "string" not in getattr(column, "dtype", ""):  # lists have no dtype
+        columns = ", ".join(documents.column_names)
+        fail(f"no text in column {args.text_column!r}: choose --text-column among {columns}")
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
         fn_kwargs={
             "tokenizer": tokenizer,
-            "column": column,
+            "column": args.text_column,
             "vocab_size": config.get_text_config().vocab_size,
         },
         remove_columns=documents.column_names,  # keep only the token ids
@@ -613,18 +624,20 @@ def load_samples(args, tokenizer, config, global_batch):
     splits = load_documents(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
-    train_samples = PackedSamples(tokenized(splits["train"], tokenizer, config), args.seq_length)
+    documents = tokenized(splits["train"], tokenizer, config, args)
+    train_samples = PackedSamples(documents, args.seq_length)
     count = len(train_samples)
     held_out = splits.get("validation", splits.get("test"))
     if held_out:
-        eval_samples = PackedSamples(tokenized(held_out, tokenizer, config), args.seq_length)
+        documents = tokenized(held_out, tokenizer, config, args)
+        eval_samples = PackedSamples(documents, args.seq_length)
     else:
         count -= max(1, count // 100)  # the last samples, before the shuffle
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
         train_samples = Subset(train_samples, range(count))
-    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
     if count < global_batch or not eval_samples:
         fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
+    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
     return train_samples, eval_samples
 
 
@@ -648,8 +661,9 @@ def read_batch(samples, indices, device):
     """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
     batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
     if device.type == "cuda":
-        batch = batch.pin_memory()  # Python need not wait for a copy from pinned memory
-    return batch.to(device, non_blocking=batch.is_pinned()).long()
+        # Python need not wait for a copy from pinned memory.
+        batch = batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device).long()
 
 
 # -- Evaluation ------------------------------------------------------------------------------------
@@ -676,8 +690,9 @@ def evaluate(model, samples, args, device):
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
+LASTING += ["powersgd_rank"]  # COMPRESSION: a checkpoint has matrices with so many columns
 
 
 # Folders with other names, such as step-final.bak, are no checkpoints.
@@ -702,18 +717,15 @@ def new_folder(folder):
     temporary = folder.with_name("incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    yield temporary
-    for path in [*temporary.rglob("*"), temporary]:
-        sync(path)  # the files are on the disk before the folder gets its name
+    free = shutil.disk_usage(temporary).free / 1e9
+    with fail_on_error(f"cannot write {folder}; the disk had {free:.1f} GB left"):
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)  # all is on the disk before the folder gets its name
+            os.close(descriptor)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
-
-
-def sync(path):
-    """Waits until a file, or the list of the files of a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def save_model(folder, model, tokenizer):
@@ -733,7 +745,8 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         shutil.copy(run_folder / "metrics.jsonl", folder)
     for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
-        shutil.rmtree(old.rename(run_folder / "incomplete"))
+        old.rename(run_folder / "incomplete")
+        shutil.rmtree(run_folder / "incomplete")
 
 
 def open_run(args):
@@ -744,16 +757,20 @@ def open_run(args):
     flags = {name: getattr(args, name) for name in LASTING}
     new_state = RunState(flags, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
         return None, None, new_state
     run_folder = args.save_dir / args.experiment_name
-    with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
+    with fail_on_error(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
+    if RANK == 0:  # DDP: one lock for the whole job
+        lock(run_folder)
     newest = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
     if not newest:
         return run_folder, None, new_state
-    with reading(newest):
+    with fail_if_damaged(newest):
         saved = json.loads((newest / "state.json").read_text())
     unknown = saved.keys() - asdict(new_state).keys()
+    unknown |= saved["flags"].keys() - flags.keys()
     has_shards = (newest / ".metadata").exists()  # as in chapter 3
     if unknown or has_shards:
         fail(f"{newest} is from another chapter: choose another --experiment-name")
@@ -765,14 +782,26 @@ def open_run(args):
     return run_folder, newest, state
 
 
+def lock(run_folder):
+    """Refuses a folder in which another process trains. The lock ends with the process."""
+    file = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"another process trains in {run_folder}: wait for its end, or choose another -e")
+    except OSError as error:
+        say(f"warning: {run_folder} cannot be locked ({error}), so start no second run in it")
+
+
 def load_training_state(checkpoint, stateful):
     """Restores optimizer, scheduler and scaler in place."""
     file = checkpoint / "training_state.pt"
-    with reading(checkpoint):
+    with fail_if_damaged(checkpoint):
         training_state = torch.load(file, map_location="cpu", mmap=True)
     for name, part in stateful.items():
         part.load_state_dict(training_state[name])
-    # Another --max-steps changes the schedule, so compute the next learning rate again.
+    # Another --max-steps changes the schedule. So go back by a step, and compute the learning rate
+    # of the next step again.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
 
@@ -790,7 +819,8 @@ def join_process_group():
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
     # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
     # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
-    store, _, _ = next(dist.rendezvous("env://"))  # without the rank and the number of ranks
+    # `rendezvous` yields the store, the rank and the number of ranks.
+    store, _, _ = next(dist.rendezvous("env://"))
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -861,7 +891,8 @@ class PhaseTimer:
         self.last_read = now
         metrics["time/total_ms"] = 1e3 * seconds
         metrics["tokens_per_second"] = tokens_per_step / seconds
-        metrics["tflops_per_device"] = metrics["tokens_per_second"] * self.flops_per_token / 1e12
+        if self.flops_per_token:
+            metrics["tflops_per_device"] = self.flops_per_token * tokens_per_step / seconds / 1e12
         return metrics
 
 
@@ -869,17 +900,12 @@ def flops_per_token(config, seq_length):
     """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    if any(".experts." in name for name in model.state_dict()):
+        return 0  # unknown: only chapter 12 counts the experts that a token uses
     config = config.get_text_config()
-    used = sum(parameter.numel() for parameter in model.parameters())
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) and module.weight is not head.weight:
-            used -= module.weight.numel()  # looking up a row computes nothing
-    active_experts = getattr(config, "num_experts_per_tok", None)
-    for name, parameter in model.named_parameters():
-        if active_experts and ".experts." in name:  # of shape (experts, ...)
-            idle = 1 - active_experts / parameter.shape[0]
-            used -= round(parameter.numel() * idle)
+    used = model.num_parameters(exclude_embeddings=True)  # looking up a row computes nothing
+    if config.tie_word_embeddings:
+        used += config.vocab_size * config.hidden_size  # the table is the head, too
     return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
 
 
@@ -918,8 +944,11 @@ class RunLog:
 
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
-            with reading(checkpoint):
-                shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+            with fail_if_damaged(checkpoint):
+                lines = (checkpoint / "metrics.jsonl").read_text().splitlines()
+                for line in lines:
+                    json.loads(line)  # fails if the file was cut
+            (run_folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.parameters_file = run_folder / "parameters.json"
         self.comet = start_comet(run_folder / "comet", state, args)
@@ -965,11 +994,15 @@ def say(message):
 
 def fail(message):
     """Exits with a one-line message about a mistake that the user can fix."""
+    # DDP: If all ranks find the same mistake, the first rank of a node says so, and torchrun ends
+    # the other ranks while they wait here.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)
     sys.exit(f"error: {message}")
 
 
 @contextmanager
-def explain(message):
+def fail_on_error(message):
     """Replaces the traceback of an error by this message and a short form of the error."""
     try:
         yield
@@ -978,10 +1011,10 @@ def explain(message):
         fail(f"{message} ({cause!r:.300})")
 
 
-def reading(checkpoint):
-    """As `explain`, for a checkpoint whose files are missing or broken."""
+def fail_if_damaged(checkpoint):
+    """As `fail_on_error`, around lines that read a checkpoint."""
     remedy = "remove this folder, and the run continues from the checkpoint before"
-    return explain(f"the checkpoint {checkpoint} is damaged: {remedy}")
+    return fail_on_error(f"the checkpoint {checkpoint} is damaged: {remedy}")
 
 
 def catch_stop_signals():
@@ -1017,13 +1050,11 @@ DEMO = {
 
 def at_least(minimum, kind=int, below=math.inf):
     """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
-    limits = f"{minimum} or larger"
-    if below < math.inf:
-        limits += f" and below {below}"
 
     def number(text):
         value = kind(text)
         if not minimum <= value < below:
+            limits = f"{minimum} or larger and below {below}"
             raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
@@ -1032,20 +1063,18 @@ def at_least(minimum, kind=int, below=math.inf):
 
 def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
-    with explain(f"cannot read {path}"):
-        file = yaml.safe_load(path.read_text())
-    if not isinstance(file, dict):
-        fail(f"cannot read {path}: each line must have a flag and its value, as in batch-size: 8")
+    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
+        text = path.read_text()
+        values = yaml.safe_load(text)
+        names = [name.value for name, _ in yaml.compose(text).value]  # also those that stand twice
+    if "config" in names or len(names) > len(values) or None in values.values():
+        fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
-    for key, value in file.items():
-        if value is True:
-            flags.append(f"--{key}")
-        elif value is False:
-            flags.append(f"--no-{key}")
-        elif isinstance(value, list):
-            flags.append(f"--{key}={','.join(map(str, value))}")
+    for name, value in values.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
         else:
-            flags.append(f"--{key}={value}")
+            flags.append(f"--{name}={value}")
     return flags
 
 
@@ -1062,7 +1091,8 @@ def parse_args():
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
+    add("--text-column", default="text", help="the column to train on")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=positive, default=8, help="samples per forward pass")
@@ -1081,6 +1111,7 @@ def parse_args():
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
     add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
@@ -1103,8 +1134,8 @@ def parse_args():
     if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
-    name = args.experiment_name or ""
-    if "/" in name or name in (".", ".."):
+    name = args.experiment_name
+    if name is not None and ("/" in name or name in ("", ".", "..")):
         parser.error("--experiment-name must be a plain folder name, without slashes")
     # COMPRESSION: Refuse useless flags. For each number of a gradient, dct-topk sends keep * N
     # numbers, and chapter 2 sends 2 numbers, both times (N - 1) / N.

@@ -118,9 +118,15 @@ class Config:
     run_folder: str = MISSING  # Hydra sets it, from the names and the overrides
     report_to: list[str] = MISSING  # any of comet_ml, tensorboard, wandb
     nodes: int = 1  # nodes of a Slurm job
-    devices: int = 8  # devices per node; a Slurm job has one task per device
+    devices: int | None = None  # tasks per node; by default 8 on Slurm, locally one per GPU
 
 
+def tasks_per_node(devices, default=None):
+    """For conf/hydra/launcher. Without a number, the GPUs of this machine, or one CPU process."""
+    return devices or default or torch.cuda.device_count() or 1
+
+
+OmegaConf.register_new_resolver("tasks", tasks_per_node, replace=True)
 ConfigStore.instance().store("schema", Config)
 
 

@@ -13,6 +13,7 @@ the ideas. Comments with TP and PP come from chapters 6 and 7.
 
 import argparse
 import copy
+import fcntl
 import glob
 import json
 import logging
@@ -106,7 +107,7 @@ def main():
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     is_first_of_node = os.environ["LOCAL_RANK"] == "0"
     if not is_first_of_node:
-        dist.barrier(patient_group)
+        dist.barrier(patient_group)  # until the first ranks of all nodes call it below
     train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
     if is_first_of_node:
         dist.barrier(patient_group)
@@ -168,11 +169,14 @@ def main():
             # Sample n is the same in each run with this seed, so a run can resume at any sample.
             # PP 3: All ranks of a pipeline read the same batch, as inputs or as labels.
             first = state.samples + (micro_step * pipelines + pipeline) * args.batch_size
-            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
             with timer("data"):
                 indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
                 input_ids = read_batch(train_samples, indices, device)
             batches.append(input_ids)
+        # 3D: Each rank of a pipeline has its own seed, because it drops other activations. One seed
+        # per step is enough, because the forward passes of all micro-batches come after this loop.
+        seed = args.seed + first * args.pipeline_parallel + group // pipelines
+        torch.manual_seed(seed)  # a resumed run also draws the same dropout masks
         # PP: Forward and backward passes take turns, so they are timed together.
         with timer("schedule"):
             tied_head.copy_weight()
@@ -188,8 +192,10 @@ def main():
             # Clip the complete gradient before the update, so that no bad batch spoils the weights.
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
-            # PP: inf, because this is the norm of the stages of this rank. Clipping comes below.
-            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
+            # PP: This is the norm of the stages of this rank. Clipping comes below.
+            grad_norm = torch.nn.utils.get_total_norm(
+                [p.grad for p in model.parameters() if p.grad is not None]
+            )
             # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
             # 3D 2: Each rank has a part of a stage, so this is the norm over all ranks of a stage.
             grad_norm = grad_norm.full_tensor()
@@ -217,6 +223,10 @@ def main():
         stop_signal = stop.item()
         eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
+        # DDP: If a node vanishes, the other ranks give up after 5 minutes. The first step, which
+        # compiles, evaluations and saves may take longer. They have PyTorch's 30 minutes.
+        limit = timedelta(minutes=30 if eval_now or save_now else 5)
+        dist.distributed_c10d._set_pg_timeout(limit)
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
             # `.item()` waits until the GPU has computed the number. Between two logged steps the
@@ -259,6 +269,8 @@ def main():
             if RANK == 0:
                 save_model(folder, model, tokenizer)
         say(f"Done: the model is in {run_folder / 'final'}")
+    elif not run_folder:
+        say("Nothing was saved: -e gives a run a name, and saves its model, checkpoints and logs")
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
@@ -468,7 +480,7 @@ def build_model(args, config, device, checkpoint):
     # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
     # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
-    with explain(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
+    with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
     # PP: The log reports the whole model. This rank soon has some of its stages only.
     total_parameters = model.num_parameters()
@@ -477,7 +489,9 @@ def build_model(args, config, device, checkpoint):
     pipelines = WORLD_SIZE // (args.pipeline_parallel * args.tensor_parallel)
     shape = (args.pipeline_parallel, pipelines, args.tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-    mesh["dp", "tp"]._flatten()  # so the norm of a stage is one all-reduce, and not two
+    # PyTorch keeps this mesh of all ranks of a stage, and finds it when it computes a norm. So the
+    # norm of a stage is one all-reduce, and not two.
+    mesh["dp", "tp"]._flatten()
     # 3D 8: Split the layers before the stages are cut, because the plan has the model's names.
     # TP 7: Split each layer within the rows, before anything else sees its parameters.
     tp.parallelize_module(model, mesh["tp"], PLANS[config.model_type])
@@ -495,6 +509,7 @@ def build_model(args, config, device, checkpoint):
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # TP 9: FSDP works along the columns: it shards the parts again, and averages gradients there.
     policy["mesh"] = mesh["dp"]
+    policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, mesh["dp"].size())
     # PP 9: Weights stay gathered in a step, unless a flag lets each micro-batch gather them again.
     # The embeddings or the head belong to the root of their stage.
     policy["reshard_after_forward"] = args.reshard_after_forward
@@ -511,7 +526,8 @@ def build_model(args, config, device, checkpoint):
     # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
     # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
     # random parameters only from scratch. For a large model, a CPU needs minutes to draw them.
-    init_weights(model, draw=args.from_scratch and not checkpoint)
+    with fail_on_error(f"shards cannot be initialised as {config.model_type} does: use chapter 2"):
+        init_weights(model, draw=args.from_scratch and not checkpoint)
     # PP: The weights of other ranks have never left the meta device. Here the model forgets them.
     for name in unit_names:
         first_weight = next(model.get_submodule(name).parameters())
@@ -519,14 +535,22 @@ def build_model(args, config, device, checkpoint):
             model.set_submodule(name, Elsewhere())
     if not args.from_scratch:
         remedy = "--from-scratch starts from random weights, --demo needs no download"
-        with explain(f"cannot load the weights of {args.model_name}: {remedy}"):
+        with fail_on_error(f"cannot load the weights of {args.model_name}: {remedy}"):
             # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
             load_weights(model, args.model_name, checkpoint)
     for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
         buffer.data = buffer.to(device)
-    if device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available():
-        with suppress(ValueError):  # families without it keep their default, mostly SDPA
-            model.set_attn_implementation("flash_attention_2")
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        args.attention = "flash_attention_2"
+    if args.attention:
+        with fail_on_error(f"--attention {args.attention} does not work here: try sdpa"):
+            model.set_attn_implementation(args.attention)
+    if args.attention not in (None, model.config._attn_implementation):
+        fail(f"{config.model_type} cannot change its attention to {args.attention}: leave it out")
+    # Transformers looks for borders of packed documents in each batch, and Python waits until the
+    # GPU has the answer. Here a sample is one sequence, so the answer is always None.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -549,7 +573,9 @@ def build_model(args, config, device, checkpoint):
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    transformers.modeling_utils.log_state_dict_report = dict  # printing the report may fail
+    # Transformers fills missing tensors with random numbers, and prints a table about them. Do not
+    # print the table, but end with a sentence.
+    transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
@@ -557,12 +583,29 @@ def from_files(name):
     if unfit:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
     # Transformers does not tie weights that differ, so the model would not be that of the config.
-    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if model.all_tied_weights_keys != tied_by_config:
-        own = "hold an output matrix of their own (lm_head.weight), but its config ties it to the"
+    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
         remedy = "set tie_word_embeddings to false in config.json"
-        fail(f"the files of {name} {own} embeddings: {remedy}")
+        own = f"the files of {name} hold an output matrix of their own (lm_head.weight)"
+        fail(f"{own}, but its config ties it to the embeddings: {remedy}")
     return model
+
+
+@lru_cache  # FSDP: so it prints its sentence once per shape
+def even_shards(shape, ranks):
+    """FSDP: The dimension to shard: dimension 0, or another one if its shards are more even.
+
+    FSDP shards dimension 0 by default. The weights of 8 experts are (8, ...), so 64 ranks would get
+    8 shards, and 56 ranks would have nothing. Other dimensions must divide evenly.
+    """
+    largest_shard = math.ceil(shape[0] / ranks)
+    if largest_shard * ranks <= 1.1 * shape[0]:
+        return Shard(0)
+    for dimension, size in enumerate(shape):
+        if size % ranks == 0:
+            return Shard(dimension)
+    if len(shape) > 1:
+        say(f"No dimension of {tuple(shape)} divides by {ranks} ranks, so shards differ in size")
+    return Shard(0)
 
 
 def parameter_groups(model, args):
@@ -579,33 +622,37 @@ def lr_schedule(args, optimizer, total_steps):
     if args.lr_scheduler == "warmup_stable_decay":
         # The rate falls to zero at the end, by default in the last fifth of the steps.
         options["num_decay_steps"] = args.decay_steps or total_steps // 5
+    elif args.decay_steps:
+        fail("--decay-steps needs --lr-scheduler warmup_stable_decay")
+    if args.decay_steps and args.warmup_steps + args.decay_steps > total_steps:
+        fail(f"--warmup-steps and --decay-steps add up to more than {total_steps} steps")
     return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
 
 
 # -- Data ------------------------------------------------------------------------------------------
 
+# How `datasets` calls the format of a file
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}  # gz: compressed JSON lines
+FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_config_and_tokenizer(args):
     name = args.model_name
-    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
-    if is_path or os.path.isdir(name):
+    if os.path.isdir(name) or name.startswith(("/", ".", "~")):
         remedy = "check that this folder has config.json and the files of a tokenizer"
     else:
         gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
         remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
-    with explain(f"cannot load the model {name}: {remedy}"):
+    with fail_on_error(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
         fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
     if getattr(config, "quantization_config", None):
         fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
-    # The model has learned no positions beyond this number.
+    # The model has learned no positions beyond this number. Some families have no limit, or say -1.
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest and args.seq_length > longest:
+    if longest and 0 < longest < args.seq_length:
         fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
     check_plan(config, args)  # TP: on all ranks at once, so that none waits for one that has left
     # PP 10: Embeddings and head count as a layer each, so first and last stage have fewer layers.
@@ -628,7 +675,7 @@ def check_plan(config, args):
     """Refuses a model or a sequence that cannot be split."""
     # TP: Each family of the list is compared with one device, weight by weight, in the tests.
     if config.model_type not in PLANS:
-        refuse(f"{config.model_type} has no plan here, only {', '.join(PLANS)} have: use chapter 3")
+        fail(f"{config.model_type} has no plan here, only {', '.join(PLANS)} have: use chapter 3")
     sizes = {
         "heads": config.num_attention_heads,
         "kv heads": config.num_key_value_heads,
@@ -639,44 +686,38 @@ def check_plan(config, args):
     for name, size in sizes.items():
         if size % args.tensor_parallel:
             what = f"--tensor-parallel {args.tensor_parallel} does not divide {size} {name}"
-            refuse(f"{what}: choose a divisor, or chapter 3")
+            fail(f"{what}: choose a divisor, or chapter 3")
     # The mask of a sliding window would fit only the tokens of one rank.
     window = getattr(config, "sliding_window", None)
     if window and args.seq_length > window:
-        refuse(f"--seq-length is above the sliding window, {window}: lower it, or use chapter 3")
+        fail(f"--seq-length is above the sliding window, {window}: lower it, or use chapter 3")
 
 
 def load_documents(name, subset):
-    """The splits of a file, folder, glob (one document per text file) or dataset of the Hub."""
-    # A path that exists is no pattern, even with brackets in it: data[1].csv
-    pattern = glob.escape(name) if os.path.exists(name) else name
-    if os.path.isdir(name):
-        pattern += "/**/*"
-    found = sorted(glob.glob(pattern, recursive=True))
-    is_pattern = "*" in name and "://" not in name
-    if is_pattern and not found:
+    """The splits of a file, a pattern (one document per text file) or a dataset of the Hub."""
+    files = sorted(glob.glob(name, recursive=True))
+    if "*" in name and "://" not in name and not files:
         fail(f"no file matches {name}")
-    files = [file for file in found if Path(file).suffix in FORMATS]
-    sizes = [os.path.getsize(file) for file in files]
-    if files and sum(sizes) == 0:
+    if files and not any(os.path.getsize(file) for file in files):
         fail(f"{name} is empty")
-    files = [glob.escape(file) for file in files]  # `datasets` takes names as patterns, too
-    if not files:  # an address or a name on the Hub
-        files = [name]
-    kinds = {FORMATS[Path(file).suffix] for file in files if Path(file).suffix in FORMATS}
-    spec = {"path": name, "name": subset}
-    if kinds == {"text"}:
-        spec = {"path": "text", "data_files": files, "sample_by": "document"}
-        spec["encoding_errors"] = "replace"
-    elif len(kinds) == 1 and not os.path.isdir(name):  # `datasets` finds the splits of a folder
-        [kind] = kinds
-        spec = {"path": kind, "data_files": files}
-    if kinds == {"json"}:
+    file_format = next((FORMATS[ending] for ending in FORMATS if name.endswith(ending)), None)
+    if files and not file_format and not os.path.isdir(name):
+        fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
+    options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
+    if file_format:
+        options = {"path": file_format, "data_files": files or name}  # or an address
+    if file_format == "text":
+        options |= {"sample_by": "document", "encoding_errors": "replace"}
+    if file_format == "json":
         # A number among texts is an error. By default, the texts would get quotation marks.
-        spec["on_mixed_types"] = None
+        options["on_mixed_types"] = None
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
-    with explain(f"cannot load the dataset {name}: {remedy}"):
-        return datasets.load_dataset(**spec)
+    with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
+        splits = datasets.load_dataset(**options)
+    is_folder_of_text = "text" in {split.info.builder_name for split in splits.values()}
+    if is_folder_of_text and os.path.isdir(name):  # `datasets` makes a document of each line
+        fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
+    return splits
 
 
 def tokenize(rows, tokenizer, column, vocab_size):
@@ -691,21 +732,18 @@ def tokenize(rows, tokenizer, column, vocab_size):
     return {"input_ids": documents}
 
 
-def tokenized(documents, tokenizer, config):
-    """The token ids of the documents of a split: column `text`, or the first column with text."""
-    features = documents.features
-    # Text is `string` or `large_string`. Lists have no dtype.
-    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
-    if not columns:
-        fail(f"no column of the dataset has a text in every row: {dict(features)}")
-    column = "text" if "text" in columns else columns[0]
-    say(f"Tokenizing column {column!r}")
+def tokenized(documents, tokenizer, config, args):
+    """The token ids of the documents of a split."""
+    column = documents.features.get(args.text_column)
+    if "string" not in getattr(column, "dtype", ""):  # lists have no dtype
+        columns = ", ".join(documents.column_names)
+        fail(f"no text in column {args.text_column!r}: choose --text-column among {columns}")
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
         fn_kwargs={
             "tokenizer": tokenizer,
-            "column": column,
+            "column": args.text_column,
             "vocab_size": config.get_text_config().vocab_size,
         },
         remove_columns=documents.column_names,  # keep only the token ids
@@ -737,18 +775,20 @@ def load_samples(args, tokenizer, config, global_batch):
     splits = load_documents(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
-    train_samples = PackedSamples(tokenized(splits["train"], tokenizer, config), args.seq_length)
+    documents = tokenized(splits["train"], tokenizer, config, args)
+    train_samples = PackedSamples(documents, args.seq_length)
     count = len(train_samples)
     held_out = splits.get("validation", splits.get("test"))
     if held_out:
-        eval_samples = PackedSamples(tokenized(held_out, tokenizer, config), args.seq_length)
+        documents = tokenized(held_out, tokenizer, config, args)
+        eval_samples = PackedSamples(documents, args.seq_length)
     else:
         count -= max(1, count // 100)  # the last samples, before the shuffle
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
         train_samples = Subset(train_samples, range(count))
-    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
     if count < global_batch or not eval_samples:
         fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
+    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
     return train_samples, eval_samples
 
 
@@ -772,8 +812,9 @@ def read_batch(samples, indices, device):
     """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
     batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
     if device.type == "cuda":
-        batch = batch.pin_memory()  # Python need not wait for a copy from pinned memory
-    return batch.to(device, non_blocking=batch.is_pinned()).long()
+        # Python need not wait for a copy from pinned memory.
+        batch = batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device).long()
 
 
 # -- Evaluation ------------------------------------------------------------------------------------
@@ -800,7 +841,9 @@ def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs t
         forward_schedule.pipeline_order_with_comms = {schedule.rank: actions}
     # PP: Each pipeline evaluates its share. A sum over ranks gives the mean over all samples.
     # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
-    for begin in range(pipeline * size, pipeline * size + len(samples), pipelines * size):
+    rounds = math.ceil(len(samples) / (pipelines * size))
+    for round_number in range(rounds):
+        begin = (round_number * pipelines + pipeline) * size
         indices = range(len(samples))[begin : begin + size]
         # PP: Fill up the last batch with samples that do not count.
         padding = [0] * (size - len(indices))
@@ -824,7 +867,7 @@ def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs t
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
 
@@ -849,23 +892,22 @@ def new_folder(folder):
     """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
     if RANK > 0:  # FSDP: all ranks write into the folder, but one makes and renames it
-        dist.barrier()
-        return (yield temporary)
+        dist.barrier()  # until rank 0 has made the folder
+        with fail_on_error(f"cannot write {folder}"):
+            yield temporary
+        return
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    dist.barrier()  # FSDP: the other ranks have waited for the folder
-    yield temporary
-    for path in [*temporary.rglob("*"), temporary]:
-        sync(path)  # the files are on the disk before the folder gets its name
+    dist.barrier()  # FSDP: the other ranks wait for the folder
+    free = shutil.disk_usage(temporary).free / 1e9
+    with fail_on_error(f"cannot write {folder}; the disk had {free:.1f} GB left"):
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)  # all is on the disk before the folder gets its name
+            os.close(descriptor)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
-
-
-def sync(path):
-    """Waits until a file, or the list of the files of a folder, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def save_model(folder, model, tokenizer):
@@ -896,7 +938,8 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
         shutil.copy(run_folder / "metrics.jsonl", folder)
     for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         # Rename it first, so that no half-removed folder looks like a checkpoint.
-        shutil.rmtree(old.rename(run_folder / "incomplete"))
+        old.rename(run_folder / "incomplete")
+        shutil.rmtree(run_folder / "incomplete")
 
 
 def open_run(args):
@@ -907,16 +950,20 @@ def open_run(args):
     flags = {name: getattr(args, name) for name in LASTING}
     new_state = RunState(flags, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
         return None, None, new_state
     run_folder = args.save_dir / args.experiment_name
-    with explain(f"cannot write to {args.save_dir}: choose another --save-dir"):
+    with fail_on_error(f"cannot write to {args.save_dir}: choose another --save-dir"):
         run_folder.mkdir(parents=True, exist_ok=True)
+    if RANK == 0:  # DDP: one lock for the whole job
+        lock(run_folder)
     newest = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
     if not newest:
         return run_folder, None, new_state
-    with reading(newest):
+    with fail_if_damaged(newest):
         saved = json.loads((newest / "state.json").read_text())
     unknown = saved.keys() - asdict(new_state).keys()
+    unknown |= saved["flags"].keys() - flags.keys()
     is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
     if unknown or is_whole:
         fail(f"{newest} is from another chapter: choose another --experiment-name")
@@ -928,16 +975,28 @@ def open_run(args):
     return run_folder, newest, state
 
 
+def lock(run_folder):
+    """Refuses a folder in which another process trains. The lock ends with the process."""
+    file = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"another process trains in {run_folder}: wait for its end, or choose another -e")
+    except OSError as error:
+        say(f"warning: {run_folder} cannot be locked ({error}), so start no second run in it")
+
+
 def load_training_state(checkpoint, stateful, model):
     """Restores optimizer, scheduler and scaler in place."""
     # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
     state = sharded_state(model, stateful)
-    with reading(checkpoint):
+    with fail_if_damaged(checkpoint):
         # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
         dcp.FileSystemReader(checkpoint).read_metadata()
         dcp.load(state, checkpoint_id=checkpoint)
     state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
-    # Another --max-steps changes the schedule, so compute the next learning rate again.
+    # Another --max-steps changes the schedule. So go back by a step, and compute the learning rate
+    # of the next step again.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
 
@@ -949,8 +1008,8 @@ def load_training_state(checkpoint, stateful, model):
 
 def init_weights(model, draw):
     """Initialises all buffers, and draws random numbers for all parameters if `draw` is true."""
-    # fully_shard has renamed the class of the model. Transformers needs the old name to initialise
-    # the model, and to name its tensors.
+    # fully_shard has put "FSDP" before the name of the model's class. Transformers needs the old
+    # name to initialise the model, and to name its tensors.
     type(model).__name__ = type(model).__name__.removeprefix("FSDP")
     model.is_custom_code = lambda: False
     for parameter in model.parameters():
@@ -1046,7 +1105,8 @@ def join_process_group():
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
     # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
     # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
-    store, _, _ = next(dist.rendezvous("env://"))  # without the rank and the number of ranks
+    # `rendezvous` yields the store, the rank and the number of ranks.
+    store, _, _ = next(dist.rendezvous("env://"))
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -1064,7 +1124,7 @@ def check_groups(args):
     size = args.tensor_parallel  # ranks of a group
     if WORLD_SIZE % (ranks * size):
         both = f"--pipeline-parallel {ranks} times --tensor-parallel {size}"
-        refuse(f"{both} does not divide the {WORLD_SIZE} ranks: lower one of them")
+        fail(f"{both} does not divide the {WORLD_SIZE} ranks: lower one of them")
     if int(os.environ["LOCAL_WORLD_SIZE"]) % size:
         # TP: No computation hides this traffic, because a layer needs the sums of all ranks.
         say(f"warning: groups of {size} span nodes: 8 times per layer, all wait for the network")
@@ -1075,7 +1135,8 @@ def check_groups(args):
     if per_rank > 2 and args.schedule == "zbv":
         fail("--schedule zbv has two stages per rank: use --stages-per-rank 2")
     # PP: PyTorch builds the schedule, computes nothing, and refuses an impossible schedule.
-    with explain(f"--schedule {args.schedule} cannot have {count} micro-batches on {ranks} ranks"):
+    need = "--gradient-accumulation-steps must be a multiple of --pipeline-parallel, or larger"
+    with fail_on_error(f"--schedule {args.schedule} cannot run {count} micro-batches: {need}"):
         get_schedule_ops(SCHEDULES[args.schedule], ranks, count, per_rank)
     if args.schedule == "zbv":
         fits = count >= 2 * ranks and not args.compile and not args.reshard_after_forward
@@ -1084,14 +1145,6 @@ def check_groups(args):
             fail(f"--schedule zbv needs {needs}")
     if args.dtype == "fp16":
         fail("--dtype fp16 would have to skip a step on all stages at once: choose bf16 or fp32")
-
-
-def refuse(message):
-    """Exits on all ranks, which have all found the same mistake. One rank of each node says so."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}", file=sys.stderr)
-    dist.barrier()  # when the first rank has left, torchrun ends the others
-    sys.exit(1)
 
 
 def gather(value):
@@ -1156,7 +1209,8 @@ class PhaseTimer:
         self.last_read = now
         metrics["time/total_ms"] = 1e3 * seconds
         metrics["tokens_per_second"] = tokens_per_step / seconds
-        metrics["tflops_per_device"] = metrics["tokens_per_second"] * self.flops_per_token / 1e12
+        if self.flops_per_token:
+            metrics["tflops_per_device"] = self.flops_per_token * tokens_per_step / seconds / 1e12
         return metrics
 
 
@@ -1164,17 +1218,12 @@ def flops_per_token(config, seq_length):
     """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    if any(".experts." in name for name in model.state_dict()):
+        return 0  # unknown: only chapter 12 counts the experts that a token uses
     config = config.get_text_config()
-    used = sum(parameter.numel() for parameter in model.parameters())
-    head = model.get_output_embeddings()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding) and module.weight is not head.weight:
-            used -= module.weight.numel()  # looking up a row computes nothing
-    active_experts = getattr(config, "num_experts_per_tok", None)
-    for name, parameter in model.named_parameters():
-        if active_experts and ".experts." in name:  # of shape (experts, ...)
-            idle = 1 - active_experts / parameter.shape[0]
-            used -= round(parameter.numel() * idle)
+    used = model.num_parameters(exclude_embeddings=True)  # looking up a row computes nothing
+    if config.tie_word_embeddings:
+        used += config.vocab_size * config.hidden_size  # the table is the head, too
     return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
 
 
@@ -1213,8 +1262,11 @@ class RunLog:
 
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
-            with reading(checkpoint):
-                shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+            with fail_if_damaged(checkpoint):
+                lines = (checkpoint / "metrics.jsonl").read_text().splitlines()
+                for line in lines:
+                    json.loads(line)  # fails if the file was cut
+            (run_folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.parameters_file = run_folder / "parameters.json"
         self.comet = start_comet(run_folder / "comet", state, args)
@@ -1260,23 +1312,30 @@ def say(message):
 
 def fail(message):
     """Exits with a one-line message about a mistake that the user can fix."""
+    # DDP: If all ranks find the same mistake, the first rank of a node says so, and torchrun ends
+    # the other ranks while they wait here.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)
     sys.exit(f"error: {message}")
 
 
 @contextmanager
-def explain(message):
+def fail_on_error(message):
     """Replaces the traceback of an error by this message and a short form of the error."""
     try:
         yield
-    except (Exception, dcp.CheckpointException) as error:  # FSDP: DCP raises it on all ranks
+    except dcp.CheckpointException as error:  # FSDP: it has an error and its stack for each rank
+        [(cause, _), *_] = error.failures.values()
+        fail(f"{message} ({cause!r:.300})")
+    except Exception as error:
         cause = error.__cause__ or error
         fail(f"{message} ({cause!r:.300})")
 
 
-def reading(checkpoint):
-    """As `explain`, for a checkpoint whose files are missing or broken."""
+def fail_if_damaged(checkpoint):
+    """As `fail_on_error`, around lines that read a checkpoint."""
     remedy = "remove this folder, and the run continues from the checkpoint before"
-    return explain(f"the checkpoint {checkpoint} is damaged: {remedy}")
+    return fail_on_error(f"the checkpoint {checkpoint} is damaged: {remedy}")
 
 
 def catch_stop_signals():
@@ -1315,13 +1374,11 @@ DEMO = {
 
 def at_least(minimum, kind=int, below=math.inf):
     """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
-    limits = f"{minimum} or larger"
-    if below < math.inf:
-        limits += f" and below {below}"
 
     def number(text):
         value = kind(text)
         if not minimum <= value < below:
+            limits = f"{minimum} or larger and below {below}"
             raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
@@ -1332,25 +1389,26 @@ def numbers(text):
     """An argparse type: whole numbers with commas between them."""
     # PP: One flag has the layers of all stages, because a config file has one value per flag.
     number = at_least(1)
-    return [number(part) for part in text.split(",")]
+    try:
+        return [number(part) for part in text.strip("[]").split(",")]  # a YAML list has brackets
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers as in 3,5,5,3, not {text}") from None
 
 
 def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
-    with explain(f"cannot read {path}"):
-        file = yaml.safe_load(path.read_text())
-    if not isinstance(file, dict):
-        fail(f"cannot read {path}: each line must have a flag and its value, as in batch-size: 8")
+    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
+        text = path.read_text()
+        values = yaml.safe_load(text)
+        names = [name.value for name, _ in yaml.compose(text).value]  # also those that stand twice
+    if "config" in names or len(names) > len(values) or None in values.values():
+        fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
-    for key, value in file.items():
-        if value is True:
-            flags.append(f"--{key}")
-        elif value is False:
-            flags.append(f"--no-{key}")
-        elif isinstance(value, list):
-            flags.append(f"--{key}={','.join(map(str, value))}")
+    for name, value in values.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
         else:
-            flags.append(f"--{key}={value}")
+            flags.append(f"--{name}={value}")
     return flags
 
 
@@ -1367,7 +1425,8 @@ def parse_args():
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
+    add("--text-column", default="text", help="the column to train on")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=positive, default=8, help="samples per forward pass")
@@ -1387,6 +1446,7 @@ def parse_args():
     add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
     add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
     add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
     add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=positive, default=10, help="steps between logged metrics")
@@ -1424,8 +1484,8 @@ def parse_args():
         args.gradient_accumulation_steps = args.pipeline_parallel * args.stages_per_rank
     if args.batch_size is None:  # TP: chapter 1's global batch, so also its losses
         args.batch_size = max(1, 8 * args.tensor_parallel // WORLD_SIZE)
-    name = args.experiment_name or ""
-    if "/" in name or name in (".", ".."):
+    name = args.experiment_name
+    if name is not None and ("/" in name or name in ("", ".", "..")):
         parser.error("--experiment-name must be a plain folder name, without slashes")
     return args
 

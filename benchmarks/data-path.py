@@ -90,16 +90,16 @@ def compare_streams(rounds: int) -> None:
         datasets.disable_caching()
         for number in range(rounds):
             for name in [*times][:: 1 if number % 2 == 0 else -1]:
+                args = SimpleNamespace(
+                    packing=name, seq_length=1024, shuffle_window=1024, seed=0, text_column="text"
+                )
                 begin = time.perf_counter()
                 if name == "cached":
-                    documents = cached.tokenized(whole, tokenizer, config)
+                    documents = cached.tokenized(whole, tokenizer, config, args)
                     rows[name] = len(cached.PackedSamples(documents, 1024))
                 else:
-                    args = SimpleNamespace(
-                        packing=name, seq_length=1024, shuffle_window=1024, seed=0
-                    )
                     documents = streamed.load_documents(pattern, None)["train"]
-                    documents = streamed.tokenized(documents, tokenizer, config)
+                    documents = streamed.tokenized(documents, tokenizer, config, args)
                     windows = streamed.text_windows(documents, streamed.START, args)
                     rows[name] = rows_of_a_pass(windows)
                 times[name].append(time.perf_counter() - begin)
@@ -135,7 +135,9 @@ def compare_rows(rounds: int) -> None:
         whole = datasets.load_dataset("json", data_files=pattern, cache_dir=folder)["train"]
         config = AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        samples = cached.PackedSamples(cached.tokenized(whole, tokenizer, config), 1024)
+        columns = SimpleNamespace(text_column="text")
+        documents = cached.tokenized(whole, tokenizer, config, columns)
+        samples = cached.PackedSamples(documents, 1024)
         os.environ["LOCAL_WORLD_SIZE"] = "1"
         args = {"dataset_name": f"{folder}/mds", "seq_length": 1024, "shuffle_window": 1024}
         args = SimpleNamespace(**args, seed=0, cache_limit="1gb")

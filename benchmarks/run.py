@@ -43,10 +43,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-OTHERS = ("04", "09", "10", "12", "14")
+OTHERS = ("04", "09", "10", "12", "14", "15")
 CHAPTERS = sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
-# Losses cannot be compared: 4 and 10 train on other rows, 12 and 14 train other models. 9 is the
-# Trainer, a peer here.
+# Losses cannot be compared: 4 and 10 train on other rows, 12 and 14 train other models, and 15
+# trains otherwise on several devices. 9 is the Trainer, a peer here.
 CHAPTERS = [path for path in CHAPTERS if path.parent.name[:2] not in OTHERS]
 PEERS = REPOSITORY / "benchmarks" / "peers"
 ON_GPU = torch.cuda.is_available()
@@ -113,6 +113,9 @@ class Contender:
 
 METHODS = ("chapters", "comet", "trainer", "trainer-tuned", "trainer-fsdp", "accelerate")
 METHODS += ("lightning", "transformers-tp")
+# Of peers that are not in Transformers alone. A peer without its package has no row.
+PACKAGES = {name: "accelerate" for name in METHODS if name.startswith("trainer")}
+PACKAGES |= {"accelerate": "accelerate", "lightning": "lightning", "transformers-tp": "accelerate"}
 THREE = "13-3d-parallel"
 # Chapters in which a group of devices has the same samples, and the flag of its size
 GROUPS = {"06-tensor-parallel": "--tensor-parallel", THREE: "--tensor-parallel"}
@@ -174,7 +177,7 @@ def contenders(args) -> list[Contender]:
     return found
 
 
-def run(contender: Contender, flags: list[str], args) -> dict | None:
+def run(contender: Contender, flags: list[str], args, limit_s: float | None = None) -> dict | None:
     """One run: tokens per second, losses, memory per device. None if it failed."""
     launch = [sys.executable]
     if contender.torchrun:
@@ -189,7 +192,8 @@ def run(contender: Contender, flags: list[str], args) -> dict | None:
             command += ["--warmup", args.warmup]
         env = os.environ | {"GOMP_SPINCOUNT": SPIN_COUNT}
         env |= {"COMET_AUTO_LOG_DISABLE": str(not contender.comet).lower()}
-        done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env)
+        options = {"capture_output": True, "text": True, "env": env, "timeout": limit_s}
+        done = subprocess.run([*map(str, command)], **options)
         if done.returncode:
             print(f"{done.stderr}\nerror: {contender.method} failed", file=sys.stderr)
             return None
@@ -205,6 +209,20 @@ def run(contender: Contender, flags: list[str], args) -> dict | None:
         "peak_gb": max(record[memory] for record in records),
         "data_share": statistics.median(r["time/data_ms"] / r["time/total_ms"] for r in measured),
     }
+
+
+def write_shape(folder: Path, shape: str) -> None:
+    """A folder for `-m`: the config of this shape and the tokenizer of the demo."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((REPOSITORY / "tiny-llama" / name).read_bytes())
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+
+
+def work(folder: str, args) -> list:
+    """Chapter 1's flags of every contender."""
+    flags = ["--demo", "-m", folder, "-s", args.seq_length, "--dtype", args.dtype]
+    flags += ["--max-steps", args.warmup + args.steps, "--log-freq", WINDOW, "--eval-freq", 0]
+    return [*flags, "--warmup-steps", 0, "--lr", 1e-4, *shlex.split(args.flags)]
 
 
 def matrix_rate(dtype: torch.dtype) -> float:
@@ -307,7 +325,7 @@ def processor() -> str:
         return platform.machine()
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -330,7 +348,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "-o", "--output", type=Path, default=output, help="the table is added there"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.steps % WINDOW or args.warmup % WINDOW or min(args.steps, args.rounds) < 1:
         parser.error(f"--steps and --warmup must be multiples of {WINDOW}, --rounds at least 1")
     for devices in args.devices:
@@ -338,9 +356,13 @@ def parse_args() -> argparse.Namespace:
             parser.error(f"{devices} devices cannot share a batch of {args.batch_size}")
         if ON_GPU and devices > torch.cuda.device_count():
             parser.error(f"there are {torch.cuda.device_count()} GPUs, not {devices}")
-    for name, package in (("accelerate", "accelerate"), ("lightning", "lightning")):
+    for name, package in PACKAGES.items():
         if name in args.methods and not find_spec(package):
-            parser.error(f'{package} is not installed: pip install ".[benchmarks]", or --methods')
+            print(
+                f'no row for {name}: pip install ".[benchmarks]" installs {package}',
+                file=sys.stderr,
+            )
+            args.methods.remove(name)
     if "chapters" not in args.methods or 1 not in args.devices:
         parser.error("the ratios need chapter 1: chapters in --methods, and 1 in --devices")
     return args
@@ -354,13 +376,9 @@ def main() -> None:
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     rates = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (Path(folder) / name).write_bytes((REPOSITORY / "tiny-llama" / name).read_bytes())
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        write_shape(Path(folder), args.shape)
         config = AutoConfig.from_pretrained(folder)
-        flags = ["--demo", "-m", folder, "-s", args.seq_length, "--dtype", args.dtype]
-        flags += ["--max-steps", args.warmup + args.steps, "--log-freq", WINDOW, "--eval-freq", 0]
-        flags += ["--warmup-steps", 0, "--lr", 1e-4, *shlex.split(args.flags)]
+        flags = work(folder, args)
         for number in range(args.rounds):
             rates.append(matrix_rate(dtype))
             order = found[:] if number % 2 == 0 else found[::-1]

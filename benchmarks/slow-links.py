@@ -11,9 +11,10 @@ with four key-value heads, on the same global batches in fp32. The script ends w
 the losses differ, except the losses with compressed gradients.
 
 link       asked for; and Mbit/s that a stream of bytes gets through it, measured
-tokens/s   of the median step and round, relative to the same method over the link as it is; least
-           and most of the rounds. The processes share the cores of one machine, so a link must be
-           quite slow before a step takes longer. The picture has tokens per second
+tokens/s   of the median step (with local steps the mean) and round, relative to the same method
+           over the link as it is; least and most of the rounds. The processes share the cores of
+           one machine, so a link must be quite slow before a step takes longer. The picture has
+           tokens per second
 MB         per step that leave the first node, by the counters of its interface; computed for gloo,
            which runs here; and for NCCL, whose reduce-scatter sends half as much
 """
@@ -118,9 +119,12 @@ METHODS = [
     Method("PP over the link", "07-pipeline-parallel", ["--pipeline-parallel", 2], groups=2),
     Method("DDP, bf16", "08-gradient-compression", ["--compress", "bf16"]),
     Method("DDP, PowerSGD", "08-gradient-compression", ["--compress", "powersgd"]),
+    Method("local steps", "15-local-steps", ["--inner-steps", 10]),
 ]
-# Compression rounds the gradients, so these losses are compared with their own.
-OTHERS = {"DDP, bf16", "DDP, PowerSGD"}
+# Compression rounds the gradients, and replicas with local steps differ, so these losses are
+# compared with their own.
+OTHERS = {"DDP, bf16", "DDP, PowerSGD", "local steps"}
+ROUND = 10  # steps, with local steps: a run measures whole rounds
 MICRO_BATCHES = 4  # of a pipeline
 
 
@@ -129,7 +133,7 @@ def computed(method: Method, model, processes: int, library: str) -> float:
     ranks = NODES * processes
     args = argparse.Namespace(batch_size=SAMPLES // ranks, seq_length=LENGTH, dtype="fp32")
     args.gradient_accumulation_steps, args.activation_checkpointing = 1, False
-    args.schedule, args.gathers = "1f1b", 2
+    args.schedule, args.gathers, args.reshard_after_forward = "1f1b", 2, True
     args.tensor_parallel = args.pipeline_parallel = ranks // (method.groups or ranks)
     cluster = FORMULAE.Cluster(processes, 1e12, 1e9, 1e9)  # the bytes do not depend on speeds
     if method.name == "DDP, bf16":
@@ -137,6 +141,9 @@ def computed(method: Method, model, processes: int, library: str) -> float:
         gradients = 2 * model.parameters
         return FORMULAE.Collective("all-reduce", gradients, everyone).over_link(processes, library)
     kind = method.name.partition(" ")[0]
+    if method.name == "local steps":  # the all-reduce of HSDP, once per round
+        sent = FORMULAE.estimate("HSDP", model, NODES, cluster, args)
+        return sent.over_link(processes, library) / ROUND
     if kind not in FORMULAE.METHODS:
         return math.nan
     return FORMULAE.estimate(kind, model, NODES, cluster, args).over_link(processes, library)
@@ -255,8 +262,11 @@ def run(link: Link, method: Method, processes: int, steps: int, folder: Path) ->
     (seen,) = re.findall("^seen (.*)$", outputs[0].read_text(), re.MULTILINE)
     seen = json.loads(seen)[WARMUP - 1 :]
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").open()]
+    seconds = statistics.median(b[0] - a[0] for a, b in itertools.pairwise(seen))
+    if method.name == "local steps":  # one step of a round sends everything
+        seconds = (seen[-1][0] - seen[0][0]) / steps
     return {
-        "seconds": statistics.median(b[0] - a[0] for a, b in itertools.pairwise(seen)),
+        "seconds": seconds,
         "bytes": (seen[-1][1] - seen[0][1]) / steps,
         "losses": [record["loss"] for record in records],
     }
@@ -327,8 +337,8 @@ def draw(methods: list[Method], rates: list[int], results: dict, measured: dict,
     except ImportError:
         sys.exit('error: --plot needs matplotlib: pip install -c constraints.txt ".[tools]"')
     colors = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07800", "#000000", "#56b4e9"]
-    colors.append("#999999")
-    hatches = ["", "///", "...", "xxx", "\\\\\\", "", "---", "++"]
+    colors += ["#999999", "#f0e442"]
+    hatches = ["", "///", "...", "xxx", "\\\\\\", "", "---", "++", "oo"]
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.add_subplot()
     width = 0.8 / len(methods)
@@ -374,6 +384,8 @@ def main() -> None:
         draw(*recorded(args.redraw), args.plot)
         return
     methods = [m for m in METHODS if m.name in args.methods]
+    if "local steps" in args.methods and args.steps % ROUND:
+        parser.error(f"--steps must be a multiple of {ROUND}, the steps of a round")
     if args.processes != 2 and any(m.groups for m in methods):
         parser.error("tensor and pipeline parallelism run on 2 processes per node: --methods")
     rates = [0, *sorted(set(args.rates), reverse=True)]  # as it is, then slower and slower

@@ -150,6 +150,7 @@ class Training:
         self.chapter = load(script)
         config = self.chapter.AutoConfig.from_pretrained(model)
         flags = {"model_name": method, "from_scratch": True, "dtype": "fp32", "compile": False}
+        flags["attention"] = None
         flags |= {"seed": 0, "activation_checkpointing": False, "weight_decay": 0.01}
         flags |= {"rank": args.rank, "density": args.density, "alpha": args.alpha}
         flags = SimpleNamespace(**flags)

@@ -7,6 +7,7 @@
 #   NNODES=2 MASTER_ADDR=node-0 NODE_RANK=0 launch/run.sh 02 -e alpaca    # on node-0
 #   NNODES=2 MASTER_ADDR=node-0 NODE_RANK=1 launch/run.sh 02 -e alpaca    # on node-1
 #
+# HANG_DUMPS=FOLDER in front: ranks that hang leave dumps there for tools/where-it-hangs.py.
 # launch/README.md says what each variable does, and where to look when a job does not start.
 set -euo pipefail
 
@@ -51,6 +52,9 @@ esac
 # Each restart gets a store on a new port. Otherwise, on several nodes, new workers would find the
 # addresses of dead workers in torchrun's own store (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
+# With this folder on PYTHONPATH, each rank that waits leaves a dump in the folder HANG_DUMPS.
+[ -z "${HANG_DUMPS-}" ] || export PYTHONPATH="$repository/tools/preload${PYTHONPATH:+:$PYTHONPATH}"
 
 [[ $nnodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] ||
   fail "NNODES=$nnodes must be a number of nodes, or the smallest and the largest number, as in 1:2"

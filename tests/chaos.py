@@ -44,6 +44,7 @@ LIMIT = 120  # seconds without progress
 TEXT = ["--max-steps", STEPS, "--ckpt-freq", 1, "--keep-checkpoints", 2 * STEPS, "--eval-freq", 12]
 ROWS = [*TEXT, "--eval-freq", 0, "--shuffle-window", 10, "-b", 2, "--num-epochs", 99]
 SMALL = ["--keep", 0.1, "--min-compress", 600]
+ROUNDS = ["--replicas", 2, "--shard-size", 1, "--inner-steps", 5, "--outer-momentum", 0.5]
 # Chapters, and the flags of their runs. A round takes one of the lists.
 CHAPTERS = {
     "02-ddp": [[]],
@@ -69,6 +70,10 @@ CHAPTERS = {
     "13-3d-parallel": [
         ["-b", 4, "--pipeline-parallel", 1, "--tensor-parallel", 2],
         ["-b", 2, "--pipeline-parallel", 2, "--tensor-parallel", 1],
+    ],
+    "15-local-steps": [
+        [*ROUNDS, "--async-checkpoint"],
+        [*ROUNDS, "--checkpoint-format", "local"],
     ],
 }
 # A worker that gets SIGUSR1 prints where each of its threads stands.

@@ -169,6 +169,33 @@ def assert_same_model(a, b) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def assert_opens(run, reference=None) -> None:
+    """Transformers opens `final/`: in fp32, in bf16, and from a copy that is stored in bf16."""
+    from transformers import AutoModelForCausalLM
+
+    def opened(folder, dtype):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True
+        )
+        assert not any(report.values()), report  # no tensor is missing or left over
+        with torch.no_grad():
+            return model, model(torch.arange(32)[None]).logits
+
+    final, copy = run.folder / "final", run.folder / "stored-in-bf16"
+    model, logits = opened(final, "auto")
+    assert model.dtype == logits.dtype == torch.float32
+    if reference:
+        expected = opened(reference.folder / "final", "auto")[1]
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    in_bf16, logits_in_bf16 = opened(final, torch.bfloat16)
+    error = (logits_in_bf16.float() - logits).norm() / logits.norm()
+    assert 0 < error < 0.03
+    in_bf16.save_pretrained(copy)
+    stored, again = opened(copy, "auto")
+    assert stored.dtype == torch.bfloat16
+    assert torch.equal(again, logits_in_bf16)
+
+
 def assert_same_losses(a, b, logged_steps: int, grad_norm: float = 1e-5) -> None:
     """Equal but for the order in which fp32 numbers are added up."""
     for name, tolerance in (("loss", 1e-5), ("grad_norm", grad_norm), ("eval/loss", 1e-5)):

@@ -46,7 +46,40 @@ def become(arguments, env, files):
         run_script(*arguments)
 
 
+class Popen(subprocess.Popen):
+    """A fork in place of a process of Python. Its output goes to files."""
+
+    def __init__(self, command, stdout=None, stderr=None, env=os.environ, **options):
+        self.fork = None
+        is_to_files = hasattr(stdout, "fileno") and hasattr(stderr, "fileno")
+        if command[0] != sys.executable or not is_to_files:
+            super().__init__(command, stdout=stdout, stderr=stderr, env=env, **options)
+            return
+        context = multiprocessing.get_context("fork")
+        self.fork = context.Process(target=become, args=(command[1:], env, [stdout, stderr]))
+        self.fork.start()
+
+    def poll(self):
+        return self.fork.exitcode if self.fork else super().poll()
+
+    def wait(self, timeout=None):
+        if not self.fork:
+            return super().wait(timeout)
+        self.fork.join(timeout)
+        if self.fork.exitcode is None:
+            raise subprocess.TimeoutExpired("a fork", timeout)
+        return self.fork.exitcode
+
+    def send_signal(self, signum):
+        os.kill(self.fork.pid, signum) if self.fork else super().send_signal(signum)
+
+    def __del__(self):
+        if not self.fork:
+            super().__del__()
+
+
 def patch():
+    subprocess.Popen = Popen
     original = subprocess.run
 
     def fork(command, env=os.environ, check=False, **options):

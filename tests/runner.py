@@ -8,6 +8,7 @@ import atexit
 import importlib.util
 import itertools
 import multiprocessing
+import multiprocessing.connection
 import os
 import resource
 import runpy
@@ -35,8 +36,9 @@ CHAPTER_11 = REPOSITORY / "11-context-parallel" / "train-llm.py"
 CHAPTER_12 = REPOSITORY / "12-expert-parallel" / "train-llm.py"
 CHAPTER_13 = REPOSITORY / "13-3d-parallel" / "train-llm.py"
 CHAPTER_14 = REPOSITORY / "14-sparse-low-rank" / "train-llm.py"
+CHAPTER_15 = REPOSITORY / "15-local-steps" / "train-llm.py"
 CHAPTERS_BY_NUMBER = {
-    path.parent.name[:2]: path for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py")
+    path.parent.name[:2]: path for path in sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 }
 
 
@@ -139,6 +141,9 @@ def free_port() -> int:
             return port
 
 
+GRACE = 3  # seconds that torchrun's other workers have to leave by themselves
+
+
 class Job:
     """A script on several ranks of one node, each a `Run` with the variables of torchrun."""
 
@@ -160,7 +165,25 @@ class Job:
         return "".join(run.output for run in self.ranks)
 
     def wait(self, timeout: float = 240) -> int:
-        return max((run.wait(timeout) for run in self.ranks), key=abs)
+        """The status of the first rank that failed. As torchrun does, it ends the others then."""
+        sentinels = {run.process.sentinel: run for run in self.ranks}
+        end = time.monotonic() + timeout
+        status = 0
+        while sentinels and not status:
+            ended = multiprocessing.connection.wait(sentinels, max(0, end - time.monotonic()))
+            statuses = [sentinels.pop(sentinel).wait() for sentinel in ended]
+            status = max(statuses, key=abs, default=0)
+            if not ended:
+                break
+        last = time.monotonic() + (GRACE if status else 0)
+        for run in sentinels.values():
+            run.process.join(max(0, last - time.monotonic()))
+            if run.process.exitcode is None:
+                run.process.kill()
+                run.process.join()
+                if not status:
+                    raise TimeoutError(f"still running after {timeout} s:\n{self.output}")
+        return status
 
     def wait_for(self, text: str, timeout: float = 60) -> None:
         self.ranks[0].wait_for(text, timeout)

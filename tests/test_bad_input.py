@@ -30,7 +30,7 @@ CASES = {
     "empty glob": (["-d", "{tmp}/*.md"], 1, "no file matches"),
     "folder without text": (["-d", "{tmp}/empty"], 1, "cannot load the dataset"),
     "several kinds": (["-d", "{tmp}/mixed/*"], 1, "cannot load the dataset"),
-    "no text column": (["-d", "{tmp}/numbers.csv"], 1, "a text in every row"),
+    "no text column": (["-d", "{tmp}/numbers.csv"], 1, "choose --text-column among a, b"),
     "broken file": (["-d", "{tmp}/broken.jsonl"], 1, "JSON parse error"),
     "empty file": (["-d", "{tmp}/empty.jsonl"], 1, "empty.jsonl is empty"),
     "no split to train on": (["-d", "{tmp}/only-test"], 1, "no split named train, only test"),
@@ -121,7 +121,9 @@ def test_one_sentence(trainer, files, case):
     assert result.status == status, result.output
     assert_one_sentence(result.output, part)
     assert "https://huggingface.co//" not in result.output
-    assert [*(trainer.folder / "run").rglob("*")] == []  # nothing is written
+    assert {path.name for path in (trainer.folder / "run").rglob("*")} <= {
+        "lock"
+    }  # nothing is written
 
 
 # Chapter 9 has its own test. Chapter 10 reads rows that were tokenized before. Chapter 14 has no

@@ -35,7 +35,8 @@ def test_chapters_and_peers(run, tmp_path):
     file = tmp_path / "new" / "table.md"
     methods = ["--methods", "chapters", "trainer", "accelerate", "lightning", "--devices", 1]
     steps = ["--rounds", 1, "--warmup", 5, "--steps", 5]
-    output = run("run.py", *methods, *steps, *WORK, "-o", file)
+    work = [*WORK[:-1], f"{WORK[-1]} --gradient-accumulation-steps 2"]
+    output = run("run.py", *methods, *steps, *work, "-o", file)
     number = r"[\d,.]+(?: to [\d,.]+)?"
     shares = r"[\d.]* \| [\d.]+ \| [\d.]+"  # MFU is empty on CPUs
     row = rf"^\| (\d) \| (.*?) \| {number} \| {number} \| {shares} \| ([\d.]*) \|"
@@ -56,6 +57,17 @@ def test_all_contenders_spin_as_the_chapters_do():
     line = f'os.environ.setdefault("GOMP_SPINCOUNT", "{tool.SPIN_COUNT}")'
     for script in [*tool.CHAPTERS, BENCHMARKS / "profile-step.py"]:
         assert line in script.read_text()
+
+
+def test_a_missing_package_costs_one_row(monkeypatch, capsys):
+    monkeypatch.setattr(tool, "find_spec", lambda name: name != "lightning")
+    args = tool.parse_args(["--devices", "1"])
+    assert "lightning" not in args.methods
+    assert "accelerate" in args.methods
+    assert "no row for lightning" in capsys.readouterr().err
+    rows = [one.method for one in tool.contenders(args)]
+    assert "Accelerate" in rows
+    assert "Lightning" not in rows
 
 
 def contender(method, devices, speeds, losses, script=tool.CHAPTERS[0]):
@@ -187,6 +199,52 @@ def test_kinds_of_operations():
     assert {name: profiler.kind_of(name) for name in KINDS} == KINDS
 
 
+def kernel(name, begin_us, microseconds, category="kernel"):
+    return {"ph": "X", "cat": category, "name": name, "ts": begin_us, "dur": microseconds, "tid": 7}
+
+
+def test_annotations_of_a_profile_count_nothing(capsys, monkeypatch, tmp_path):
+    """`profile-step-trace.json` is the end of a step on a CPU: clipping, AdamW and its annotations.
+
+    The trace of a GPU has the same operations, its kernels, and each annotation again.
+    """
+    profiler = load(BENCHMARKS / "profile-step.py")
+    file = REPOSITORY / "tests" / "profile-step-trace.json"
+    trace = json.loads(file.read_text())
+    events = trace["traceEvents"]
+    names = [event["name"] for event in events if event["cat"] == "user_annotation"]
+    assert "Optimizer.step#AdamW.step" in names
+    on_cpu = profiler.kind_times(trace)
+    # Operators that no other operator contains have the time of all operators.
+    operators = [event for event in events if event["cat"] == "cpu_op"]
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in operators]
+    outer = [(a, b) for a, b in spans if not any(c < a and b < d for c, d in spans)]
+    assert sum(on_cpu.values()) == pytest.approx(sum(b - a for a, b in outer) / 1e3)
+    assert on_cpu["optimizer and clipping"] > 0
+
+    begin = events[0]["ts"]
+    adamw = "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"
+    events += [
+        kernel("ProfilerStep#6", begin, 1200, "gpu_user_annotation"),
+        kernel("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", begin, 800),
+        kernel("Memcpy DtoD (Device -> Device)", begin + 800, 100, "gpu_memcpy"),
+        kernel("Optimizer.step#AdamW.step", begin + 900, 300, "gpu_user_annotation"),
+        kernel(adamw, begin + 900, 300),
+    ]
+    on_gpu = {kind: ms for kind, ms in profiler.kind_times(trace).items() if ms}
+    expected = {"matrix products": 0.8, "optimizer and clipping": 0.3, "copies and casts": 0.1}
+    assert on_gpu == pytest.approx(expected)
+
+    copy = tmp_path / "trace.json"
+    copy.write_text(json.dumps(trace))
+    monkeypatch.setattr("sys.argv", ["profile-step.py", "--read", str(copy)])
+    profiler.main()
+    assert "| optimizer and clipping | 0.3 | 25% |" in capsys.readouterr().out
+    copy.write_text("{")
+    with pytest.raises(SystemExit, match="cannot read the trace"):
+        profiler.main()
+
+
 @pytest.mark.rest
 def test_profile_of_a_step(run):
     flags = ["-b", 2, "-s", 64, "-d", f"{REPOSITORY}/README.md", "--num-epochs", 99]
@@ -196,3 +254,61 @@ def test_profile_of_a_step(run):
     assert min(times["matrix products"], times["attention"], times["loss"]) > 0
     assert sum(parts) == pytest.approx(times["together"], abs=0.5)
     assert times["together"] < 1.2 * times["a step by the clock, under the profiler"]
+
+
+def rows_of(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.rest
+def test_gpu_rehearsal(run, tmp_path):
+    """Each part runs, and its rows are in the file and in the table. A second call adds nothing."""
+    file = tmp_path / "rows.jsonl"
+    flags = ["--rehearse", "-o", file]
+    # All chapters in part 1; the others are the same code with other flags.
+    output = run("gpu.py", *flags, "--part", 1)
+    rows = {row["name"]: row for row in rows_of(file)}
+    gpu = load(BENCHMARKS / "gpu.py")
+    possible = {
+        key: known
+        for key, known in gpu.CHAPTERS.items()
+        if all(map(gpu.installed, known.get("needs", ())))
+    }
+    assert set(rows) == {f"chapter {key}" for key in possible}
+    same = {name for name, row in rows.items() if row.get("same")}
+    assert same == {f"chapter {key}" for key, known in possible.items() if "same" in known}
+    output = run("gpu.py", *flags, "--part", 2, 3, 4, 5, 6, 7, 8, "--chapters", 1, 3)
+    rows = rows_of(file)
+    assert {row["part"] for row in rows} == set(gpu.TITLES)
+    assert not [row for row in rows if "error" in row]
+    assert all(row["exact"] for row in rows if row["part"] == 5)
+    assert all(title in output for title in gpu.TITLES.values())
+    waits = {row["name"]: row["most"] for row in rows if row["name"].startswith("waits")}
+    assert waits["waits of chapter 12"] > waits["waits of chapter 1"] == 0
+    run("gpu.py", *flags, "--part", 2, 5, "--chapters", 1, 3)
+    assert rows_of(file) == rows
+
+
+def test_gpu_says_what_is_missing(monkeypatch, capsys):
+    gpu = load(BENCHMARKS / "gpu.py")
+    versions = {"torch": "2.11.0", "lightning": None}
+    monkeypatch.setattr(gpu, "installed", lambda name: versions.get(name, "1.0"))
+    gpu.check_packages()
+    output = capsys.readouterr().out
+    assert re.search(r"other version: torch 2\.11\.0, the tests run with [\d.]+", output)
+    assert "missing: lightning (skipped: the rows that need it)" in output
+    versions["datasets"] = None
+    with pytest.raises(SystemExit, match="no row can run without datasets"):
+        gpu.check_packages()
+
+
+def test_a_failed_rank_ends_the_others(tmp_path):
+    """Otherwise a row would wait for the end of its part."""
+    gpu = load(BENCHMARKS / "gpu.py")
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('error: broken')")
+    with pytest.raises(gpu.Failed, match="error: broken"):
+        gpu.start([script], 0, 30)
+    script.write_text("import time; time.sleep(99)")
+    with pytest.raises(gpu.Failed, match="not done after 1 s"):
+        gpu.start([script], 0, 1)

@@ -560,9 +560,10 @@ def test_bad_memory_files_are_refused(trainer, saved_on_2, damage, processes):
     before = sorted(folder.rglob("*"))
     flags = ["--max-steps", 2, "--eval-freq", 0, "--compress", "dct-topk", "--keep", 0.1, *SMALL]
     result = trainer(*flags, status=None, processes=processes, **COMPRESSION)
-    rank = result.run.ranks[1]  # the others cannot know of a damaged file that they do not read
-    assert_one_sentence(rank.output, f"{sentence}{folder / 'step-00000001'}, to resume from")
-    assert rank.process.exitcode == 1
+    # With a damaged file, only the rank that reads the file can say so. The other rank is cut off.
+    errors = re.findall("^error: .*", result.output, re.MULTILINE)
+    assert len(errors) == 1, result.output
+    assert f"{sentence}{folder / 'step-00000001'}, to resume from" in errors[0]
     assert sorted(folder.rglob("*")) == before
 
 
@@ -608,7 +609,7 @@ REFUSED = {
         ["--compress", "dct", "--dtype", "fp16"],
         "--dtype bf16",
     ),
-    "rank 0": (2, ["--powersgd-rank", 0], "must be a number, 1 or larger, not 0"),
+    "rank 0": (2, ["--powersgd-rank", 0], "must be a number, 1 or larger and below inf, not 0"),
     "an unknown method": (2, ["--compress", "zip"], "invalid choice"),
 }
 

@@ -5,7 +5,7 @@ import gzip
 import itertools
 import json
 import os
-import sys
+import shutil
 from pathlib import Path
 
 import datasets
@@ -23,8 +23,10 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY_LLAMA)
 
 
-def load(chapter_1, tokenizer, name, seq_length=32):
-    args = argparse.Namespace(dataset_name=str(name), dataset_subset=None, seq_length=seq_length)
+def load(chapter_1, tokenizer, name, seq_length=32, text_column="text"):
+    args = argparse.Namespace(
+        dataset_name=str(name), dataset_subset=None, text_column=text_column, seq_length=seq_length
+    )
     config = AutoConfig.from_pretrained(TINY_LLAMA)
     return chapter_1.load_samples(args, tokenizer, config, global_batch=4)
 
@@ -93,8 +95,7 @@ def test_a_split_of_its_own_is_held_out(chapter_1, tokenizer, texts, tmp_path, s
         assert stream(samples) == tokens[: len(tokens) // 32 * 32]
 
 
-def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(chapter_1, "CONSOLE", sys.stderr)
+def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path):
     rows = datasets.Dataset.from_dict({"n": [1] * len(texts), "story": texts})
     rows.to_parquet(tmp_path / "a.parquet")
     rows.to_csv(tmp_path / "a.csv")
@@ -102,24 +103,38 @@ def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path, capsys, monk
     expected = [t for text in texts for t in [*tokenizer(text)["input_ids"], END]]
     (tmp_path / "b.json.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     for name in ("a.parquet", "a.csv", "a.jsonl", "b.json.gz"):
-        train, _ = load(chapter_1, tokenizer, tmp_path / name)
+        train, _ = load(chapter_1, tokenizer, tmp_path / name, text_column="story")
         assert stream(train) == expected[: len(train) * 32]
-        assert "column 'story'" in capsys.readouterr().err  # no `text`: the first of strings
+    for column in ("text", "n"):  # absent, and not a text
+        sentence = f"no text in column '{column}': choose --text-column among n, story"
+        with pytest.raises(SystemExit, match=sentence):
+            load(chapter_1, tokenizer, tmp_path / "a.jsonl", text_column=column)
     # Text files: one document each, in the order of their names, whatever the bytes
     folder = tmp_path / "texts"
     (folder / "deep").mkdir(parents=True)
-    (folder / "b.md").write_text("second\n\ndocument " * 99)
+    (folder / "b.txt").write_text("second\n\ndocument " * 99)
     (folder / "a.txt").write_text("first\n\n\ndocument " * 99)
-    (folder / "deep" / "c.py").write_bytes(b"third " * 99 + b"\xff\xfe")
+    (folder / "deep" / "c.txt").write_bytes(b"third " * 99 + b"\xff\xfe")
     texts = [
         "first\n\n\ndocument " * 99,
         "second\n\ndocument " * 99,
         "third " * 99 + "\ufffd\ufffd",
     ]
     expected = [t for text in texts for t in [*tokenizer(text)["input_ids"], END]]
-    for name in (folder, f"{folder}/**/*"):
-        train, _ = load(chapter_1, tokenizer, name)
-        assert stream(train) == expected[: len(train) * 32]
+    train, _ = load(chapter_1, tokenizer, f"{folder}/**/*.txt")
+    assert stream(train) == expected[: len(train) * 32]
+    (folder / "deep" / "c.txt").unlink()
+    with pytest.raises(SystemExit, match="is a folder of text: give a pattern"):
+        load(chapter_1, tokenizer, folder)
+    (tmp_path / "a.tsv").write_text("text\n")
+    with pytest.raises(SystemExit, match=r"a.tsv must end in .txt, .md, .py, .json"):
+        load(chapter_1, tokenizer, tmp_path / "a.tsv")
+    # A folder as the Hub has it, with a page beside the data
+    (tmp_path / "clone").mkdir()
+    (tmp_path / "clone" / "README.md").write_text("# Data")
+    shutil.copy(tmp_path / "a.parquet", tmp_path / "clone" / "train.parquet")
+    train, _ = load(chapter_1, tokenizer, tmp_path / "clone", text_column="story")
+    assert len(train) > 0
 
 
 def test_the_order_is_a_function_of_seed_and_epoch(chapter_1):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import signal
 from collections import Counter
 
 import pytest
@@ -190,6 +191,29 @@ def test_resume_on_any_number_of_ranks_and_under_the_other_chapter(trainer, drop
             assert_same_model(resumed, ddp)
 
 
+# Rank 1 alone gets a signal, in its third step.
+STOP = """
+import os, signal, torch
+
+def step(*arguments, **options):
+    steps.append(None)
+    if os.environ["RANK"] == "1" and len(steps) == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return original(*arguments, **options)
+
+steps = []
+original = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+"""
+
+
+def test_a_signal_to_one_rank_stops_all(trainer):
+    result = trainer("--max-steps", 6, processes=2, before=STOP, status=128 + signal.SIGTERM)
+    assert "Stopped after step 3:" in result.output
+    assert result.checkpoints == ["step-00000003"]
+    assert [rank.process.exitcode for rank in result.run.ranks] == [128 + signal.SIGTERM] * 2
+
+
 def test_memory_of_every_rank_and_of_the_worst(trainer):
     record = trainer("--max-steps", 1, processes=3).records[0]
     ranks = [record[f"memory/rank{rank}/resident_gb"] for rank in range(3)]
@@ -245,8 +269,7 @@ def test_ranks_that_differ_are_refused(trainer, texts):
         patch = f"import os, pathlib, sys\nif os.environ['RANK'] == '1':\n    {difference}"
         options = {"processes": 2, "before": patch, "env": {"OTHER": str(other)}}
         after = trainer("--max-steps", 4, status=1, name=name, **options)
-        for rank in after.run.ranks:
-            assert_one_sentence(rank.output, "the ranks differ in flags, data or checkpoints")
+        assert_one_sentence(after.output, "the ranks differ in flags, data or checkpoints")
         assert not (trainer.folder / name / "metrics.jsonl").exists() or name == "checkpoints"
     assert before.checkpoints == ["step-00000002"]
     assert len(before.column("loss")) == 2
@@ -257,3 +280,36 @@ def test_without_torchrun(tmp_path):
     assert run.wait() == 1
     command = f"torchrun --standalone --nproc-per-node 2 {CHAPTER_2} --demo"
     assert_one_sentence(run.output, command)
+
+
+# Minutes are 0.4 s here, and rank 0 needs 4 s to write a checkpoint.
+SHORT_MINUTES = """
+import time
+import torch
+from torch.distributed import distributed_c10d
+
+set_timeout = distributed_c10d._set_pg_timeout
+
+def scaled(limit, group=None):
+    set_timeout(limit / 150, group)
+    backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+    print("\\nminutes", backend.options._timeout.total_seconds() / 60 * 150)
+
+distributed_c10d._set_pg_timeout = scaled
+
+save = torch.save
+
+def slow(*args, **options):
+    time.sleep(4)  # seconds; a step may wait 2 s for another rank, and a save 12 s
+    return save(*args, **options)
+
+torch.save = slow
+"""
+
+
+def test_steps_have_a_short_time_limit_and_saves_a_long_one(trainer):
+    flags = ["--max-steps", 5, "--eval-freq", 0, "--ckpt-freq", 2]
+    run = trainer(*flags, processes=2, before=SHORT_MINUTES)
+    limits = re.findall(r"^minutes (\S+)", run.run.ranks[0].output, re.MULTILINE)
+    assert [round(float(limit)) for limit in limits] == [5, 30, 5, 30, 30]
+    assert run.checkpoints == ["step-00000004", "step-00000005"]

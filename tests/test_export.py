@@ -134,10 +134,16 @@ def test_wandb_offline(run, tmp_path):
 
 
 def test_csv_while_the_run_goes_on(run, tmp_path):
-    """It resumes meanwhile, and writes the same records again. `final` is that of earlier steps."""
+    """It begins later than the tool, resumes, and writes the same records again.
+
+    `final` is that of earlier steps.
+    """
     (run / "final").mkdir()
     os.utime(run / "final", (0, 0))
+    run.rename(tmp_path / "later")
     process = start(run, "--to", "csv", "-o", tmp_path / "tables", "--follow")
+    assert process.stdout.readline() == f"waiting for {run}\n"
+    (tmp_path / "later").rename(run)
     table = tmp_path / "tables" / "my-run.csv"
 
     def rows():

@@ -16,6 +16,7 @@ from conftest import (
     LLAMA,
     assert_one_sentence,
     assert_same_losses,
+    damaged,
     exact,
     take_over,
     write_model,
@@ -195,6 +196,60 @@ def test_losses_are_those_of_chapter_1(trainer, request, source):
         assert len(norms(single.output)) == 30
         assert told(fsdp, "all-gathers") == [[str(30 * gathers)]] * processes
         assert told(fsdp, "reduce-scatters") == [[str(30 * scatters)]] * processes
+
+
+# Each rank tells the types of what it sends in training, and whether gradients are bf16 numbers.
+TYPES = """
+import torch
+import torch.distributed as dist
+
+types = {}
+share = []
+
+def noted(name):
+    original = getattr(dist, name)
+    def call(*args, **options):
+        tensors = [x for x in [*args, *options.values()] if isinstance(x, torch.Tensor)]
+        types.setdefault(name.rpartition("_")[0], set()).update(str(x.dtype) for x in tensors)
+        return original(*args, **options)
+    setattr(dist, name, call)
+
+noted("reduce_scatter_single")
+noted("all_gather_single")
+
+def clip(parameters, max_norm):
+    parameters = list(parameters)
+    gradients = torch.cat([p.grad.to_local().flatten() for p in parameters])
+    gradients = gradients[gradients != 0]
+    share.append((gradients == gradients.bfloat16()).float().mean().item())
+    return original_clip(parameters, max_norm)
+
+original_clip = torch.nn.utils.clip_grad_norm_
+torch.nn.utils.clip_grad_norm_ = clip
+
+def tell():
+    for name, kinds in types.items():
+        print(f"\\n{name}", *sorted(kinds))
+    print("\\nbf16 numbers", *share)
+    destroy()
+
+destroy = dist.destroy_process_group
+dist.destroy_process_group = tell
+"""
+
+
+def test_bf16_is_gathered_and_fp32_is_reduced(trainer, pretrained):
+    """A sum of bf16 numbers in bf16 would lose digits, and more of them on more ranks."""
+    flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 3, "--eval-freq", 0]
+    flags += ["--dtype", "bf16"]
+    ddp = trainer(*flags, "-b", 4, name="ddp", processes=2)
+    fsdp = trainer(*flags, "-b", 4, name="fsdp", processes=2, before=TYPES, **FSDP)
+    assert fsdp.column("loss") == pytest.approx(ddp.column("loss"), rel=5e-3)
+    assert told(fsdp, "reduce_scatter ") == [["torch.float32"]] * 2
+    assert told(fsdp, "all_gather ") == [["torch.bfloat16"]] * 2
+    for shares in told(fsdp, "bf16 numbers "):
+        assert len(shares) == 3
+        assert max(map(float, shares)) < 0.5
 
 
 def test_each_rank_holds_its_share_of_everything(trainer):
@@ -502,7 +557,7 @@ def test_stop_signal_saves(trainer):
 
 
 def test_full_disk_while_saving(trainer):
-    """One rank cannot write its shards: all say so, and what was saved before stays."""
+    """One rank cannot write its shards: one sentence says so, and what was saved before stays."""
     flags = ["--eval-freq", 0]
     before = trainer(*flags, "--max-steps", 2, processes=2, **FSDP)
     full = """
@@ -512,8 +567,8 @@ if os.environ["RANK"] == "1":
 """
     options = {"processes": 2, "status": 1, "before": full, **FSDP}
     after = trainer(*flags, "--max-steps", 4, **options)
-    for rank in after.run.ranks:
-        assert "CheckpointException" in rank.output
+    assert_one_sentence(after.output, "GB left (")
+    assert "FrameSummary" not in after.output
     assert after.checkpoints == before.checkpoints == ["step-00000002"]
     assert (after.folder / "final").exists()
     resumed = trainer(*flags, "--max-steps", 4, processes=2, **FSDP)
@@ -571,8 +626,6 @@ def test_weights_that_cannot_be_loaded(trainer, model, pretrained, tmp_path, dam
     fsdp = trainer(*flags, status=1, processes=2, **FSDP)
     for run in (ddp, fsdp):
         assert_one_sentence(run.run.ranks[0].output, sentence)
-    # The other rank waits for the weights of the first one, or finds the same mistake
-    assert "error: cannot load the weights" in fsdp.run.ranks[1].output
 
 
 # New memory holds NaN, each rank tells how often it draws random numbers for parameters, and no
@@ -717,3 +770,23 @@ def test_a_gradient_scaler_sees_all_shards(trainer):
     for rank in scaled.run.ranks:
         scales = re.findall(r"^scale (\d) (.*)$", rank.output, re.MULTILINE)
         assert scales[:3] == [("1", "65536.0"), ("2", "65536.0"), ("3", "32768.0")]
+
+
+def test_checkpoints_of_experts_that_were_cut_by_rows(trainer, tmp_path):
+    """Three experts on two ranks: another dimension is cut now. Checkpoints fit both layouts."""
+    line = 'policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, WORLD_SIZE)'
+    script = damaged(CHAPTER_3, tmp_path / "rows", {line: "pass"})
+    by_rows = {"script": script, "processes": 2}
+    even = {"processes": 2} | FSDP
+    config = FAMILIES["mixtral"] | {"num_local_experts": 3}
+    flags = ["-m", write_model(tmp_path / "mixture", model_type="mixtral", **config)]
+    flags += ["--max-steps", 4, "--eval-freq", 4, "--ckpt-freq", 2, "--keep-checkpoints", 9]
+    for name, first, second in (("old", by_rows, even), ("new", even, by_rows)):
+        run = trainer(*flags, name=name, **first)
+        take_over(run, trainer, f"{name}-resumed", 2)
+        resumed = trainer(*flags, name=f"{name}-resumed", **second)
+        assert "Continuing from" in resumed.output
+        assert_same_losses(run, resumed, 4, **OFF)
+        a, b = (load_file(next(x.folder.glob("final/*.safetensors"))) for x in (run, resumed))
+        for tensor in a:
+            torch.testing.assert_close(a[tensor], b[tensor], rtol=0, atol=1e-6)

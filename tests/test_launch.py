@@ -23,7 +23,7 @@ RUN = REPOSITORY / "launch" / "run.sh"
 TORCHRUN = REPOSITORY / "launch" / "torchrun.py"
 CHAPTERS = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 VARIABLES = ["NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"]
-VARIABLES += ["MAX_RESTARTS", "LOCAL_ADDR", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+VARIABLES += ["MAX_RESTARTS", "LOCAL_ADDR", "HANG_DUMPS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
 CLEAN = {name: value for name, value in os.environ.items() if name not in VARIABLES}
 # The Python that runs the tests, as that of an active virtual environment
 ACTIVE = {"VIRTUAL_ENV": sys.prefix}

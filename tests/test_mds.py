@@ -1,12 +1,15 @@
 """MDS shards: the tool writes the rows of chapter 4, and chapter 10 reads them on any ranks."""
 
+import http.server
 import json
 import math
+import os
 import re
 import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 import tracemalloc
 from types import SimpleNamespace
@@ -14,11 +17,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import xxhash
 from conftest import NO_TORCHVISION, STAND_IN, TINY_LLAMA, assert_one_sentence, exact, take_over
 from runner import CHAPTER_10, REPOSITORY, Job, Run, load
 from test_fsdp import save_weights
 from test_streaming import WATCH, plain_losses, reference_rows
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 WRITE_MDS = REPOSITORY / "tools" / "write-mds.py"
 IMPORTABLE = ""
@@ -64,11 +68,11 @@ def write(tmp_path_factory, dataset):
     """Runs the tool on the documents of `dataset`."""
     folder = tmp_path_factory.mktemp("mds")
 
-    def run(name, *flags, start_only=False, status=0):
+    def run(name, *flags, before="", start_only=False, status=0):
         output = folder / f"{name}.txt"
         output.unlink(missing_ok=True)
         arguments = ["-o", folder / name, "-m", TINY_LLAMA, "-d", dataset, "-s", 32, *flags]
-        run = Run(WRITE_MDS, arguments, output, before=IMPORTABLE)
+        run = Run(WRITE_MDS, arguments, output, before=IMPORTABLE + before)
         if start_only:
             return run
         assert run.wait() == status, run.output
@@ -112,7 +116,9 @@ def many(shards, tmp_path_factory):
         ) as writer:
             for row in rows_in(shards):
                 writer.write({"tokens": np.array(row, np.int32)})
-        shutil.copy(shards / "rows.json", folder)
+        facts = json.loads((shards / "rows.json").read_text())
+        facts["index_hash"] = hash_of(folder / "index.json")
+        (folder / "rows.json").write_text(json.dumps(facts))
         index = json.loads((folder / "index.json").read_text())
         assert {shard["samples"] for shard in index["shards"]} == {1}
         folders.append(folder)
@@ -127,6 +133,10 @@ def weights(tmp_path_factory, model):
     return save_weights(folder)
 
 
+def hash_of(file) -> str:
+    return xxhash.xxh3_64(file.read_bytes()).hexdigest()
+
+
 def rows_in(folder) -> list[list[int]]:
     from streaming import LocalDataset
 
@@ -136,10 +146,15 @@ def rows_in(folder) -> list[list[int]]:
 
 @pytest.mark.rest
 @pytest.mark.parametrize("packing", ["pack", "overflow", "trunc"])
-def test_rows(write, texts, packing):
-    """Also from two processes."""
-    processes = 2 if packing == "trunc" else 1
-    run = write(packing, "--packing", packing, "--processes", processes, "--max-documents", 390)
+def test_rows(write, texts, packing, tmp_path):
+    """Also from two processes, and of another column than `text`."""
+    flags = ["--packing", packing, "--max-documents", 390]
+    flags += ["--processes", 2 if packing == "trunc" else 1]
+    if packing == "overflow":
+        documents = [json.dumps({"text": "another text", "body": text}) + "\n" for text in texts]
+        (tmp_path / "columns.jsonl").write_text("".join(documents))
+        flags += ["-d", tmp_path / "columns.jsonl", "--text-column", "body"]
+    run = write(packing, *flags)
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
     documents = [[*tokenizer(t)["input_ids"], tokenizer.eos_token_id] for t in texts[:390]]
     expected = reference_rows(documents, packing, 32)
@@ -147,42 +162,134 @@ def test_rows(write, texts, packing):
     assert f"{len(expected):,} rows of 32 tokens in" in run.output
     facts = json.loads((run.folder / "rows.json").read_text())
     assert (facts["seq_length"], facts["packing"]) == (32, packing)
+    assert facts["rows"] == len(expected)
+    assert facts["index_hash"] == hash_of(run.folder / "index.json")
     assert facts["largest_token"] == max(map(max, expected))
     assert facts["tokenizer"] == str(TINY_LLAMA)  # which the model of the tests below is not
 
 
+# The tool stops itself when its second part has its name.
+STOP = """
+import os, pathlib, signal
+
+def rename(path, target):
+    original(path, target)
+    if target.name == "part-00001":
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+original = pathlib.Path.rename
+pathlib.Path.rename = rename
+"""
+
+
 @pytest.mark.rest
-def test_the_tool_goes_on(write):
-    """After SIGKILL, and after all parts but before the index; then there is nothing to do."""
-    expected = rows_in(write("undisturbed", "--processes", 1, "--part-rows", 999).folder)
-    flags = ["--processes", 1, "--part-rows", 30]
-    tool = write("killed", *flags, start_only=True)
+def test_the_tool_goes_on(write, dataset, tmp_path):
+    """After SIGKILL, and after all parts but the index; then there is nothing to do.
+
+    A second process never writes to the same folder, and documents that have changed are refused.
+    """
+    documents = shutil.copy2(dataset, tmp_path / "documents.jsonl")
+    flags = ["-d", documents, "--processes", 1, "--part-rows"]
+    expected = rows_in(write("undisturbed", *flags, 999).folder)
+    flags.append(30)
+    tool = write("killed", *flags, before=STOP, start_only=True)
     folder = tool.file.with_name("killed")
-    end = time.monotonic() + 60
-    while len([*folder.glob("part-*")]) < 2:
-        assert time.monotonic() < end, tool.output
-        time.sleep(0.005)
-    tool.process.kill()
-    tool.wait()
-    stopped = [*folder.glob("part-*")]
-    run = write("killed", *flags)
-    assert (
-        f"Continuing after {len(stopped)} parts" in run.output or (folder / "index.json").exists()
-    )
+    try:
+        end = time.monotonic() + 60
+        while not (folder / "part-00001").exists():
+            assert time.monotonic() < end, tool.output
+            time.sleep(0.005)
+        second = write("killed", *flags, status=1)
+    finally:
+        tool.process.kill()
+        tool.wait()
+    assert_one_sentence(second.output, "another process is writing to")
+
+    begun = os.stat(documents)
+    os.utime(documents, ns=(begun.st_atime_ns, begun.st_mtime_ns + 1))
+    assert_one_sentence(write("killed", *flags, status=1).output, "have changed since")
+    os.utime(documents, ns=(begun.st_atime_ns, begun.st_mtime_ns))
+    assert "Continuing after 2 parts" in write("killed", *flags).output
     assert rows_in(folder) == expected
     (folder / "index.json").unlink()
     write("killed", *flags)
     assert rows_in(folder) == expected
     assert "is complete" in write("killed", *flags).output
-    largest = json.loads((folder / "rows.json").read_text())["largest_token"]
-    assert largest == max(map(max, expected))  # of several parts
+    facts = json.loads((folder / "rows.json").read_text())
+    assert facts["largest_token"] == max(map(max, expected))  # of several parts
+    assert facts["index_hash"] == hash_of(folder / "index.json")
     place = sorted(folder.glob("part-*"))[-1] / "place.json"
-    facts = json.loads(place.read_text())
-    assert facts.pop("largest_token") <= largest
-    place.write_text(json.dumps(facts))
-    assert_one_sentence(write("killed", *flags, status=1).output, "has rows of an earlier version")
-    place.write_text(json.dumps(facts | {"largest_token": largest}))
+    known = json.loads(place.read_text())
+    assert known["largest_token"] <= facts["largest_token"]
+    for fact in ("largest_token", "fingerprint"):
+        place.write_text(json.dumps({name: known[name] for name in known if name != fact}))
+        assert_one_sentence(write("killed", *flags, status=1).output, "of an earlier version")
+    place.write_text(json.dumps(known))
     assert_one_sentence(write("killed", "--packing", "trunc", status=1).output, "of other flags")
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """The Hub, and a server of files. Both have `state` for an answer."""
+
+    state = "1"
+
+    def do_HEAD(self):
+        body = json.dumps({"id": "some/text", "sha": self.state}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("ETag", f'"{self.state}"')
+        self.end_headers()
+        return body
+
+    def do_GET(self):
+        self.wfile.write(self.do_HEAD())
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_changed_documents_have_another_fingerprint(tmp_path, monkeypatch):
+    tool = load(WRITE_MDS)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(tool.huggingface_hub.hf_api.api, "endpoint", address)
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file in files:
+        file.write_text("text")
+    names = [tmp_path, tmp_path / "?.txt", files[0], f"{address}/a.jsonl", "some/text"]
+
+    def fingerprints():
+        tool.fsspec.get_filesystem_class("http").clear_instance_cache()
+        return [tool.fingerprint(str(name)) for name in names]
+
+    first = fingerprints()
+    assert fingerprints() == first
+    files[0].write_text("texts")
+    monkeypatch.setattr(Server, "state", "2")
+    assert all(a != b for a, b in zip(first, fingerprints(), strict=True))
+    second = fingerprints()
+    files[1].unlink()
+    third = fingerprints()
+    assert third[:2] != second[:2]
+    assert third[2:] == second[2:]
+    server.shutdown()
+
+
+def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
+    """One warning, because the tool is of use there, too."""
+    tool = load(WRITE_MDS)
+    with tool.lock(tmp_path), pytest.raises(SystemExit, match="another process is writing"):
+        tool.lock(tmp_path)
+    with tool.lock(tmp_path):  # a lock that was released is free
+        pass
+
+    def refuse(file, operation):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(tool.fcntl, "flock", refuse)
+    with tool.lock(tmp_path):
+        assert capsys.readouterr().out.startswith(f"warning: cannot lock {tmp_path}")
 
 
 @pytest.mark.rest
@@ -190,7 +297,10 @@ def test_the_tool_goes_on(write):
     ("flags", "status", "sentence"),
     [
         (["-s", 1], 2, "--seq-length must be at least 2"),
-        (["--part-rows", 0], 2, "must be at least 1"),
+        (["--part-rows", 0], 2, "--part-rows must be at least 1"),
+        (["--max-documents", 0], 2, "--max-documents must be at least 1"),
+        (["--max-documents", -3], 2, "--max-documents must be at least 1"),
+        (["--text-column", "body"], 1, "named 'body': choose --text-column among text"),
         (["-d", "/nowhere/*.jsonl"], 1, "no file matches /nowhere/*.jsonl"),
         (["-s", 100_000], 1, "not a single row"),
         (["-o", str(REPOSITORY)], 1, "has other files"),
@@ -347,6 +457,7 @@ def test_a_rank_downloads_some_of_the_shards(world_size, batch_size):
 
 @pytest.mark.rest
 def test_memory_and_time_do_not_grow_with_the_rows():
+    order_of([1])  # imports the libraries, whose memory does not count
     tracemalloc.start()
     begin = time.monotonic()
     order = order_of([10_000] * 100_000)
@@ -551,6 +662,80 @@ def test_reading_while_computing(train, many, trainer):
         assert resumed.column("loss") == local.column("loss")
 
 
+@pytest.fixture
+def opened(shards, tmp_path, monkeypatch):
+    """Opens a copy of the shards with another index, as chapter 10 does."""
+    chapter = load(CHAPTER_10)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    config = AutoConfig.from_pretrained(TINY_LLAMA)
+
+    def run(change, has_hash):
+        folder = tmp_path / "damaged"
+        shutil.copytree(shards, folder)
+        index = json.loads((folder / "index.json").read_text())
+        change(index["shards"])
+        (folder / "index.json").write_text(json.dumps(index))
+        if not has_hash:
+            facts = json.loads((folder / "rows.json").read_text())
+            del facts["index_hash"], facts["rows"]
+            (folder / "rows.json").write_text(json.dumps(facts))
+        args = {"dataset_name": str(folder), "cache_limit": "1gb", "seq_length": 32, "seed": 0}
+        return chapter.MdsRows(SimpleNamespace(**args, shuffle_window=16), tokenizer, config)
+
+    return run
+
+
+def fewer_samples(shards):
+    shards[0]["samples"] -= 3
+
+
+def no_shards(shards):
+    shards.clear()
+
+
+def other_columns(shards):
+    shards[-1]["column_encodings"] = ["ndarray:int64:32"]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("change", "has_hash", "sentence"),
+    [
+        (fewer_samples, True, "it lists {-3} rows, and {0} rows were written"),
+        (list.pop, True, "it lists {-last} rows, and {0} rows were written"),
+        (lambda shards: shards.append(shards[0]), True, "it lists {+first} rows, and {0} rows"),
+        (no_shards, True, "it lists 0 rows, and {0} rows were written"),
+        (other_columns, True, "it lists {0} rows, and {0} rows were written"),
+        (no_shards, False, "lists no shards"),
+        (other_columns, False, "have other columns"),
+    ],
+)
+def test_a_damaged_index(shards, opened, change, has_hash, sentence):
+    sizes = [
+        shard["samples"] for shard in json.loads((shards / "index.json").read_text())["shards"]
+    ]
+    counts = {"{0}": 0, "{-3}": -3, "{-last}": -sizes[-1], "{+first}": sizes[0]}
+    for name, difference in counts.items():
+        sentence = sentence.replace(name, str(sum(sizes) + difference))
+    with pytest.raises(SystemExit, match=sentence) as error:
+        opened(change, has_hash)
+    assert_one_sentence(str(error.value), sentence)
+
+
+@pytest.mark.rest
+def test_rows_of_an_earlier_version(train, shards, tmp_path):
+    """Without a hash of the index: they train, with one warning."""
+    folder = tmp_path / "earlier"
+    shutil.copytree(shards, folder)
+    facts = json.loads((folder / "rows.json").read_text())
+    del facts["index_hash"], facts["rows"]
+    (folder / "rows.json").write_text(json.dumps(facts))
+    run = train(folder, "--max-steps", 1)
+    assert run.output.count("warning: ") == 1
+    assert f"warning: {folder} was written without a hash of index.json" in run.output
+
+
 @pytest.mark.rest
 def test_other_rows_are_refused(train, shards, zipped, trainer, tmp_path):
     def copy(name, **facts):
@@ -570,7 +755,6 @@ def test_other_rows_are_refused(train, shards, zipped, trainer, tmp_path):
         (copy("other", tokenizer_probe=[1, 2]), [], "of another tokenizer: "),
         (copy("ids", largest_token=5000), [], "token id 5000 is outside the vocabulary of"),
         (zipped, [], "is compressed for an address: write a folder without --compression"),
-        (f"test://{zipped}", ["-e", ""], "shards at an address need -e"),
         (f"test://{tmp_path}/nowhere", cache, "cannot open the MDS shards of test://"),
         (f"test://{zipped}", [*cache, "--cache-limit", "much"], "cannot open the MDS shards of"),
         (shards, ["-b", 5000], "is too small: lower --batch-size"),

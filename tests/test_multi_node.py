@@ -23,7 +23,7 @@ from conftest import (
     require,
     take_over,
 )
-from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run, outcome
+from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run, load, outcome
 from safetensors.torch import load_file
 from test_fsdp import OFF, assert_same_checkpoint, told
 from test_torchrun import OWN_STORE, nodes
@@ -121,6 +121,30 @@ os.chdir(os.environ["DISKS"] + os.environ["RANK"])
 """
 
 
+# Rank 1 begins to write after rank 0 has its checkpoint, and tells which ones rank 0 has by then.
+LATE = """
+import os, time
+from pathlib import Path
+import torch.distributed.checkpoint as dcp
+
+def save(*arguments, checkpoint_id=None, **options):
+    if checkpoint_id:
+        saves.append(None)
+        rank_0 = checkpoint_id.parents[1] / "rank-0"
+        end = time.monotonic() + 20
+        while len(saves) > len([*rank_0.glob("step-*")]) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        print("\\nrank 0 has", *sorted(path.name for path in rank_0.glob("step-*")))
+    return original(*arguments, checkpoint_id=checkpoint_id, **options)
+
+saves = []
+original = dcp.save
+if os.environ["RANK"] == "1":
+    dcp.save = save
+"""
+
+
 # Format, ranks per copy, flags
 FORMATS = {
     "shard": ("shard", 1, []),
@@ -153,9 +177,9 @@ def test_formats_resume_exactly(train, trainer, case):
     assert_same_model(resumed, origin)
 
 
-def all_say(result, sentence):
-    for rank in result.run.ranks:
-        assert_one_sentence(rank.output, sentence)
+def all_say(result, part: str) -> None:
+    """All ranks end with this sentence. The first one says it before torchrun ends the others."""
+    assert_one_sentence(result.output, part)
 
 
 # Put before a script: rank 1 alone cannot read the index of a checkpoint.
@@ -192,7 +216,12 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
 
     origin = on_disk_0(train(*flags, **options))
     records = exact(origin.records)
-    assert_same_model(origin, train(*flags[2:], name="shared"))
+    shared = train(*flags[2:], name="shared", before=LATE)
+    assert_same_model(origin, shared)
+    # Rank 0 keeps its third checkpoint but one until rank 1 has the third one, too.
+    found = re.findall(r"^rank 0 has (.*)", shared.output, re.MULTILINE)
+    steps = [f"step-{step:08d}" for step in (3, 6, 9)]
+    assert found == [" ".join(steps[:count]) for count in (1, 2, 3)]
     for rank in range(2):
         steps = sorted(str(p.relative_to(disks[rank])) for p in disks[rank].glob("**/step-*"))
         assert steps == [f"rank-{rank}/step-{step:08d}" for step in (6, 9)]
@@ -213,7 +242,8 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
     assert exact(again.records) == records
 
     result = train(*flags, "-b", 8, processes=1, status=1, **options)
-    assert_one_sentence(result.output, "of another model or other ranks, or damaged")
+    assert_one_sentence(result.output, "has other shards than this run: take the same ranks")
+    assert "remove" not in result.output
     # One rank alone has damaged files. All ranks say so, and nobody waits.
     damaged = disks[1] / "rank-1" / "step-00000009"
     sentence = "its run continues from the one before): runs/run/rank-1/step-00000009: "
@@ -241,9 +271,8 @@ def test_a_folder_that_nodes_do_not_share(train, tmp_path):
     """Noticed before the first step."""
     options = {"before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}, "status": 1}
     result = train("--max-steps", 1, "--save-dir", "runs", **options)
-    for rank in result.run.ranks:
-        assert_one_sentence(rank.output, "not all nodes see runs/run: share --save-dir")
-    assert [*tmp_path.glob("disk-*/runs/run/*")] == []
+    all_say(result, "not all nodes see runs/run: share --save-dir")
+    assert {path.name for path in tmp_path.glob("disk-*/runs/run/*")} == {"lock"}
 
 
 def test_resume_dir(train, trainer):
@@ -494,8 +523,7 @@ if os.environ["RANK"] == "1":
     before = train("--max-steps", 2, "--async-checkpoint")
     flags = ["--max-steps", 4, "--async-checkpoint"]
     after = train(*flags, before=full, status=1)
-    for rank in after.run.ranks:
-        assert "CheckpointException" in rank.output
+    all_say(after, "cannot write")
     assert after.checkpoints == before.checkpoints == ["step-00000002"]
 
 
@@ -651,3 +679,25 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, dataset):
         found = [record[name] for record in records]
         reference = [record[name] for record in expected][: len(found)]
         assert found == pytest.approx(reference, rel=tolerance, abs=0), name
+
+
+def test_the_thread_takes_the_gpu_of_its_rank(monkeypatch):
+    """The current GPU belongs to a thread, and a new thread begins with GPU 0."""
+    chapter = load(CHAPTER_5)
+    taken = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    chapter.THREAD.submit(print).result()
+    assert taken == [3]
+
+
+def test_a_checkpoint_uses_the_memory_of_the_one_before(monkeypatch):
+    chapter = load(CHAPTER_5)
+    weight = torch.arange(4.0)
+    first = chapter.STAGER.stage({"weight": weight})["weight"]
+    weight += 1
+    assert first.tolist() == [0, 1, 2, 3]  # a copy
+    second = chapter.STAGER.stage({"weight": weight})["weight"]
+    assert second.tolist() == [1, 2, 3, 4]
+    assert second.data_ptr() == first.data_ptr()

@@ -138,8 +138,9 @@ def test_datasets(trained, documents, held_out, measure, tmp_path):
     # Two files of a glob, in their order; another column, and all documents
     write_documents(tmp_path / "1.jsonl", documents[:20], "words")
     write_documents(tmp_path / "2.jsonl", documents[20:], "words")
-    assert measure(final, f"{tmp_path}/?.jsonl") == expected
-    assert measure(final, f"{tmp_path}/?.jsonl", "--eval-documents", 999)[1] == 40
+    words = [f"{tmp_path}/?.jsonl", "--text-column", "words"]
+    assert measure(final, *words) == expected
+    assert measure(final, *words, "--eval-documents", 999)[1] == 40
 
     # Validation, or else test, or else train
     splits = tmp_path / "splits"
@@ -163,7 +164,12 @@ MISTAKES = {
     "no dataset": (["{final}", "-d", "http://127.0.0.1:9/a.jsonl"], 1, "cannot load the dataset"),
     "broken file": (["{final}", "-d", "{tmp}/broken.jsonl"], 1, "cannot load the dataset"),
     "broken later": (["{final}", "-d", "{tmp}/later.json.gz"], 1, "cannot load the dataset"),
-    "no text": (["{final}", "-d", "{tmp}/numbers.jsonl"], 1, "no text column, only number"),
+    "no text": (["{final}", "-d", "{tmp}/numbers.jsonl"], 1, "it has no text"),
+    "no column": (
+        ["{final}", "-d", "{held_out}", "--text-column", "body"],
+        1,
+        "has no column of text named 'body': choose --text-column among text",
+    ),
     "no documents": (["{final}", "-d", "{tmp}/empty.jsonl"], 1, "no document"),
     "empty file": (["{final}", "-d", "{tmp}/nothing.jsonl"], 1, "cannot load the dataset"),
     "other splits": (["{final}", "-d", "{tmp}/splits"], 1, "other names only: dialogues"),

@@ -19,7 +19,7 @@ from conftest import (
     write_model,
 )
 from filelock import FileLock
-from runner import CHAPTER_1, CHAPTER_3, CHAPTER_7, Job, Run, free_port
+from runner import CHAPTER_1, CHAPTER_3, CHAPTER_7, CHAPTER_13, Job, Run, free_port
 from safetensors.torch import load_file, save_file
 from test_fsdp import (
     OFF,
@@ -53,8 +53,8 @@ def watch(name):
     def call(parameters, *args):
         parameters = list(parameters)
         global step
-        step += name == FIRST
-        if name == FIRST and step in SAVED:
+        step += 1
+        if step in SAVED:
             model, = models
             gradients = {n: p.grad for n, p in model.named_parameters()}
             whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients.items()}
@@ -64,8 +64,8 @@ def watch(name):
 
     setattr(torch.nn.utils, name, call)
 
-FIRST = "clip_grad_norm_"
-watch(FIRST)
+watch("clip_grad_norm_")  # chapter 1
+watch("clip_grads_with_norm_")  # the pipelines, after the norm of all stages
 
 def train(self, mode=True):
     if hasattr(self, "lm_head") and "forward" not in vars(self):
@@ -490,7 +490,7 @@ def test_refused_in_one_sentence(trainer, tmp_path, case):
     processes, flags, config, part = REFUSED[case]
     folder = write_model(tmp_path / "m", **config)
     result = trainer("-m", folder, *flags, "--max-steps", 1, processes=processes, status=1, **PP)
-    assert_one_sentence(result.run.ranks[0].output, part)
+    assert_one_sentence(result.output, part)
 
 
 def test_a_tensor_that_a_stage_lacks_is_named(trainer, tied, tmp_path):
@@ -504,3 +504,36 @@ def test_a_tensor_that_a_stage_lacks_is_named(trainer, tied, tmp_path):
     flags = ["-m", source, "--max-steps", 1, "--no-from-scratch"]
     result = trainer(*flags, status=1, processes=2, **PP)
     assert_one_sentence(result.run.ranks[0].output, name)
+
+
+# Prints the seed of each step.
+SEEDS = """
+import torch
+
+def manual_seed(seed):
+    print("\\nseed", seed)
+    return original(seed)
+
+original = torch.manual_seed
+torch.manual_seed = manual_seed
+"""
+
+
+@pytest.mark.parametrize("script", [CHAPTER_7, CHAPTER_13], ids=lambda path: path.parent.name)
+def test_dropout(trainer, tmp_path, script):
+    """Each rank draws masks of its own in each step, and a resumed run draws them again."""
+    dropout = LLAMA | {"attention_dropout": 0.3, "tie_word_embeddings": False}
+    flags = ["-m", write_model(tmp_path / "dropout", **dropout), "--max-steps", 4, "--ckpt-freq", 2]
+    flags += ["--eval-freq", 0, "--keep-checkpoints", 9]
+    flags += ["--pipeline-parallel", 2] * (script == CHAPTER_7)
+    flags += ["--pipeline-parallel", 2, "--tensor-parallel", 1] * (script == CHAPTER_13)
+    options = {"script": script, "processes": 2}
+    run = trainer(*flags, name="run", before=SEEDS, **options)
+    seeds = [re.findall(r"^seed (\d+)", rank.output, re.MULTILINE)[1:] for rank in run.run.ranks]
+    assert len({*seeds[0], *seeds[1]}) == 8  # of four steps on two ranks
+    take_over(run, trainer, "resumed", 2)
+    resumed = trainer(*flags, name="resumed", **options)
+    assert exact(resumed.records) == exact(run.records)
+    plain = write_model(tmp_path / "plain", **dropout | {"attention_dropout": 0.0})
+    without = trainer(*flags, "-m", plain, name="without", **options)
+    assert without.column("loss")[1:] != run.column("loss")[1:]

@@ -1,4 +1,7 @@
-"""The loops of docs/porting.md: on any number of processes, the losses of a loop without them."""
+"""The loops of docs/porting.md, on any number of processes.
+
+They have the losses and gradient norms of a plain loop. The norms are those before clipping.
+"""
 
 import itertools
 import re
@@ -11,7 +14,7 @@ from torch.utils.data import default_collate
 
 PAGE = (REPOSITORY / "docs" / "porting.md").read_text()
 HEAD, *LOOPS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-SMALLEST, ANY_BATCH, RESUME, FSDP, DECODER, CHECKPOINT, *SPLIT = LOOPS
+ANY_BATCH, RESUME, FSDP, DECODER, CHECKPOINT, *SPLIT = LOOPS
 TENSOR_PARALLEL, PIPELINE, CONTEXT_PARALLEL = SPLIT
 
 MODEL = """
@@ -46,49 +49,61 @@ BATCHES = """
 order = [torch.randperm(64, generator=torch.Generator().manual_seed(n)).tolist() for n in range(4)]
 batches = [epoch[i : i + SIZE] for epoch in order for i in range(0, 64, SIZE)]
 """
-PRINT = "\nif os.environ['RANK'] == '0':\n    print('losses', *losses)\n"
+PRINT = "\nif os.environ['RANK'] == '0':\n    print('results', *losses, *norms)\n"
 
 
-# AdamW does not notice gradients that are twice too large, so most loops are tested with SGD.
+# AdamW hides gradients that are twice too large in the losses, so most loops are tested with SGD.
 OPTIMIZERS = {"SGD": 0.3, "AdamW": 0.02}  # and their learning rates
 
 
-def run(folder, loop, call, processes, size=12, optimizer="SGD", model=MODEL) -> list[float]:
+def run(folder, loop, call, processes, size=12, optimizer="SGD", model=MODEL):
+    """The losses and the gradient norms of a loop of the page."""
     folder.mkdir(exist_ok=True)
     assert loop.count("torch.optim.AdamW(") == call.count("LR") == 1
     loop, call = loop.replace("AdamW", optimizer), call.replace("LR", str(OPTIMIZERS[optimizer]))
     script = folder / "mine.py"
     batches = BATCHES.replace("SIZE", str(size))
-    script.write_text(HEAD + loop + model + batches + f"losses = {call}" + PRINT)
+    script.write_text(HEAD + loop + model + batches + f"losses, norms = {call}" + PRINT)
     output = folder / f"output-{len([*folder.glob('output-*')])}.txt"
     job = Job(script, [], output, processes, cwd=folder)
     assert job.wait() == 0, job.output
-    line = next(x for x in job.ranks[0].output.splitlines() if x.startswith("losses"))
-    return [float(loss) for loss in line.split()[1:]]
+    line = next(x for x in job.ranks[0].output.splitlines() if x.startswith("results"))
+    results = [float(number) for number in line.split()[1:]]
+    steps = len(results) // 2
+    return results[:steps], results[steps:]
 
 
-def without_any_of_this(size=12, max_norm=None, optimizer="SGD"):
-    """The losses of a plain loop, and its model."""
+MAX_NORM = 0.5  # of a gradient; smaller than the norms of most steps
+
+
+def without_any_of_this(size=12, max_norm=MAX_NORM, optimizer="SGD"):
+    """The losses and gradient norms of a plain loop, and its model."""
     names = {}
     exec(MODEL + BATCHES.replace("SIZE", str(size)), names)
-    model, losses = names["model"], []
+    model, losses, norms = names["model"], [], []
     lr = OPTIMIZERS[optimizer]
     optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=lr)
     for batch in names["batches"]:
         inputs, targets = default_collate([names["dataset"][i] for i in batch])
         loss = cross_entropy(model(inputs), targets)
         loss.backward()
-        if max_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        norms.append(norm.item())
     assert min(losses) < 0.7 * losses[0]
-    return losses, model.state_dict()
+    assert sum(norm > MAX_NORM for norm in norms) > len(norms) / 4  # so the gradient is clipped
+    return (losses, norms), model.state_dict()
 
 
-def assert_same(losses, expected):
-    assert losses == pytest.approx(expected, rel=1e-4)
+def assert_same(results, expected):
+    for found, numbers in zip(results, expected, strict=True):
+        assert found == pytest.approx(numbers, rel=1e-4)
+
+
+def of_steps(results, first, last=None):
+    return tuple(numbers[first:last] for numbers in results)
 
 
 def assert_same_weights(file, expected):
@@ -98,20 +113,11 @@ def assert_same_weights(file, expected):
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
 
 
-def test_smallest_loop(tmp_path):
-    call = "train(model, dataset, global_batch=12, epochs=4, lr=LR)"
-    curves = [run(tmp_path / str(n), SMALLEST, call, n) for n in (1, 2, 3)]
-    assert len(curves[0]) == 20  # 60 of 64 samples in each epoch
-    assert min(curves[0]) < 0.6 * curves[0][0]
-    for curve in curves[1:]:
-        assert_same(curve, curves[0])
-
-
 @pytest.mark.parametrize(("size", "micro"), [(12, 12), (10, 2), (7, 3), (3, 1)])
 def test_any_batch(tmp_path, size, micro):
     """The last batch of an epoch has 4 samples or 1, which leaves some ranks without any."""
     expected, weights = without_any_of_this(size)
-    call = f"train(model, dataset, batches, micro_batch={micro}, lr=LR)"
+    call = f"train(model, dataset, batches, micro_batch={micro}, lr=LR, max_norm={MAX_NORM})"
     for processes in (1, 2, 3):
         folder = tmp_path / str(processes)
         assert_same(run(folder, ANY_BATCH, call, processes, size), expected)
@@ -120,19 +126,19 @@ def test_any_batch(tmp_path, size, micro):
 
 def test_resume(tmp_path):
     expected, _ = without_any_of_this(size=8, optimizer="AdamW")
-    first = "train(model, dataset, batches[:14], lr=LR, save_every=6)"
-    again = "train(model, dataset, batches, lr=LR, save_every=6)"
+    options = f"lr=LR, max_norm={MAX_NORM}, save_every=6"
+    first = f"train(model, dataset, batches[:14], {options})"
+    again = f"train(model, dataset, batches, {options})"
     for before, after in itertools.permutations((1, 2, 4), 2):
         folder = tmp_path / f"{before}-{after}"
         options = {"size": 8, "optimizer": "AdamW"}
-        assert_same(run(folder, RESUME, first, before, **options), expected[:14])
-        assert_same(run(folder, RESUME, again, after, **options), expected[12:])
+        assert_same(run(folder, RESUME, first, before, **options), of_steps(expected, 0, 14))
+        assert_same(run(folder, RESUME, again, after, **options), of_steps(expected, 12))
 
 
 def test_fsdp_with_a_model_of_ones_own(tmp_path):
-    expected, weights = without_any_of_this(size=16, max_norm=0.5)
-    assert expected != without_any_of_this(size=16)[0]  # so the norm is clipped
-    call = "train(Model, dataset, batches, lr=LR, max_norm=0.5)"
+    expected, weights = without_any_of_this(size=16)
+    call = f"train(Model, dataset, batches, lr=LR, max_norm={MAX_NORM})"
     for processes in (1, 2, 4):
         folder = tmp_path / str(processes)
         assert_same(run(folder, FSDP, call, processes, size=16), expected)
@@ -152,39 +158,38 @@ dataset[:, 1::2] = dataset[:, ::2][:, :6]  # so that there is something to learn
 LOOPS_OF_A_DECODER = {
     "tensor": (TENSOR_PARALLEL, ""),
     "pipeline": (PIPELINE, "micro_batch=2, "),
-    "context": (CONTEXT_PARALLEL, ""),
+    "context": (CONTEXT_PARALLEL, "micro_batch=3, "),
 }
 every_split = pytest.mark.parametrize("name", LOOPS_OF_A_DECODER)
 
 
-def alone(optimizer="SGD", max_norm=0.5, steps=16) -> list[float]:
-    """The losses of the decoder in one process, without any of this."""
+def alone(optimizer="SGD", max_norm=MAX_NORM, steps=16):
+    """The losses and gradient norms of the decoder in one process, without any of this."""
     names = {}
     exec(HEAD + TEXT + BATCHES.replace("SIZE", "8"), names)
-    model, losses = names["model"], []
+    model, losses, norms = names["model"], [], []
     optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=OPTIMIZERS[optimizer])
     for batch in names["batches"][:steps]:
         tokens = names["dataset"][batch]
         logits = model(tokens[:, :-1], torch.arange(12))
         loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+        norms.append(norm.item())
+    return losses, norms
 
 
-def run_split(
-    folder, name, processes, steps=16, save_every=99, optimizer="SGD", damage=("", "")
-) -> list[float]:
+def run_split(folder, name, processes, steps=16, save_every=99, optimizer="SGD", damage=("", "")):
     loop, more = LOOPS_OF_A_DECODER[name]
     old, new = damage
     model = TEXT
     if old:
         assert (loop + model).count(old) == 1
         loop, model = loop.replace(old, new), model.replace(old, new)
-    call = f"train(model, dataset, batches[:{steps}], {more}lr=LR, max_norm=0.5, "
+    call = f"train(model, dataset, batches[:{steps}], {more}lr=LR, max_norm={MAX_NORM}, "
     call += f"save_every={save_every})"
     options = {"size": 8, "optimizer": optimizer, "model": model}
     return run(folder, CHECKPOINT + loop, call, processes, **options)
@@ -193,8 +198,9 @@ def run_split(
 @every_split
 def test_split_decoder(tmp_path, name):
     expected = alone()
-    assert expected[-1] < 0.9 * expected[0]
-    assert expected != alone(max_norm=99)  # so the norm is clipped
+    losses, norms = expected
+    assert losses[-1] < 0.9 * losses[0]
+    assert max(norms) > MAX_NORM  # so the gradient is clipped
     for processes in (1, 2, 4) if name == "pipeline" else (1, 2, 3):
         assert_same(run_split(tmp_path / str(processes), name, processes), expected)
 
@@ -207,8 +213,8 @@ def test_split_decoder_resumes(tmp_path, name):
     for before, after in itertools.permutations((1, 2, 4), 2):
         folder = tmp_path / f"{before}-{after}"
         options = {"save_every": 6, "optimizer": "AdamW"}
-        assert_same(run_split(folder, name, before, steps=9, **options), expected[:9])
-        assert_same(run_split(folder, name, after, **options), expected[6:])
+        assert_same(run_split(folder, name, before, steps=9, **options), of_steps(expected, 0, 9))
+        assert_same(run_split(folder, name, after, **options), of_steps(expected, 6))
 
 
 TIE = "    model.head.weight = model.embed.weight  # tie them again\n"
@@ -216,7 +222,7 @@ REDUCE = "            dist.reduce(tied.grad, dst=0, group=ends)\n"
 DAMAGES = {
     "smaller heads": ("tensor", "-1, self.size", "12, -1"),
     "two embeddings": ("tensor", TIE, ""),
-    "the mean of each rank": ("context", "/ targets.numel()", "/ mine[2].numel()"),
+    "the mean of each rank": ("context", "loss = loss / labels", "loss = loss / mine[2].numel()"),
     "positions from 0": ("context", "mine[1])", "mine[1] % 6)"),
     "no exchange": ("context", "layer.attention.attend = attend", "pass"),
     "gradients divided twice": ("pipeline", "scale_grads=False", "scale_grads=True"),
@@ -233,10 +239,23 @@ DAMAGES = {
 @pytest.mark.rest
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_what_goes_silently_wrong(tmp_path, damage):
-    """Other losses, without any error."""
+    """Other losses and norms, without any error."""
     name, *change = DAMAGES[damage]
-    losses, expected = run_split(tmp_path, name, 2, damage=change), alone()
-    assert losses[-1] != pytest.approx(expected[-1], rel=1e-3)
+    losses, norms = run_split(tmp_path, name, 2, damage=change)
+    expected = alone()
+    assert losses[-1] != pytest.approx(expected[0][-1], rel=1e-3)
+    assert norms != pytest.approx(expected[1], rel=1e-3)
+
+
+@pytest.mark.rest
+def test_only_the_norm_shows_gradients_of_a_wrong_size(tmp_path):
+    """With AdamW and clipping, as the page says. On two ranks, every gradient is halved."""
+    damage = ["(loss * world_size).backward()", "loss.backward()"]
+    found = run_split(tmp_path, "context", 2, optimizer="AdamW", damage=damage, steps=4)
+    losses, norms = alone("AdamW", steps=4)
+    print(found, losses, norms)
+    assert found[0] == pytest.approx(losses, rel=1e-4)
+    assert found[1][0] == pytest.approx(norms[0] / 2, rel=1e-4)
 
 
 @pytest.mark.rest

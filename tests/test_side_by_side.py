@@ -215,8 +215,8 @@ def test_other_files(tmp_path):
     assert "<nav" not in page  # no markers
     mine.write_text("def broken(:\n")
     for arguments, status, part in [
-        ([CHAPTER_1], 2, "from two to 14 files"),
-        ([CHAPTER_1] * 15, 2, "from two to 14 files"),
+        ([CHAPTER_1], 2, "from two to 16 files"),
+        ([CHAPTER_1] * 17, 2, "from two to 16 files"),
         ([CHAPTER_1, tmp_path / "nothing.py"], 1, "nothing.py"),
         ([CHAPTER_1, mine], 1, "mine.py"),
         (["-o", tmp_path / "no" / "folder.html"], 1, "cannot write"),
@@ -330,6 +330,21 @@ def test_columns_are_aligned_and_scroll_together(open_page):
     page.keyboard.press("f")
     assert len(assert_aligned(page)[0]) > len(lines[0])
     assert len(assert_aligned(page)[0]) == len(ROWS)
+
+
+@pytest.mark.rest
+@in_browser
+def test_a_cut_line_is_shown_under_the_mouse(open_page):
+    page = open_page()
+    page.keyboard.press("f")
+    titles = {}
+    for name, words in (("long", "# Several small passes need less memory"), ("short", "def main")):
+        line = page.locator(".column:not([hidden]) .line:not([hidden])", has_text=words).first
+        line.scroll_into_view_if_needed()
+        line.hover(position={"x": 100, "y": 9})
+        titles[name] = (line.get_attribute("title"), line.text_content().strip())
+    assert titles["long"][0] == titles["long"][1]
+    assert titles["short"][0] == ""
 
 
 @pytest.mark.rest
@@ -654,9 +669,9 @@ def test_tree_on_a_narrow_screen(open_page, future_page):
 
 @pytest.mark.rest
 @in_browser
-def test_fourteen_files(open_page, tmp_path):
+def test_sixteen_files(open_page, tmp_path):
     """Each has a colour of its own, and the first ten have keys."""
-    files = [tmp_path / f"file-{number}.py" for number in range(1, 15)]
+    files = [tmp_path / f"file-{number}.py" for number in range(1, 17)]
     for number, file in enumerate(files):
         file.write_text("first = 0\n" + "".join(f"x = {i}\n" for i in range(number + 1)))
     file = tmp_path / "page.html"
@@ -668,17 +683,17 @@ def test_fourteen_files(open_page, tmp_path):
     ]
     hue = "(all) => all.map((x) => getComputedStyle(x).getPropertyValue('--hue'))"
     hues = page.eval_on_selector_all(".chapter", hue)
-    assert len({*hues} - {""}) == 13
+    assert len({*hues} - {""}) == 15
     for key in "230":  # two files leave, and the tenth comes
         page.keyboard.press(key)
     numbers = "(all) => all.map((x) => Number(x.dataset.column))"
     assert page.eval_on_selector_all(".column:not([hidden])", numbers) == [0, 9]
     assert page.inner_text("#status") == "1 change"
-    page.click(".chapter >> nth=13")
-    assert page.eval_on_selector_all(".column:not([hidden])", numbers) == [0, 9, 13]
-    assert page.evaluate("[...shown]") == [0, 9, 13]
+    page.click(".chapter >> nth=15")
+    assert page.eval_on_selector_all(".column:not([hidden])", numbers) == [0, 9, 15]
+    assert page.evaluate("[...shown]") == [0, 9, 15]
     page.click(".chapter >> nth=1")  # in the place of the first one
-    assert page.evaluate("[...shown]") == [1, 9, 13]
+    assert page.evaluate("[...shown]") == [1, 9, 15]
 
 
 @pytest.mark.rest

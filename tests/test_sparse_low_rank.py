@@ -15,6 +15,7 @@ import torch
 from conftest import (
     Trainer,
     assert_one_sentence,
+    assert_opens,
     assert_same_losses,
     assert_same_model,
     damaged,
@@ -85,6 +86,7 @@ def test_one_device_two_devices_and_a_resume(sparse, tmp_path):
     script = merged_with_chapter_2(tmp_path)
     two = sparse(*flags, name="two", script=script, processes=2)
     assert_same_losses(one, two, logged_steps=6)
+    assert_opens(one, reference=two)
     refused = sparse(*flags, "--density", 0, status=2)
     assert_one_sentence(refused.output, "must be a number, 0.001 or larger and below 0.5, not 0")
 
@@ -134,7 +136,7 @@ CONFIGS = {
 }
 TOKENS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
 ARGS = {"model_name": "a model", "rank": RANK, "density": DENSITY, "alpha": ALPHA, "seed": 0}
-ARGS |= {"dtype": "fp32", "activation_checkpointing": False, "compile": False}
+ARGS |= {"attention": None, "dtype": "fp32", "activation_checkpointing": False, "compile": False}
 
 
 def config_of(family: str):
@@ -527,7 +529,7 @@ def test_another_model_or_a_damaged_file_is_refused(sparse, origin, tmp_path):
 def test_chapter_1_and_this_chapter_refuse_each_other(sparse, trainer, origin):
     take_over(origin, trainer, "run", 2)
     result = trainer(*FLAGS, script=CHAPTER_1, status=1)
-    assert_one_sentence(result.output, "--rank was 4 in this run: keep it or take another -e")
+    assert_one_sentence(result.output, "step-00000002 is from another chapter")
     dense = trainer(*FLAGS, script=CHAPTER_1, name="dense")
     take_over(dense, sparse, "dense", 4)
     result = sparse(*FLAGS, name="dense", status=1)
@@ -569,8 +571,8 @@ def test_tools_refuse_step_folders(origin, dataset, tmp_path):
 REFUSED = {
     "density 0": (2, ["--density", 0], "must be a number, 0.001 or larger and below 0.5, not 0"),
     "density 0.5": (2, ["--density", 0.5], "must be a number, 0.001 or larger and below 0.5"),
-    "alpha 0": (2, ["--alpha", 0], "must be a number, 0.001 or larger, not 0"),
-    "rank 0": (2, ["--rank", 0], "must be a number, 1 or larger, not 0"),
+    "alpha 0": (2, ["--alpha", 0], "must be a number, 0.001 or larger and below inf, not 0"),
+    "rank 0": (2, ["--rank", 0], "must be a number, 1 or larger and below inf, not 0"),
     "a high rank": (1, ["--rank", 64], "would become smaller: lower --rank or --density"),
     "pretrained weights": (2, ["--from-scratch"], "unrecognized arguments: --from-scratch"),
 }

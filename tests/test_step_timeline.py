@@ -17,7 +17,7 @@ tool = load(TOOL)
 
 
 @pytest.mark.rest
-def test_a_step_of_chapter_2(tmp_path):
+def test_a_step_of_chapter_2(tmp_path, capsys):
     """One run through torchrun: PNG, SVG, collectives, phases and clocks."""
 
     def run(command, **_):
@@ -36,6 +36,10 @@ def test_a_step_of_chapter_2(tmp_path):
         patch.setattr(tool, "read_steps", lambda e: (seen.append(e), read_steps(e))[1])
         patch.setattr(tool, "draw", lambda *given: (steps.append(given), draw(*given))[1])
         tool.main()
+    assert (
+        f"{tool.hidden_share(steps[0][1]):.0%} of the time of communication"
+        in capsys.readouterr().out
+    )
     ((title, ranks),) = steps
     assert title == "02-ddp on 2 CPU processes: optimizer step 3"
     check_collectives(ranks, seen)
@@ -125,6 +129,8 @@ def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
         ("gloo:all_reduce", 122, 123, 2),
     ]
     (step,) = tool.read_steps(events)
+    # The rank communicates from 45 to 55 and from 80 to 85, and computes from 51 to 55.
+    assert tool.hidden_share([step]) == 4 / 15
     assert step == {
         "begin": 10,
         "end": 110,
@@ -137,6 +143,26 @@ def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
         ],
     }
     assert tool.rows(step["communicating"]) == [0, 1, 0]
+
+
+def test_how_much_of_the_communication_is_hidden():
+    """Times that overlap count once, and what ends after the step is cut."""
+
+    def rank(communicating, computing):
+        lanes = {"communicating": communicating, "computing": computing}
+        lanes = {lane: [("x", *span) for span in spans] for lane, spans in lanes.items()}
+        return {"begin": 10, "end": 100} | lanes
+
+    behind = rank([(20, 40)], [(10, 20), (40, 100)])
+    inside = rank([(20, 40)], [(10, 100)])
+    assert tool.hidden_share([behind]) == 0
+    assert tool.hidden_share([inside]) == 1
+    assert tool.hidden_share([behind, inside]) == 0.5
+    two_at_once = rank([(20, 40), (30, 60), (25, 35)], [(35, 45), (55, 57)])
+    assert tool.hidden_share([two_at_once]) == 12 / 40
+    late = rank([(90, 130)], [(90, 95)])
+    assert tool.hidden_share([late]) == 0.5
+    assert tool.hidden_share([rank([], [(10, 20)])]) is None
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_each_chapter_has_a_quick_job():
     others = {"04-streaming", "09-hf-trainer", "10-mds-shards"}  # tests of their own
     # Files with a quick test of training, evaluation and resume
     own = {"11-context-parallel", "12-expert-parallel", "13-3d-parallel", "14-sparse-low-rank"}
+    own |= {"15-local-steps"}
     chapters = {path.name for path in REPOSITORY.glob("[0-9][0-9]-*")}
     assert chapters == {"01-single-gpu", *CHAPTERS, *others, *own}
     for chapter in own:

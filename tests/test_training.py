@@ -3,15 +3,27 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import LLAMA, assert_one_sentence, take_over, write_model
-from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Run
+from runner import (
+    CHAPTER_1,
+    CHAPTER_2,
+    CHAPTER_12,
+    CHAPTERS_BY_NUMBER,
+    REPOSITORY,
+    Job,
+    Run,
+    load,
+)
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -99,6 +111,11 @@ def test_a_run_from_start_to_end(trainer, model):
     assert [r["step"] for r in more.records[len(before) :]] == [61, 62, 62]
 
 
+@pytest.fixture(scope="module")
+def chapter_12():
+    return load(CHAPTER_12)
+
+
 # Config, and the parameters that a token uses, counted by hand
 SMALL = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
 SMALL |= {"num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 10}
@@ -107,6 +124,24 @@ MLP = 3 * 8 * 10
 USED = {
     "llama, tied": ({"tie_word_embeddings": True}, 3 * (LAYER + MLP) + 8 + 100 * 8),
     "llama": ({"tie_word_embeddings": False}, 3 * (LAYER + MLP) + 8 + 100 * 8),
+    # positions are looked up; biases; the head is tied
+    "gpt2": ({}, 3 * (12 * 8 * 8 + 9 * 8 + 4 * 8) + 2 * 8 + 100 * 8),
+}
+
+
+@pytest.mark.parametrize("case", USED)
+def test_operations_per_token(chapter_1, case):
+    """Chapter 12 also counts mixtures, and has tests of them."""
+    options, used = USED[case]
+    family = case.split(",")[0]
+    shape = SMALL
+    if family == "gpt2":
+        shape = {"n_embd": 8, "n_layer": 3, "n_head": 2, "vocab_size": 100}
+    config = AutoConfig.for_model(family, **shape, **options)
+    assert chapter_1.flops_per_token(config, 16) == 6 * used + 12 * 3 * 8 * 16
+
+
+MIXTURES = {
     "mixtral": (
         {"num_local_experts": 5, "num_experts_per_tok": 2},
         3 * (LAYER + 5 * 8 + 2 * MLP) + 8 + 100 * 8,
@@ -115,20 +150,15 @@ USED = {
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10},
         3 * (LAYER + 2 * 4 + 6 * 8 + 2 * MLP) + 8 + 100 * 8,
     ),
-    # positions are looked up; biases; the head is tied
-    "gpt2": ({}, 3 * (12 * 8 * 8 + 9 * 8 + 4 * 8) + 2 * 8 + 100 * 8),
 }
 
 
-@pytest.mark.parametrize("case", USED)
-def test_operations_per_token(chapter_1, case):
-    options, used = USED[case]
-    family = case.split(",")[0]
-    shape = SMALL
-    if family == "gpt2":
-        shape = {"n_embd": 8, "n_layer": 3, "n_head": 2, "vocab_size": 100}
-    config = AutoConfig.for_model(family, **shape, **options)
-    assert chapter_1.flops_per_token(config, 16) == 6 * used + 12 * 3 * 8 * 16
+@pytest.mark.parametrize("family", MIXTURES)
+def test_operations_per_token_of_a_mixture(chapter_1, chapter_12, family):
+    options, used = MIXTURES[family]
+    config = AutoConfig.for_model(family, **SMALL, **options)
+    assert chapter_12.flops_per_token(config, 16) == 6 * used + 12 * 3 * 8 * 16
+    assert chapter_1.flops_per_token(config, 16) == 0  # unknown, so the metric is left out
 
 
 @pytest.mark.rest
@@ -183,6 +213,21 @@ def test_activation_checkpointing_and_bf16(trainer):
     weights = torch.load(bf16.folder / "step-00000010" / "training_state.pt", weights_only=True)
     moments = weights["optimizer"]["state"].values()
     assert {m["exp_avg"].dtype for m in moments} == {torch.float32}
+
+
+def test_only_matrices_decay(chapter_1):
+    """Without gradients, only the decay changes weights."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    torch.nn.init.ones_(model[0].bias)
+    groups = chapter_1.parameter_groups(model, SimpleNamespace(weight_decay=0.5))
+    optimizer = torch.optim.AdamW(groups, lr=0.1)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        expected = before[name] * (0.95 if name == "0.weight" else 1)
+        torch.testing.assert_close(parameter.data, expected)
 
 
 def test_clipping_decay_and_schedule(trainer):
@@ -322,3 +367,104 @@ def test_threads_do_not_spin(tmp_path):
         done = subprocess.run(command, env=environment | value, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"spins {expected}\n"
+
+
+# -- Waits for the device --------------------------------------------------------------------------
+
+# Prints how often Python has read a number from a tensor since the last optimizer step.
+COUNT_READS = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class CountReads(TorchDispatchMode):
+    reads = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.reads += op is torch.ops.aten._local_scalar_dense.default
+        return op(*args, **(kwargs or {}))
+
+def step(self, *args, **options):
+    print("\\nreads", counter.reads)
+    counter.reads = 0
+    return original(self, *args, **options)
+
+original = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+counter = CountReads()
+counter.__enter__()
+"""
+# From chapter 2 on, the ranks exchange a stop flag. It is on the CPU, so no rank waits for a GPU.
+READS = {"01": 0, "14": 0} | dict.fromkeys(["02", "03", "05", "06", "07", "08", "11", "13"], 1)
+READS_FLAGS = {"07": ["-b", 2], "13": ["--pipeline-parallel", 1, "-b", 2]}
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=[pytest.mark.rest] * (n > "02")) for n in sorted(READS)]
+)
+def test_no_number_is_read_between_logged_steps(trainer, number):
+    flags = [*trainer.defaults("run"), "--max-steps", 5, "--log-freq", 100, "--eval-freq", 0]
+    flags += READS_FLAGS.get(number, [])
+    if number == "14":
+        flags.remove("--from-scratch")
+        flags += ["--rank", 4]
+    output = trainer.folder / "output.txt"
+    options = {"before": COUNT_READS, "env": {"COMET_AUTO_LOG_DISABLE": "true"}}
+    processes = 2 if READS[number] else 1
+    kind = partial(Job, processes=2) if processes == 2 else Run
+    run = kind(CHAPTERS_BY_NUMBER[number], flags, output, **options)
+    assert run.wait() == 0, run.output
+    first = run.ranks[0] if processes == 2 else run
+    reads = [int(count) for count in re.findall(r"^reads (\d+)", first.output, re.MULTILINE)]
+    assert reads[1:] == [READS[number]] * 4
+
+
+# -- Attention -------------------------------------------------------------------------------------
+
+
+def test_attention(trainer):
+    """A named implementation is used, or refused in a sentence."""
+    flags = ["--max-steps", 2, "--eval-freq", 0]
+    eager = trainer(*flags, "--attention", "eager", name="eager")
+    assert "Attention eager, compute precision fp32" in eager.output
+    sdpa = trainer(*flags, "--attention", "sdpa", name="sdpa")
+    assert sdpa.column("loss") == pytest.approx(eager.column("loss"), rel=1e-5)
+    for name in ("flash_attention_2", "quadratic"):
+        result = trainer(*flags, "--attention", name, name=name, status=1)
+        assert_one_sentence(result.output, f"--attention {name} does not work here: try sdpa")
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("supports", [True, False])
+def test_default_attention_on_a_gpu_with_flash_attention(chapter_1, monkeypatch, supports):
+    """The default asks the model, which is built on the meta device in place of a GPU."""
+    config = AutoConfig.for_model(**LLAMA)
+    chosen = []
+
+    def set_attn_implementation(model, name):
+        chosen.append(name)
+        model.config._attn_implementation_internal = name
+
+    monkeypatch.setattr(chapter_1, "is_flash_attn_2_available", lambda: True)
+    model_class = type(AutoModelForCausalLM.from_config(config))
+    monkeypatch.setattr(model_class, "_supports_flash_attn", supports)
+    monkeypatch.setattr(model_class, "set_attn_implementation", set_attn_implementation)
+    monkeypatch.setattr(model_class, "to_empty", lambda self, device: self)
+    monkeypatch.setattr(model_class, "to", lambda self, device: self)
+    monkeypatch.setattr(model_class, "init_weights", lambda self: None)
+    monkeypatch.setattr(sys, "argv", ["train-llm.py", "--from-scratch", "--dtype", "bf16"])
+    args = chapter_1.parse_args()
+    args.compile = False
+    model = chapter_1.build_model(args, config, torch.device("cuda"), None)
+    assert chosen == ["flash_attention_2"] * supports
+    assert model.config._attn_implementation == ("flash_attention_2" if supports else "sdpa")
+
+
+def test_what_a_run_without_a_name_says(trainer):
+    run = trainer.start("--max-steps", 1, "--eval-freq", 0)
+    assert run.wait() == 0
+    flags = [*trainer.defaults("x")[2:], "--max-steps", 1, "--eval-freq", 0]
+    unnamed = Run(CHAPTER_1, flags, trainer.folder / "unnamed")
+    assert unnamed.wait() == 0
+    for sentence in ("Without -e, this run saves no model", "Nothing was saved: -e gives"):
+        assert sentence in unnamed.output
+        assert sentence not in run.output

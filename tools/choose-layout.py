@@ -43,17 +43,19 @@ class Layout:
     shards: int = 1  # ranks between which FSDP divides the weights, or this rank's part of them
     exchange: str = "heads"  # of chapter 11
     schedule: str = "1f1b"  # of chapters 7 and 13
+    stages: int = 1  # of a rank
     samples: int = 1  # of a micro-batch of a group
     micro_batches: int = 1  # of a group, in a step
     checkpointing: bool = False
+    reshard: bool = True  # False: --no-reshard-after-forward
 
     def name(self) -> str:
         names = {1: "one device", 2: "DDP", 3: "FSDP", 5: "HSDP"}
         sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "dp": self.dp}
         groups = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
         if self.schedule == "interleaved":
-            groups += ", interleaved"
-        return names.get(self.chapter, groups)
+            groups += f", interleaved × {self.stages}"
+        return names.get(self.chapter, groups) + ("" if self.reshard else ", no reshard")
 
 
 @dataclass
@@ -113,7 +115,7 @@ def shapes(model, devices: int, per_node: int, args) -> list[Layout]:
 
 
 def variants(shape: Layout, layers: int, global_batch: int) -> list[Layout]:
-    """This shape with all sizes of micro-batches, with and without checkpointing, and schedules."""
+    """This shape with all sizes of micro-batches, with and without checkpointing, and so on."""
     if global_batch % shape.dp:
         return []
     samples_of_group = global_batch // shape.dp
@@ -123,9 +125,12 @@ def variants(shape: Layout, layers: int, global_batch: int) -> list[Layout]:
         if samples_of_group % samples == 0 and count >= shape.pp:
             layout = replace(shape, samples=samples, micro_batches=count)
             found.append(layout)
-            rounds_are_full = count % shape.pp == 0 and count >= 2 * shape.pp
-            if shape.pp > 1 and layers >= 2 * shape.pp and rounds_are_full:
-                found.append(replace(layout, schedule="interleaved"))
+            found += [replace(layout, reshard=False)] * (layout.pp == 1 and layout.shards > 1)
+            # PyTorch would gather the weights of more stages again and again.
+            for stages in range(2, scaling.PREFETCHED + 1):
+                rounds_are_full = count % shape.pp == 0 and count >= stages * shape.pp
+                if shape.pp > 1 and layers >= stages * shape.pp and rounds_are_full:
+                    found.append(replace(layout, schedule="interleaved", stages=stages))
     return [replace(layout, checkpointing=c) for c in (False, True) for layout in found]
 
 
@@ -135,8 +140,16 @@ def variants(shape: Layout, layers: int, global_batch: int) -> list[Layout]:
 LOGIT, SPLIT_LOGIT = 4.25, 10.5
 
 
+PARTS = ["weights and AdamW", "gradients", "copies of weights", "activations", "logits and loss"]
+
+
 def memory(model, layout: Layout, args, offload: bool = False) -> float:
-    """Bytes of the fullest device at its fullest moment, by rules of thumb.
+    """Bytes of the fullest device at its fullest moment, by rules of thumb."""
+    return sum(memory_parts(model, layout, args, offload))
+
+
+def memory_parts(model, layout: Layout, args, offload: bool = False) -> list[float]:
+    """These bytes, for each of `PARTS`.
 
     With AdamW and fp32 weights, a parameter has 4 bytes for its weight, 8 for moments, 4 for the
     gradient and 2 for a copy in bf16. FSDP divides all but the copies by the shards. `offload` is
@@ -152,24 +165,31 @@ def memory(model, layout: Layout, args, offload: bool = False) -> float:
     vocabulary = model.root / hidden / (1 if model.tied else 2)
     logits = (SPLIT_LOGIT if t > 1 else LOGIT) * tokens * vocabulary / t
     if layout.pp > 1:
-        return max(stages(model, layout, kept, again, logits, 2 * tokens * hidden / t))
+        return max(stages(model, layout, kept, again, logits, 2 * tokens * hidden / t), key=sum)
 
     layer = (model.layer - model.experts * (1 - 1 / layout.ep)) / t
     root = model.root / t
-    if layout.chapter in (1, 2):
-        state = 18 * model.parameters  # the gradients stay from step to step
-        return state + model.layers * kept + max(logits, again)
-    sharded = 0.0 if offload else (model.layers * layer + root) / n
+    activations = model.layers * kept
+    if layout.chapter in (1, 2):  # the gradients stay from step to step
+        state = [12 * model.parameters, 4 * model.parameters, 2 * model.parameters]
+        at_loss, at_backward = [activations, logits], [activations + again, 0.0]
+        return state + max(at_loss, at_backward, key=sum)
+    whole = model.layers * layer + root
+    sharded = 0.0 if offload else whole / n
     if layout.ep > 1:  # the rows of a table share the experts, and the columns shard them
         sharded = model.parameters / n
     accumulated = 4 * sharded if layout.micro_batches > 1 else 0.0
-    moments = {
-        "loss": 2 * root + logits,
-        # Two layers are gathered. Gradients of a layer are in a buffer in fp32, too.
-        "last layer, backward": 2 * (root + 2 * layer) + 6 * layer + again,
-    }
-    peak = 12 * sharded + accumulated + model.layers * kept + max(moments.values())
-    return max(peak, 16 * sharded + 6 * root)
+    at_loss, at_backward = root, root + 2 * layer  # two layers are gathered
+    if not layout.reshard:
+        at_loss = at_backward = whole
+        accumulated = 4 * whole if layout.micro_batches > 1 else 0.0
+    moments = [
+        [12 * sharded, accumulated, 2 * at_loss, activations, logits],
+        # Gradients of a layer are in a buffer in fp32, too.
+        [12 * sharded, accumulated + 6 * layer, 2 * at_backward, activations + again, 0.0],
+        [12 * sharded, 4 * sharded + 4 * root, 2 * root, 0.0, 0.0],  # the update
+    ]
+    return max(moments, key=sum)
 
 
 def layer_bytes(model, layout: Layout) -> float:
@@ -189,34 +209,36 @@ def layer_bytes(model, layout: Layout) -> float:
 def layers_of_ranks(model, layout: Layout) -> list[int]:
     """Layers of each rank of a pipeline: embeddings and head count as a layer each."""
     p = layout.pp
-    count = p * (2 if layout.schedule == "interleaved" else 1)
+    count = p * layout.stages
     cuts = [round(n * (model.layers + 2) / count) for n in range(count + 1)]
     sizes = [after - before for before, after in pairwise(cuts)]
     sizes[0], sizes[-1] = sizes[0] - 1, sizes[-1] - 1
     return [sum(sizes[rank::p]) for rank in range(p)]
 
 
-def stages(model, layout: Layout, kept, again, logits, message: float) -> list[float]:
-    """Bytes of a device of each rank of a pipeline.
+def stages(model, layout: Layout, kept, again, logits, message: float) -> list[list[float]]:
+    """Bytes of a device of each rank of a pipeline, for each of `PARTS`.
 
     For each micro-batch, PyTorch has buffers of its own for what the neighbours of a stage send.
     """
     p, t = layout.pp, layout.tp
-    count = p * (2 if layout.schedule == "interleaved" else 1)
-    per_parameter = 6 + 12 / layout.shards  # whole copies and gradients, sharded weights, moments
+    count = p * layout.stages
     end = model.root / (1 if model.tied else 2)
     found = []
     for rank, layers in enumerate(layers_of_ranks(model, layout)):
         is_last = rank == p - 1
-        parameters = layers * model.layer + end * ((rank == 0) + is_last)
+        parameters = (layers * model.layer + end * ((rank == 0) + is_last)) / t
         in_flight = min(p - rank, layout.micro_batches)
-        if layout.schedule == "interleaved":  # passes of half of the layers
-            in_flight = (2 * (p - 1 - rank) + p + 1) / 2
-        activations = in_flight * layers * kept + max(again, logits * is_last)
-        scattered = 6 * model.layer / t
+        if layout.stages > 1:  # passes of a part of the layers
+            ahead = (layout.stages - 1) * p + 2 * (p - 1 - rank) + 1
+            in_flight = min(ahead / layout.stages, layout.micro_batches)
         neighbours = sum((n > 0) + (n < count - 1) for n in range(rank, count, p))
-        received = layout.micro_batches * neighbours * message
-        found.append(per_parameter * parameters / t + activations + scattered + received)
+        activations = in_flight * layers * kept + layout.micro_batches * neighbours * message
+        at_loss = logits if is_last and logits > again else 0.0
+        # Whole gradients, and the buffers of the layer that is scattered
+        gradients = 4 * parameters + 6 * model.layer / t
+        parts = [12 * parameters / layout.shards, gradients, 2 * parameters]
+        found.append([*parts, activations + again * (not at_loss), at_loss])
     return found
 
 
@@ -237,6 +259,7 @@ def settings(layout: Layout, args) -> argparse.Namespace:
     changed.tensor_parallel, changed.pipeline_parallel = layout.tp, layout.pp
     changed.context_parallel, changed.expert_parallel = layout.cp, layout.ep
     changed.exchange, changed.schedule = layout.exchange, layout.schedule
+    changed.stages_per_rank, changed.reshard_after_forward = layout.stages, layout.reshard
     changed.batch_size = layout.samples / layout.tp
     changed.gradient_accumulation_steps = layout.micro_batches / (layout.pp * layout.cp)
     return changed
@@ -246,9 +269,10 @@ def assess(model, layout: Layout, nodes: int, cluster, args) -> Choice:
     """Memory and times of a layout."""
     flags = settings(layout, args)
     e = scaling.estimate(layout.method, model, nodes, cluster, flags)
-    layer, root = scaling.compute_times(model, cluster, flags)
-    useful = 3 * flags.gradient_accumulation_steps * (model.layers * layer + root)
-    head = root if model.tied else root / 2
+    layer, backward, root = scaling.compute_times(model, cluster, flags)
+    of_micro_batch = model.layers * (layer + backward) + 3 * root
+    useful = flags.gradient_accumulation_steps * of_micro_batch
+    layer, head = layer + backward, 3 * (root if model.tied else root / 2)
     step = e.step + (longest_stage(model, layout, layer, head) - 1) * e.compute
     outside = e.over_link(cluster.devices) / cluster.devices
     return Choice(
@@ -317,6 +341,7 @@ def flags_of(layout: Layout, devices: int, args) -> argparse.Namespace:
     flags = ["-m", args.model_name, "-s", args.seq_length, "-b", layout.samples]
     flags += ["--gradient-accumulation-steps", layout.micro_batches, "--devices", devices]
     flags += ["--dtype", args.dtype, *technique(layout)]
+    flags = [flag for flag in flags if flag != "--no-reshard-after-forward"]
     return importlib.import_module("estimate-memory").parse_args([*map(str, flags)])
 
 
@@ -337,6 +362,8 @@ def trace(choice: Choice, devices: int, args, offload: bool = False) -> None:
     tool = importlib.import_module("estimate-memory")
     layout, choice.problem = choice.layout, ""
     method = tool.METHODS["offload" if offload else NAMES[layout.chapter]]
+    if not layout.reshard:
+        method = replace(method, name="no reshard")
     traces = tool.Traces(scaling.load_config(args.model_name), flags_of(layout, devices, args))
     _, moments = tool.step(traces, method, devices, layout.samples)
     choice.traced = tool.peak(moments)
@@ -382,13 +409,15 @@ def technique(layout: Layout) -> list:
         if size > 1:
             flags += [f"--{name}-parallel", size]
     if layout.schedule == "interleaved":
-        flags += ["--schedule", "interleaved"]
+        flags += ["--schedule", "interleaved", "--stages-per-rank", layout.stages]
     if layout.chapter == 11:
         flags += ["--context-parallel", layout.cp, "--exchange", layout.exchange]
     if layout.chapter == 12:
         flags += ["--expert-parallel", layout.ep]
     if layout.checkpointing:
         flags += ["--activation-checkpointing"]
+    if not layout.reshard:
+        flags += ["--no-reshard-after-forward"]
     return flags
 
 

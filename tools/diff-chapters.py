@@ -2,10 +2,12 @@
 
     python tools/diff-chapters.py
 
+It does the same for the scripts of `in-short/`, and shows their diffs in the README of this folder.
 The tests compare these files with the chapters, so that no change goes unseen.
 """
 
 import difflib
+import re
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -24,6 +26,17 @@ CONTINUES = {
     "12-expert-parallel": "03-fsdp",
     "13-3d-parallel": "07-pipeline-parallel",
     "14-sparse-low-rank": "01-single-gpu",
+    "15-local-steps": "05-multi-node",
+}
+# The same for the scripts of in-short/. Only single.py continues none.
+SHORT = {
+    "ddp": "single",
+    "fsdp": "ddp",
+    "tensor_parallel": "single",
+    "pipeline": "single",
+    "context_parallel": "fsdp",
+    "expert_parallel": "fsdp",
+    "local_steps": "ddp",
 }
 
 
@@ -42,6 +55,12 @@ def pairs() -> list[tuple[Path, Path]]:
     ]
 
 
+def short_scripts() -> list[Path]:
+    """Each script of in-short/ comes after the one that it continues."""
+    scripts = [REPOSITORY / "in-short" / f"{name}.py" for name in ("single", *SHORT)]
+    return [script for script in scripts if script.exists()]
+
+
 def unified_diff(before: Path, after: Path) -> str:
     """As `diff -u` has it: three unchanged lines around every change."""
     names = (str(path.relative_to(REPOSITORY)) for path in (before, after))
@@ -49,8 +68,38 @@ def unified_diff(before: Path, after: Path) -> str:
     return "".join(difflib.unified_diff(*texts, *names))
 
 
-if __name__ == "__main__":
+def with_diffs(page: str) -> str:
+    """The README of in-short/, with new diffs. A diff begins below the imports."""
+
+    def code(name: str) -> list[str]:
+        text = (REPOSITORY / "in-short" / f"{name}.py").read_text()
+        return text[text.index("\nSTEPS = ") :].splitlines(keepends=True)
+
+    def new_block(match: re.Match) -> str:
+        before, after = match[1], match[2]
+        lines = difflib.unified_diff(code(before), code(after), f"{before}.py", f"{after}.py", n=1)
+        lines = [re.sub("@@ .*", "@@", line) for line in lines]
+        return f"```diff\n{''.join(lines)}```"
+
+    return re.sub(r"```diff\n--- (\w+)\.py\n\+\+\+ (\w+)\.py\n.*?```", new_block, page, flags=re.S)
+
+
+def write_diffs() -> list[Path]:
+    files = []
+    for after in short_scripts()[1:]:
+        before = after.with_stem(SHORT[after.stem])
+        files.append(after.with_suffix(".diff"))
+        files[-1].write_text(unified_diff(before, after))
+    short_page = REPOSITORY / "in-short" / "README.md"
+    if short_page.exists():
+        files.append(short_page)
+        short_page.write_text(with_diffs(short_page.read_text()))
     for before, after in pairs():
-        file = after.with_name("changes.diff")
-        file.write_text(unified_diff(before, after))
+        files.append(after.with_name("changes.diff"))
+        files[-1].write_text(unified_diff(before, after))
+    return files
+
+
+if __name__ == "__main__":
+    for file in write_diffs():
         print(f"wrote {file.relative_to(REPOSITORY)}")

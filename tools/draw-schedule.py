@@ -1,4 +1,4 @@
-"""Draws who computes what and when in a pipeline, as SVG or PNG; measures it with sleeping stages.
+"""Draws who computes what and when in a pipeline, as SVG; measures it with sleeping stages.
 
     python tools/draw-schedule.py 1f1b -p 4 -m 8 -o 1f1b.svg
     python tools/draw-schedule.py --table -p 4
@@ -101,38 +101,45 @@ def shades(timeline: list) -> str | None:
     return f"dark: first stage of a rank, light: {light}"
 
 
-def draw(timeline: list, file: Path) -> None:
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch, Rectangle
-    except ImportError:
-        sys.exit('error: -o needs matplotlib: pip install -c constraints.txt ".[tools]"')
+LEFT, UNIT, ROW, BAR = 40, 18, 31, 28  # points: the names, a unit of time, a rank, its cells
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg"
+  width="{0}pt" height="{1}pt" viewBox="0 0 {0} {1}">
+<rect width="{0}" height="{1}" fill="white"/>
+<defs>"""
 
+
+def svg(timeline: list) -> str:
+    """The picture. Cells of one colour share a shape, which has the size of their pass."""
     end = max(passes[-1][4] for passes in timeline)
-    look = {"font.size": 9, "svg.hashsalt": "schedule", "svg.fonttype": "path"}
-    with mpl.rc_context(look | {"figure.facecolor": "white"}):
-        height = 0.9 + 0.36 * len(timeline) + 0.2 * bool(shades(timeline))
-        figure = Figure(figsize=(1 + 0.24 * end, height), layout="constrained")
-        axes = figure.subplots()
-        kinds = {}
-        for rank, passes in enumerate(timeline):
-            for name, stage, batch, begin, stop in passes:
-                colour = COLOURS[name][stage >= len(timeline)]
-                kinds[name] = Patch(facecolor=COLOURS[name][0], label=NAMES[name])
-                axes.add_patch(
-                    Rectangle((begin, rank), stop - begin, 0.9, facecolor=colour, edgecolor="white")
-                )
-                middle = (begin + stop) / 2
-                axes.text(middle, rank + 0.45, batch, ha="center", va="center", fontsize=7)
-        axes.set(xlim=(0, end), ylim=(len(timeline), -0.1), xlabel="time", xticks=[])
-        axes.set_yticks([rank + 0.45 for rank in range(len(timeline))])
-        axes.set_yticklabels([f"rank {rank}" for rank in range(len(timeline))])
-        for side in ("top", "right", "left", "bottom"):
-            axes.spines[side].set_visible(False)
-        legend = {"loc": "outside lower right", "ncols": 3, "frameon": False}
-        figure.legend(handles=[*kinds.values()], title=shades(timeline), **legend)
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    bottom = 4 + ROW * len(timeline)
+    kinds = dict.fromkeys(name for passes in timeline for name, *_ in passes)
+    title = shades(timeline)
+    width, height = LEFT + UNIT * end + 3, bottom + (48 if title else 36)
+    lines = [HEAD.format(width, height)]
+    for name in kinds:
+        for number, colour in enumerate(COLOURS[name]):
+            size = f'width="{UNIT * UNITS[name]}" height="{BAR}"'
+            lines.append(f'<rect id="{name}{number}" {size} fill="{colour}" stroke="white"/>')
+    lines.append("</defs>")
+    lines.append('<g font-family="sans-serif" font-size="9" text-anchor="middle">')
+    for rank, passes in enumerate(timeline):
+        top = 4 + ROW * rank
+        lines.append(f'<text x="{LEFT / 2:g}" y="{top + 17}">rank {rank}</text>')
+        for name, stage, batch, begin, stop in passes:
+            shape = f"{name}{int(stage >= len(timeline))}"
+            x, middle = LEFT + UNIT * begin, LEFT + UNIT * (begin + stop) / 2
+            number = f'<text font-size="7" x="{middle:g}" y="{top + 17}">{batch}</text>'
+            lines.append(f'<use href="#{shape}" x="{x}" y="{top}"/>{number}')
+    lines.append(f'<text x="{LEFT + UNIT * end / 2:g}" y="{bottom + 10}">time</text>')
+    legend = width - 100 * len(kinds)
+    if title:
+        lines.append(f'<text x="{legend + 50 * len(kinds)}" y="{bottom + 26}">{title}</text>')
+    for number, name in enumerate(kinds):
+        x, y = legend + 100 * number, height - 12
+        square = f'<rect x="{x}" y="{y}" width="18" height="7" fill="{COLOURS[name][0]}"/>'
+        words = f'<text text-anchor="start" x="{x + 23}" y="{y + 7}">{NAMES[name]}</text>'
+        lines.append(square + words)
+    return "\n".join([*lines, "</g>", "</svg>\n"])
 
 
 def table(ranks: int) -> str:
@@ -252,7 +259,7 @@ def main():
     parser.add_argument("-p", "--ranks", type=int, default=4, help="of the pipeline")
     parser.add_argument("-m", "--micro-batches", type=int, default=8)
     parser.add_argument("--stages-per-rank", type=int, help="2 where there must be several")
-    parser.add_argument("-o", "--output", type=Path, help="an .svg or .png file")
+    parser.add_argument("-o", "--output", type=Path, help="an .svg file")
     parser.add_argument("--table", action="store_true", help="bubbles for more micro-batches")
     parser.add_argument("--measure", action="store_true", help="real runs of sleeping stages")
     parser.add_argument("--sleep", type=float, default=0.1, help="seconds per stage and direction")
@@ -274,7 +281,7 @@ def main():
         timeline = simulate(args.schedule, ranks, count, args.stages_per_rank)
         print(f"bubble: {100 * bubble(timeline):.1f} %; in flight: {in_flight(timeline)}")
         if args.output:
-            draw(timeline, args.output)
+            args.output.write_text(svg(timeline))
     elif not args.table:
         parser.error("name a schedule, or say --table or --measure")
 

@@ -77,7 +77,11 @@ ROOT = -2
 
 def numel(shapes, devices: int = 1) -> int:
     """Of the fullest rank: FSDP cuts every parameter along its first dimension."""
-    return sum(math.ceil(shape[0] / devices) * math.prod(shape[1:]) for shape in shapes)
+    total = 0
+    for shape in shapes:
+        cut = shape[chapter(3)["even_shards"](shape, devices).dim]  # the dimension that is cut
+        total += math.prod(shape) // cut * math.ceil(cut / devices)
+    return total
 
 
 # Chapters that change the model of chapter 1: what each is called, and the flag of its group
@@ -94,7 +98,7 @@ def chapter(number: int) -> dict:
     sys.modules[spec.name] = module  # torch.compile looks for it there
     spec.loader.exec_module(module)
     module.say = lambda message: None
-    module.refuse = fail  # that of the chapters waits for the other ranks
+    module.fail = fail  # that of the chapters waits for the first rank
     return vars(module)
 
 
@@ -365,19 +369,19 @@ class Balanced(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         name = getattr(function, "__name__", "")
-        if name == "bincount":  # of the experts that the tokens have chosen
-            self.copies = len(args[0])
-            return args[0].new_zeros(kwargs["minlength"])
+        if name == "scatter_add_":  # counts the experts that the tokens have chosen
+            self.copies = len(args[2])
         if name == "repeat_interleave":  # for each copy that arrives, the number of its expert
             return args[0].new_zeros(self.copies)
         return function(*args, **kwargs or {})
 
     def method(self):
-        """Stands in for `FakeTensor.tolist`: how many copies of tokens go to each rank."""
+        """Stands in for `FakeTensor.tolist`: how many copies of tokens each rank sends and gets."""
 
-        def tolist(counts: FakeTensor) -> list[int]:
-            each, more = divmod(self.copies, len(counts))
-            return [each + (rank < more) for rank in range(len(counts))]
+        def tolist(counts: FakeTensor) -> list[list[int]]:
+            directions, ranks = counts.shape
+            each, more = divmod(self.copies, ranks)
+            return directions * [[each + (rank < more) for rank in range(ranks)]]
 
         return tolist
 
@@ -632,7 +636,8 @@ class Rank:
 
 
 def stage_count(flags) -> int:
-    return flags.pipeline_parallel * (2 if flags.schedule == "interleaved" else 1)
+    per_rank = flags.stages_per_rank if flags.schedule == "interleaved" else 1
+    return flags.pipeline_parallel * per_rank
 
 
 def ranks(traces: Traces, method: Method) -> list[Rank]:
@@ -926,6 +931,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--tensor-parallel", type=positive, help="also chapter 6: GPUs that split each layer")
     add("--pipeline-parallel", type=positive, help="also chapter 7: GPUs of a pipeline")
     add("--schedule", choices=["1f1b", "gpipe", "interleaved"], default="1f1b", help="of chapter 7")
+    add("--stages-per-rank", type=positive, default=2, help="of --schedule interleaved")
     add("--context-parallel", type=positive, help="also chapter 11: GPUs that share each sample")
     add("--exchange", choices=["heads", "tokens"], default="heads", help="of chapter 11")
     add("--expert-parallel", type=positive, help="also chapter 12: GPUs that share the experts")
@@ -940,6 +946,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.compile = args.device == "cuda" if args.compile is None else args.compile
     args.alpha = 1  # of chapter 14, without effect on memory
+    args.attention = None  # the default of the chapters
     return args
 
 

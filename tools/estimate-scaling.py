@@ -9,8 +9,9 @@ Nothing is measured here. Give the rate that your devices reach on one node, and
 links; the rest follows from formulae, which --explain prints. Only the config of the model is
 needed. The methods are those of the chapters: DDP (2), FSDP (3), HSDP, which shards within a node
 and averages between nodes (5), and tensor (TP, 6) and pipeline parallelism (PP, 7), each with FSDP
-between its groups. Flags add context (CP, 11) and expert parallelism (EP, 12), and pipelines of
-tensor groups (3D, 13). All methods train on the same number of samples per device.
+between its groups. Flags add context (CP, 11) and expert parallelism (EP, 12), pipelines of
+tensor groups (3D, 13), and rounds of local steps (LOCAL, 15). All methods train on the same number
+of samples per device.
 
 --choose prints the layouts of a model on so many devices that fit, the fastest first, and why the
 others fall out. tools/choose-layout.py does this.
@@ -35,6 +36,12 @@ LAUNCH, NVLINK, NVLINK_TREE, NETWORK = 8.4e-6, 3.4e-6, 4.0e-6, 14.0e-6
 NVLINK_4 = 18 * 20.6
 # The share of a device that collectives beside a computation use: 20 of 132 multiprocessors
 TAKEN = 20 / 132
+# Bytes that an update moves for a parameter. AdamW reads the weight, the gradient and two moments,
+# and writes all but the gradient. Clipping reads the gradients for their norm, and scales them.
+ADAMW, CLIPPING = 28, 12
+# The share of a device's bandwidth that an update reaches. benchmarks/records/speed.md has 32.2 ms
+# for 1.236e9 parameters on an H100 of 3,350 GB/s. This time counts AdamW twice, and clipping once.
+UPDATE_SHARE = 1.236e9 * (2 * ADAMW + CLIPPING) / 32.2e-3 / 3.35e12
 # The part of the result of a matrix product that one multiprocessor computes, and their number
 TILE, MULTIPROCESSORS = (128, 256), 132
 BUCKET = 25 * 2**20  # bytes: bucket_cap_mb of DistributedDataParallel
@@ -42,8 +49,10 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 METHODS = ["DDP", "FSDP", "HSDP", "TP", "PP"]
 MORE_METHODS = {"CP": ["context_parallel"], "EP": ["expert_parallel"]}  # with their flags
 MORE_METHODS["3D"] = ["pipeline_parallel", "tensor_parallel"]
+MORE_METHODS["LOCAL"] = ["inner_steps"]
 # Stages per rank, and units of time of a micro-batch on a rank, as in tools/draw-schedule.py
 SCHEDULES = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2), "zbv": (2, 6)}
+PREFETCHED = 3  # stages of a rank that PyTorch's schedules keep gathered at a time
 
 FORMULAE = """\
 P      parameters; a unit is a layer, or the root with the embeddings and the head
@@ -73,7 +82,15 @@ Computation: 6 P + 12 * layers * hidden size * sequence length FLOPs per token (
        more with activation checkpointing; divided by the rate. Of a layer's experts, P has those
        that a token uses.
        While collectives hide behind a computation, they use a part of the device: 20 of 132
-       multiprocessors (as many as DeepSeek-V3 reserves, arXiv 2412.19437, section 3.2.2).
+       multiprocessors (as many as DeepSeek-V3 reserves,        section 3.2.2).
+       Attention has 4 * length * (size of all queries) FLOPs per token and layer. A causal mask
+       leaves half of them, and the backward pass has 2.5 times as many as the forward pass, because
+       it computes the scores again (Dao, arXiv 2307.08691, section 4.1). They have a rate of their
+       own: --attention-rate. By default, this is 335 TFLOP/s, which the paper reached on an H100.
+Host:  A pass of a layer takes at least as long as the host needs to start its kernels: --host-ms.
+       The default is 0, because there is no published figure for compiled layers.
+Update: AdamW and clipping move 28 + 12 bytes per parameter of this rank, with 78 % of the bandwidth
+       of the memory: this is what a profile of an H100 allows (benchmarks/records/speed.md).
 Copies: FSDP copies a gathered unit, and the gradients of a unit, between their tensors and one
        block of memory (PyTorch, fsdp/_fully_shard/_fsdp_collectives.py). TP gathers and scatters
        tokens, the second dimension of a tensor. Collectives join and cut the first dimension, so a
@@ -83,8 +100,14 @@ DDP    all-reduces buckets of 25 MB of fp32 gradients (Li et al., arXiv 2006.157
 FSDP   gathers each unit in the forward pass, each layer again in the backward pass, and
        reduce-scatters the gradients of each, for every micro-batch (Zhao et al., arXiv 2304.11277).
        A gather hides behind the layer before it; both collectives share a link.
+       With --no-reshard-after-forward, it gathers in the first micro-batch only, and scatters in
+       the last one only (chapter 3). HSDP, TP, CP and EP do so, too.
 HSDP   does so within a node, and all-reduces each rank's shard of the gradients between the
        nodes, in the last micro-batch only. The two kinds of links work at the same time.
+LOCAL  is HSDP without the all-reduce in each step (Douillard et al., arXiv 2311.08105). At the end
+       of a round of --inner-steps steps, the nodes all-reduce how far the weights have moved, in
+       the precision of --dtype (chapter 15: --outer-dtype). Nothing hides it. The table has an
+       equal part of it in each step. The training is another one.
 TP     splits layers between t ranks (Shoeybi et al., arXiv 1909.08053), and the tokens between the
        layers (Korthikanti et al., arXiv 2205.05198). The ranks share the t * batch-size samples of
        a micro-batch. A layer has g + 2 all-gathers and g + 2 reduce-scatters of its input, and
@@ -99,18 +122,21 @@ TP     splits layers between t ranks (Shoeybi et al., arXiv 1909.08053), and the
        ratio of the waves. Libraries also have smaller tiles, so this is an upper limit.
 PP     p equally long stages, on different nodes, and m = p * gradient-accumulation-steps
        micro-batches of batch-size samples. A rank between others sends v activations and v
-       gradients per micro-batch; v = 2 stages per rank with interleaved and zbv, 1 with the others.
+       gradients per micro-batch; v is the number of stages per rank: 2 with zbv, 2 or more with
+       interleaved (--stages-per-rank), and 1 with the others.
        The bubble is (p - 1) / (u m + p - 1) of the time without sends: u = 1 for gpipe (Huang et
-       al., arXiv 1811.06965) and 1f1b, 2 for interleaved (Narayanan et al., arXiv 2104.04473), and
+       al., arXiv 1811.06965) and 1f1b, v for interleaved (Narayanan et al., arXiv 2104.04473), and
        6 for zbv, if the forward pass and both halves of the backward pass take equally long (Qi et
        al., arXiv 2401.10241). Sends work beside the computation, but some end the step later:
-       2 (p - 1) sends of gpipe, 2 (2p - 1) of interleaved, 5p - 7 of zbv, and 2 (p - 1) m / p +
+       2 (p - 1) sends of gpipe, 2 (v p - 1) of interleaved, 5p - 7 of zbv, and 2 (p - 1) m / p +
        2 (p - 2) of 1f1b, where only p micro-batches are on their way at a time. These follow from
        the orders of tools/draw-schedule.py. All sends of a rank share its link.
-       As in chapter 7, a stage gathers its weights once, when its first micro-batch arrives.
-       Gradients are reduce-scattered after the last one, and nothing hides them. With tied
-       embeddings, the last stage sends its gradient in fp32 to the first stage, which sends the new
-       weights in the compute precision.
+       As in chapter 7, a stage gathers its weights once, when its first micro-batch arrives: with
+       gpipe and 1f1b, one stage after the other. With interleaved and zbv, PyTorch gathers up to 3
+       stages of a rank ahead (_add_unshard_reshard in pipelining/schedules.py). All ranks begin at
+       the same time, so only the first stage of a rank waits. Gradients are reduce-scattered after
+       the last micro-batch, and nothing hides them. With tied embeddings, the last stage sends its
+       gradient in fp32 to the first stage, which sends the new weights in the compute precision.
        The tables have the stage whose node sends most.
 CP     splits each sample between c ranks (chapter 11). A group has batch-size samples at a time, so
        it has c * gradient-accumulation-steps micro-batches. In each layer, q, k, v and the result
@@ -139,6 +165,9 @@ class Cluster:
     link: float  # bytes per second and direction from a device to other nodes
     memory: float = 3.35e12  # bytes per second that a device reads or writes in its memory
     switch: bool = True  # within a node; otherwise each two devices have links of their own
+    # FLOPs per second of attention; None counts all its FLOPs, masked or not, with the others
+    attention: float | None = None
+    host: float = 0.0  # seconds that the host needs to start a pass of a layer
 
 
 @dataclass
@@ -243,7 +272,7 @@ class Estimate:
     compute: float  # seconds of a step
     step: float
     bubble: float = 0.0  # seconds that a rank waits for others to compute
-    slower: float = 0.0  # seconds of copies, and by which the computation is slower
+    slower: float = 0.0  # seconds of copies and the update, and by which computing is slower
 
     def sent(self, library: str = "nccl") -> float:
         """Bytes that a rank sends in a step."""
@@ -254,11 +283,29 @@ class Estimate:
         return sum(count * c.over_link(devices, library) for count, c in self.counts.values())
 
 
-def compute_times(model: Model, cluster: Cluster, args) -> tuple[float, float]:
-    """Seconds of a layer and of the rest, forward, for one micro-batch."""
+def compute_times(model: Model, cluster: Cluster, args) -> tuple[float, float, float]:
+    """Seconds of a layer forward and backward, and of the rest forward, for one micro-batch."""
     tokens = args.batch_size * args.seq_length
-    layer = 2 * model.used_by_token + 4 * model.hidden_size * args.seq_length
-    return tokens * layer / cluster.rate, tokens * 2 * model.root / cluster.rate
+    products = tokens * 2 * model.used_by_token / cluster.rate
+    flops = tokens * 4 * (model.query_size or model.hidden_size) * args.seq_length
+    if cluster.attention is None:
+        attention, attention_backward = flops / cluster.rate, 2 * flops / cluster.rate
+    else:  # a causal mask leaves half of them
+        attention = flops / 2 / cluster.attention
+        attention_backward = 2.5 * attention
+    forward = products + attention
+    return forward, 2 * products + attention_backward, tokens * 2 * model.root / cluster.rate
+
+
+def host_waits(model: Model, cluster: Cluster, forward: float, backward: float) -> float:
+    """Seconds that a device waits for the host in a micro-batch with passes of these lengths."""
+    waits = max(0.0, cluster.host - forward) + max(0.0, cluster.host - backward)
+    return model.layers * waits
+
+
+def update_time(parameters: float, cluster: Cluster) -> float:
+    """Seconds of AdamW and clipping for so many parameters of a rank."""
+    return parameters * (ADAMW + CLIPPING) / (UPDATE_SHARE * cluster.memory)
 
 
 def stolen(compute: float, busy: float) -> float:
@@ -289,12 +336,14 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
     """One optimizer step of a method: its collectives, and how long they and the step take."""
     devices, accumulation = cluster.devices, args.gradient_accumulation_steps
     everyone = Group(nodes * devices, nodes)
-    layer_forward, root_forward = compute_times(model, cluster, args)
-    again = 3 if args.activation_checkpointing else 2  # the backward pass of a layer, in forwards
-    layer_backward, root_backward = again * layer_forward, 2 * root_forward
+    layer_forward, layer_backward, root_forward = compute_times(model, cluster, args)
+    if args.activation_checkpointing:
+        layer_backward += layer_forward
+    root_backward = 2 * root_forward
     forward = model.layers * layer_forward + root_forward
     backward = model.layers * layer_backward + root_backward
     compute = accumulation * (forward + backward)
+    waits = accumulation * host_waits(model, cluster, layer_forward, layer_backward)
 
     if method == "DDP":
         gradients = 4 * model.parameters
@@ -304,12 +353,14 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         # The first bucket is ready after its share of the backward pass, the last one at its end
         late = max(time, buckets * time - backward * (1 - 1 / buckets))
         counts = {"all-reduce, gradients": (buckets, bucket)}
+        slower = waits + update_time(model.parameters, cluster)
         if everyone.ranks == 1:
-            return Estimate(nodes, method, counts, compute, compute)
-        slower = stolen(backward * (1 - 1 / buckets), (buckets - 1) * time)
+            return Estimate(nodes, method, counts, compute, compute + slower, slower=slower)
+        slower += stolen(backward * (1 - 1 / buckets), (buckets - 1) * time)
         return Estimate(nodes, method, counts, compute, compute + late + slower, slower=slower)
     if method in ("PP", "3D"):
-        return estimate_pipeline(method, model, nodes, cluster, args, compute, layer_forward)
+        times = compute, layer_forward, waits
+        return estimate_pipeline(method, model, nodes, cluster, args, *times)
 
     weights = BYTES[args.dtype]
     parts = group_size(method, nodes, devices, args)
@@ -317,7 +368,8 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
     equal = everyone.ranks // parts  # groups, and ranks that have the same part of each layer
     columns = Group(equal, min(equal, nodes))
     # Who shards the weights of a layer, and of the rest, and how many parameters they shard
-    shards = Group(devices, 1) if method == "HSDP" else columns if method == "TP" else everyone
+    in_node = method in ("HSDP", "LOCAL")
+    shards = Group(devices, 1) if in_node else columns if method == "TP" else everyone
     layer_size, root_size = model.layer, model.root
     if method == "TP":
         layer_size, root_size = model.layer / parts, model.root / parts
@@ -327,33 +379,44 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         accumulation *= parts
         layer_forward, root_forward = layer_forward / parts, root_forward / parts
         layer_backward, root_backward = layer_backward / parts, root_backward / parts
+        forward, backward = forward / parts, backward / parts
+        waits = accumulation * host_waits(model, cluster, layer_forward, layer_backward)
     gather = Collective("all-gather", weights * layer_size, shards)
     gather_root = Collective("all-gather", weights * root_size, shards)
     scatter = Collective("reduce-scatter", 4 * layer_size, shards)
     scatter_root = Collective("reduce-scatter", 4 * root_size, shards)
     g, g_root, r, r_root = (c.time(cluster) for c in (gather, gather_root, scatter, scatter_root))
+    # How often each layer is gathered and scattered in a step; the root is gathered once each time.
+    reshards = args.reshard_after_forward
+    scatters = accumulation if reshards else 1
+    gathers = 2 * scatters if reshards else 1
     counts = {
-        "all-gather, layers": (2 * model.layers * accumulation, gather),
-        "all-gather, root": (accumulation, gather_root),
-        "reduce-scatter, layers": (model.layers * accumulation, scatter),
-        "reduce-scatter, root": (accumulation, scatter_root),
+        "all-gather, layers": (gathers * model.layers, gather),
+        "all-gather, root": (scatters, gather_root),
+        "reduce-scatter, layers": (scatters * model.layers, scatter),
+        "reduce-scatter, root": (scatters, scatter_root),
     }
     if method == "EP":
         gather_experts = Collective("all-gather", weights * model.experts / parts, columns)
         scatter_experts = Collective("reduce-scatter", 4 * model.experts / parts, columns)
-        counts["all-gather, experts"] = (2 * model.layers * accumulation, gather_experts)
-        counts["reduce-scatter, experts"] = (model.layers * accumulation, scatter_experts)
+        counts["all-gather, experts"] = (gathers * model.layers, gather_experts)
+        counts["reduce-scatter, experts"] = (scatters * model.layers, scatter_experts)
         g, r = g + gather_experts.time(cluster), r + scatter_experts.time(cluster)
     between = model.layers - 1
     # The next layer's weights come while this one computes. The root's come before everything.
-    forward = g_root + g + between * max(layer_forward, g) + layer_forward + root_forward
+    first = g_root + g + between * max(layer_forward, g) + layer_forward + root_forward
+    again = g if reshards else 0.0  # the gather of a layer for its backward pass
     # And the gradients of the layer before leave meanwhile. The last ones leave at the end.
-    backward = root_backward + between * max(layer_backward, g + r) + max(layer_backward, r)
+    last = root_backward + between * max(layer_backward, again + r) + max(layer_backward, r)
     tail = r + r_root
-    step = accumulation * (forward + backward + tail)
+    # Without resharding, the other passes communicate nothing.
+    step = scatters * (first + last + tail) + (accumulation - scatters) * (forward + backward)
     copies = sum(count * c.copy_time(cluster) for count, c in counts.values())
-    beside = [(between, layer_forward, g), (between, layer_backward, g + r), (1, layer_backward, r)]
-    slower = copies + accumulation * sum(count * stolen(*times) for count, *times in beside)
+    beside = [(between, layer_forward, g), (between, layer_backward, again + r)]
+    beside.append((1, layer_backward, r))
+    slower = copies + scatters * sum(count * stolen(*times) for count, *times in beside)
+    owned = model.parameters / (devices if method in ("HSDP", "LOCAL") else everyone.ranks)
+    slower += waits + update_time(owned, cluster)
     if method == "HSDP" and nodes > 1:
         copies = Group(nodes, nodes)
         reduce = Collective("all-reduce", 4 * model.layer / devices, copies)
@@ -361,10 +424,15 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         a, a_root = reduce.time(cluster), reduce_root.time(cluster)
         counts["all-reduce, layers"] = (model.layers, reduce)
         counts["all-reduce, root"] = (1, reduce_root)
-        last = root_backward + between * max(layer_backward, g + r, a)
-        step += last + max(layer_backward, r, a) - backward + a + a_root
-        slower += between * stolen(layer_backward, max(g + r, a))
-        slower -= between * stolen(layer_backward, g + r)
+        both = root_backward + between * max(layer_backward, again + r, a)
+        step += both + max(layer_backward, r, a) - last + a + a_root
+        slower += between * stolen(layer_backward, max(again + r, a))
+        slower -= between * stolen(layer_backward, again + r)
+    if method == "LOCAL" and nodes > 1:
+        message = weights * model.parameters / devices
+        reduce = Collective("all-reduce", message, Group(nodes, nodes))
+        counts["all-reduce, weights"] = (1 / args.inner_steps, reduce)
+        step += reduce.time(cluster) / args.inner_steps
     if method == "TP":
         samples = parts * args.batch_size
         tensors, time, more = tensor_parallel(model, group, samples, model.layers, 2, cluster, args)
@@ -413,7 +481,10 @@ def tensor_parallel(
     again = 3 if args.activation_checkpointing else 2
     tokens = samples * args.seq_length
     split, whole = (matrix_time(model, tokens, n, again) for n in (group.ranks, 1))
-    per_device = compute_times(model, cluster, args)[0] * samples / group.ranks / args.batch_size
+    flops = 2 * model.used_by_token
+    if cluster.attention is None:  # it has the rate of whole layers
+        flops += 4 * (model.query_size or model.hidden_size) * args.seq_length
+    per_device = tokens / group.ranks * flops / cluster.rate
     slower += (split / whole - 1) * layers * (1 + again) * per_device
     return counts, time, slower
 
@@ -451,7 +522,9 @@ def expert_exchanges(model: Model, group: Group, args) -> dict[str, tuple[int, C
     return {"all-to-all, tokens of experts": (2 * passes * model.layers, c)}
 
 
-def estimate_pipeline(method, model, nodes, cluster, args, compute, layer_forward) -> Estimate:
+def estimate_pipeline(
+    method, model, nodes, cluster, args, compute: float, layer_forward: float, host: float
+) -> Estimate:
     """One optimizer step with p equally long stages, of the node that sends most.
 
     With 3D, each stage has groups of t ranks. With PP, t is 1.
@@ -460,6 +533,8 @@ def estimate_pipeline(method, model, nodes, cluster, args, compute, layer_forwar
     p = args.pipeline_parallel or math.gcd(nodes, 8)
     t = group_size(method, nodes, cluster.devices, args)
     v, units = SCHEDULES[args.schedule]
+    if args.schedule == "interleaved":
+        v = units = args.stages_per_rank
     possible = ranks // t if method == "3D" else cluster.devices if nodes == 1 else nodes
     if possible % p:
         fail(f"{nodes} × {cluster.devices} devices cannot form {p} stages: change --nodes")
@@ -509,22 +584,27 @@ def estimate_pipeline(method, model, nodes, cluster, args, compute, layer_forwar
         tensors, tensor_time, smaller = found[0], *(micro_batches * time for time in found[1:])
     tensors = {name: (micro_batches * count, c) for name, (count, c) in tensors.items()}
     first, last, middle = (counts | tensors for counts in (first, last, middle))
-    busy = compute + tensor_time + smaller
+    busy = compute + tensor_time + smaller + host
     bubble = busy * (p - 1) / (units * micro_batches)
     # So many sends end the step later, with the orders of tools/draw-schedule.py.
-    waits = {"gpipe": 2 * (p - 1), "interleaved": 2 * (2 * p - 1), "zbv": 5 * p - 7}
+    waits = {"gpipe": 2 * (p - 1), "interleaved": 2 * (v * p - 1), "zbv": 5 * p - 7}
     waits["1f1b"] = 2 * (p - 1) * accumulation + 2 * (p - 2)
     one_send = send.time(cluster) * (p > 1)
     most = max(sends, 2 * v * (p > 2)) * micro_batches
     step = max(busy + bubble + waits[args.schedule] * one_send, most * one_send)
     g, g_end, r, r_end = (c.time(cluster) for c in (gather, gather_end, scatter, scatter_end))
-    # Each stage gathers its weights when the first micro-batch arrives: one stage after the other.
-    late = g + (model.layers / (p * v) - 1) * max(0, g - layer_forward)
-    step += p * v * late + (1 if one else 2) * g_end + layers * r + r_end + tied
+    in_stage = model.layers / (p * v)
+    if v == 1:
+        # A stage gathers its weights when its first micro-batch arrives: one after the other.
+        late = p * (g + (in_stage - 1) * max(0, g - layer_forward)) + (1 if one else 2) * g_end
+    else:  # All ranks gather their first stages at the same time, before the first pass.
+        late = in_stage * g + g_end
+    step += late + layers * r + r_end + tied
     copied = [(layers, gather), (layers, scatter), (1, gather_end), (1, scatter_end)]
     copies = sum(count * c.copy_time(cluster) for count, c in copied)
-    facts = {"compute": compute, "step": step + copies, "bubble": bubble}
-    facts["slower"] = copies + smaller
+    update = update_time((layers * model.layer + end) / t / stage.ranks, cluster)
+    facts = {"compute": compute, "step": step + copies + update, "bubble": bubble}
+    facts["slower"] = copies + smaller + host + update
     ranks = [first, last, middle] if p > 2 else [first, last]
     estimates = [Estimate(nodes, method, counts, **facts) for counts in ranks]
     return max(estimates, key=lambda e: (e.over_link(cluster.devices), e.sent()))
@@ -576,6 +656,7 @@ def draw(estimates: list[Estimate], facts: list[str], output: Path) -> None:
     styles["PP"] = ("#b07800", (0, (9, 3)), "v")
     styles |= {"CP": ("#56b4e9", (0, (3, 3)), "<"), "EP": ("#444444", (0, (2, 1)), ">")}
     styles["3D"] = ("#8b0000", (0, (9, 2, 2, 2)), "P")
+    styles["LOCAL"] = ("#999999", (0, (7, 3)), "X")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for method in dict.fromkeys(e.method for e in estimates):
@@ -617,10 +698,14 @@ def load_config(name: str):
 def load_model(name: str) -> Model:
     """The sizes of a model on the Hub, in a folder, or of a config.json."""
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "10")
-    import torch
-    import transformers
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_layers import GradientCheckpointingLayer
+    try:
+        import torch
+        import transformers
+        from transformers import AutoModelForCausalLM
+        from transformers.modeling_layers import GradientCheckpointingLayer
+    except ImportError as error:
+        install = "to read the sizes of a model: pip install -c constraints.txt torch transformers"
+        fail(f"this tool needs {error.name} {install}")
 
     transformers.logging.set_verbosity_error()
     try:
@@ -688,25 +773,34 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--gradient-accumulation-steps", type=count, default=1, help="[1]")
     add("--activation-checkpointing", action="store_true")
     add("--dtype", choices=BYTES, default="bf16", help="in which weights are gathered [bf16]")
-    methods = "[DDP FSDP HSDP TP PP, and CP, EP and 3D if their flags are given]"
+    methods = "[DDP FSDP HSDP TP PP, and CP, EP, 3D and LOCAL if their flags are given]"
     add("--methods", nargs="+", choices=[*METHODS, *MORE_METHODS], help=methods)
     add("--tensor-parallel", type=count, help="ranks of a group of TP [the devices of a node]")
     gathers = "all-gathers of a layer in the forward pass of TP: 2 as in chapter 6, or 5 [2]"
     add("--gathers", type=count, default=2, help=gathers)
     add("--pipeline-parallel", type=count, help="stages of PP [8, or as many as divide the nodes]")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of PP and 3D [1f1b]")
+    add("--stages-per-rank", type=count, default=2, help="of --schedule interleaved [2]")
+    reshard = argparse.BooleanOptionalAction
+    kept = "gather each layer again for the backward pass, or keep it for the step [gather]"
+    add("--reshard-after-forward", action=reshard, default=True, help=kept)
     add("--context-parallel", type=count, help="ranks of a group of CP [the devices of a node]")
     add("--exchange", choices=["heads", "tokens"], default="heads", help="of CP [heads]")
     add("--expert-parallel", type=count, help="ranks of a group of EP [the devices of a node]")
+    add("--inner-steps", type=count, help="steps of a round of LOCAL (chapter 15)")
     nodes = [4**k for k in range(6)]
     add("--nodes", type=count, nargs="+", default=nodes, help=f"[{' '.join(map(str, nodes))}]")
     add("--devices", type=count, nargs="+", help="of all nodes together, instead of --nodes")
     add("--devices-per-node", type=count, default=8, help="[8]")
-    add("--rate", type=real, default=400, help="TFLOP/s that a device reaches, on one node [400]")
+    add("--rate", type=real, default=400, help="TFLOP/s of matrix products on a device [400]")
     nvlink = f"GB/s per device, one way [{NVLINK_4:.0f}: NVLink 4]"
     add("--link-in-node", type=real, default=NVLINK_4, help=nvlink)
     add("--no-switch", action="store_true", help="each two devices of a node have own links")
     add("--memory", type=real, default=3350, help="GB/s that a device reads or writes [3350: H100]")
+    attention = "TFLOP/s of attention, without masked ones [335: FlashAttention-2 on an H100]"
+    add("--attention-rate", type=real, default=335, help=attention)
+    host = "milliseconds that the host needs to start a pass of a layer [0]"
+    add("--host-ms", type=float, default=0.0, help=host)
     add("--link", type=real, default=400, help="Gbit/s per device between nodes, one way [400]")
     add("--choose", action="store_true", help="the best layouts for --devices, and why others fail")
     add("--gpu-memory", type=real, default=80, help="of --choose: GB of each device [80]")
@@ -720,6 +814,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     if args.methods is None:
         given = [m for m, flags in MORE_METHODS.items() if all(vars(args)[f] for f in flags)]
         args.methods = METHODS + given
+    if "LOCAL" in args.methods and not args.inner_steps:
+        parser.error("LOCAL needs --inner-steps, the steps of a round")
     if args.devices:
         args.devices_per_node = min(args.devices_per_node, *args.devices)
         args.nodes = [devices // args.devices_per_node for devices in args.devices]
@@ -748,7 +844,8 @@ def check(model: Model, args) -> None:
 def cluster_of(args, per_node: int) -> Cluster:
     """Nodes with so many devices each, with the rates of the flags."""
     rate, link_in, link = args.rate * 1e12, args.link_in_node * 1e9, args.link * 1e9 / 8
-    return Cluster(per_node, rate, link_in, link, args.memory * 1e9, not args.no_switch)
+    rates = {"attention": args.attention_rate * 1e12, "host": args.host_ms / 1e3}
+    return Cluster(per_node, rate, link_in, link, args.memory * 1e9, not args.no_switch, **rates)
 
 
 def scripts(chapter: int) -> list[str]:
@@ -763,7 +860,8 @@ def main() -> None:
     check(model, args)
     cluster = cluster_of(args, args.devices_per_node)
     size = f"{args.model_name}: {model.parameters / 1e9:,.2f}e9 parameters"
-    links = f"{args.rate:g} TFLOP/s per device, {args.link_in_node:g} GB/s per device in a node"
+    links = f"{args.rate:g} TFLOP/s per device, {args.attention_rate:g} in attention"
+    links += f", {args.link_in_node:g} GB/s per device in a node"
     links += f", {args.link:g} Gbit/s per device between nodes"
     if args.choose:
         batch = f"{args.global_batch_size} × {args.seq_length} tokens per step"

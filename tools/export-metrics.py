@@ -36,6 +36,17 @@ def read_parameters(run: Path) -> dict:
         return {}
 
 
+def wait_for(run: Path) -> None:
+    """Returns when the run has begun to write its records."""
+    if not (run / "metrics.jsonl").exists():
+        print(f"waiting for {run}", flush=True)
+    try:
+        while not (run / "metrics.jsonl").exists():
+            time.sleep(PAUSE)
+    except KeyboardInterrupt:
+        sys.exit("stopped")
+
+
 def has_ended(run: Path) -> bool:
     """Whether the run has written its model after its last record."""
     final, records = run / "final", run / "metrics.jsonl"
@@ -222,17 +233,21 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--to", choices=EXPORTERS, required=True)
     parser.add_argument("-o", "--output", type=Path, help="folder [outputs/tensorboard and so on]")
-    parser.add_argument("--follow", action="store_true", help="until all runs have a final/ folder")
+    parser.add_argument(
+        "--follow", action="store_true", help="from their start to their final/ folder"
+    )
     args = parser.parse_args()
     repository = Path(__file__).resolve().parents[1]
     output = args.output or repository / "outputs" / args.to
     runs = [run.resolve() for run in args.runs]
     if len({run.name for run in runs}) < len(runs):
         fail("two runs have the same name: export them one by one, each to an -o of its own")
-    for run in runs:
-        read_records(run)  # before anything is written
     if args.follow and args.to == "comet" and len(runs) > 1:
         fail("a process writes one archive of Comet at a time: follow each run by its own command")
+    for run in runs:
+        if args.follow:
+            wait_for(run)
+        read_records(run)  # before anything is written
     groups = [runs] if args.follow else [[run] for run in runs]
     count = sum(export(group, args.to, output, args.follow) for group in groups)
     print(f"{count} records in {output}")

@@ -39,6 +39,7 @@ def parse_args() -> argparse.Namespace:
     add("model", help="a run's final/ or step-* folder, another folder, or a Hub id")
     add("-d", "--dataset-name", required=True, help="Hub id, file, folder, glob or address")
     add("--dataset-subset", help="configuration name on the Hub")
+    add("--text-column", default="text", help="the column to read [%(default)s]")
     add("--eval-documents", type=int, default=1000, help="how many, the first ones [%(default)s]")
     add("-s", "--seq-length", type=int, default=1024, help="tokens per row [%(default)s]")
     add("-b", "--batch-size", type=int, default=8, help="rows per forward pass [%(default)s]")
@@ -70,14 +71,16 @@ def load_held_out(name: str, subset: str | None) -> datasets.IterableDataset:
     return held_out[0]._resolve_features()  # looks into the first file for the columns
 
 
-def tokenized(documents, tokenizer, count: int) -> list[list[int]]:
-    """The token ids of the first `count` documents, without those that are empty."""
+def tokenized(documents, tokenizer, args: argparse.Namespace) -> list[list[int]]:
+    """The token ids of the first documents, without those that are empty."""
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
-    if not columns:
-        sys.exit(f"error: the dataset has no text column, only {', '.join(features)}")
-    column = "text" if "text" in columns else columns[0]
-    texts = (document[column] for document in islice(documents, count) if document[column])
+    if args.text_column not in columns:
+        what = f"{args.dataset_name} has no column of text named {args.text_column!r}"
+        remedy = f"choose --text-column among {', '.join(columns)}" if columns else "it has no text"
+        sys.exit(f"error: {what}: {remedy}")
+    first = islice(documents, args.eval_documents)
+    texts = (document[args.text_column] for document in first if document[args.text_column])
     token_ids = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
     return [[*ids, tokenizer.eos_token_id] for ids in filter(None, token_ids)]
 
@@ -115,7 +118,7 @@ def measure(args: argparse.Namespace) -> tuple[float, int, int]:
 
     try:
         documents = load_held_out(args.dataset_name, args.dataset_subset)
-        token_ids = tokenized(documents, tokenizer, args.eval_documents)
+        token_ids = tokenized(documents, tokenizer, args)
     except Exception as error:
         sys.exit(f"error: cannot load the dataset {args.dataset_name} ({error!r:.300})")
     if not token_ids:

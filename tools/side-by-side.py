@@ -1,6 +1,7 @@
 """Writes the chapters side by side into one HTML page that needs no network.
 
     python tools/side-by-side.py                                 # all of them
+    python tools/side-by-side.py in-short                        # the short scripts
     python tools/side-by-side.py 02-ddp/train-llm.py mine.py     # yours beside a chapter
 
 The page compares any two or three, chosen from the tree of chapters. Equal lines stand next to each
@@ -36,10 +37,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TEMPLATE = Path(__file__).with_name("side-by-side-template.html")
 ALIKE = 0.5  # from this ratio on (difflib's, 0 to 1) a line passes for a new version of another
 MOST_PAIRS = 20_000  # of lines to compare in a changed stretch: beyond, it would take long
-MOST_FILES = 14  # as many as the template has colours
-DIGITS = "0123456789abcd"  # a character for each file
+MOST_FILES = 16  # as many as the template has colours
+DIGITS = "0123456789abcdef"  # a character for each file
 KEYS = "1234567890"  # of the first files, on the keyboard
-MARKER = r"# ([A-Z]{2,})(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
+MARKER = r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
 
 # The tree of chapters; an import statement takes no file name with a hyphen.
 spec = importlib.util.spec_from_file_location("tree", Path(__file__).with_name("diff-chapters.py"))
@@ -53,17 +54,20 @@ spec.loader.exec_module(tree)
 def continued(files: list[Path]) -> list[int | None]:
     """For each file the number of the one that it continues, None if there is none.
 
-    A chapter continues its nearest ancestor among the files before it; another file, the file
-    before it.
+    A chapter continues its nearest ancestor among the files before it, and so does a script of
+    in-short/. Another file continues the file before it.
     """
-    chapters, numbers, result = tree.chapters(), {}, []
+    names = {path: path.parent.name for path in tree.chapters()}
+    names |= {path: path.stem for path in tree.short_scripts()}
+    continues = tree.CONTINUES | tree.SHORT
+    numbers, result = {}, []
     for number, path in enumerate(files):
-        if path in chapters:
-            name = tree.CONTINUES.get(path.parent.name)
+        if path in names:
+            name = continues.get(names[path])
             while name and name not in numbers:
-                name = tree.CONTINUES.get(name)
+                name = continues.get(name)
             result.append(numbers.get(name))
-            numbers[path.parent.name] = number
+            numbers[names[path]] = number
         else:
             result.append(number - 1 if number else None)
     return result
@@ -314,13 +318,14 @@ def buttons(names: list[str], parents: list[int | None]) -> str:
 def styles() -> str:
     """Pygments' colours for both themes, each under its own attribute of the page."""
     themes = {"light": "xcode", "dark": "github-dark"}
+    red, green = "#C41A16", "#1B6A2E"  # texts of xcode: red would look like what a diff deletes
     rules = []
     for theme, style in themes.items():
         formatter = HtmlFormatter(style=style)
         definitions = formatter.get_style_defs(f":root[data-theme={theme}] pre")
         # Of the style only the letters: backgrounds are for what has changed.
         rules += re.findall(r"^:root\S* pre \.\w+ {.*", definitions, re.MULTILINE)
-    return re.sub(r"background(-color)?: *[^;}]+;?", "", "\n".join(rules))
+    return re.sub(r"background(-color)?: *[^;}]+;?", "", "\n".join(rules)).replace(red, green)
 
 
 def page(titles: list[str], texts: list[list[str]], parents: list[int | None]) -> str:
@@ -351,6 +356,8 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=output, help=f"[{output}]")
     args = parser.parse_args()
     files = [path.resolve() for path in args.files] or tree.chapters()
+    if files == [REPOSITORY / "in-short"]:
+        files = tree.short_scripts()
     if not 2 <= len(files) <= MOST_FILES:
         parser.error(f"it takes from two to {MOST_FILES} files")
     names = [path.name for path in files]

@@ -12,6 +12,8 @@ computing      Operators of the process's main thread, without waiting. Gaps too
                are closed.
 communicating  Collectives and messages, from the call until the data has arrived. So a long bar may
                mean that another rank is late. Bars above each other are under way together.
+
+The tool also prints how much of the time of communication is hidden: the rank computes meanwhile.
 """
 
 import argparse
@@ -163,6 +165,30 @@ def choose(ranks: list[list[dict]]) -> tuple[int, list[dict]]:
     return min(steps, key=lambda s: max(r["end"] for r in s[1]) - min(r["begin"] for r in s[1]))
 
 
+def covered(spans: list[tuple]) -> int:
+    """The time that is covered by spans (what, begin, end). Spans may overlap."""
+    total, last_end = 0, 0
+    for _, begin, end in sorted(spans, key=itemgetter(1)):
+        total += max(0, end - max(begin, last_end))
+        last_end = max(last_end, end)
+    return total
+
+
+def hidden_share(ranks: list[dict]) -> float | None:
+    """The share of the time of communication in which the rank also computes, over all ranks.
+
+    None, if no rank communicates in the step.
+    """
+    communication = hidden = 0
+    for rank in ranks:
+        # A collective may end after the step.
+        sent = [(what, begin, min(end, rank["end"])) for what, begin, end in rank["communicating"]]
+        either = covered(sent + rank["computing"])
+        communication += covered(sent)
+        hidden += covered(sent) + covered(rank["computing"]) - either
+    return hidden / communication if communication else None
+
+
 def rows(spans: list[tuple]) -> list[int]:
     """A row for each span, so that those in a row do not overlap."""
     ends, places = [], []
@@ -261,6 +287,9 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"error: cannot write {output}: {error.strerror}")
     print(f"wrote {output}")
+    share = hidden_share(ranks)
+    if share is not None:
+        print(f"{share:.0%} of the time of communication is hidden by computation")
 
 
 if __name__ == "__main__":

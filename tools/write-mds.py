@@ -9,10 +9,14 @@ chapter 4, in the order of the documents. They do not depend on the number of pr
 tokens of the corpus, fewer than a row, are dropped.
 
 The rows are written in parts. A part gets its name when it is complete, with the place in the
-documents after it. The same command goes on after the last complete part.
+documents after it. The same command goes on after the last complete part, unless the documents
+have changed since then. Only one process writes to a folder at a time.
 """
 
 import argparse
+import fcntl
+import glob
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -27,10 +31,14 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 import datasets
+import fsspec
+import huggingface_hub
 import numpy as np
 import transformers
+import xxhash
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -42,6 +50,7 @@ DEMO = {
 }
 PROBE = "Probe of 1 tokenizer: naïve?"  # other tokenizers make other tokens of it
 BATCH = 32  # documents that a process tokenizes at a time
+LOCK = ".lock"  # an empty file in the output; a process that writes holds the lock of this file
 
 
 def parse_args() -> argparse.Namespace:
@@ -52,6 +61,7 @@ def parse_args() -> argparse.Namespace:
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="whose tokenizer")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
     add("--dataset-subset", help="configuration name on the Hub")
+    add("--text-column", default="text", help="the column to write")
     add("-s", "--seq-length", type=int, default=1024, help="tokens per row")
     add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
     add("--max-documents", type=int, help="only the first ones")
@@ -69,25 +79,61 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.seq_length < 2:
         parser.error("--seq-length must be at least 2")
-    if min(args.processes, args.part_rows, args.max_documents or 1) < 1:
-        parser.error("--processes, --part-rows and --max-documents must be at least 1")
+    for flag in ("processes", "part_rows", "max_documents"):
+        value = getattr(args, flag)
+        if value is not None and value < 1:
+            parser.error(f"--{flag.replace('_', '-')} must be at least 1")
     return args
 
 
-def load_documents(chapter: dict, args: argparse.Namespace) -> tuple[datasets.IterableDataset, str]:
-    """The split `train` as a stream, and the column of its text."""
+def lock(folder: Path) -> IO:
+    """Keeps other processes out of a folder as long as the returned file is open.
+
+    The system releases the lock when this process ends, even if it is killed.
+    """
+    file = (folder / LOCK).open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"error: another process is writing to {folder}: wait until it has ended")
+    except OSError as error:  # some network disks have no locks
+        print(f"warning: cannot lock {folder} ({error}): start this command only once")
+    return file
+
+
+def fingerprint(name: str) -> str:
+    """A short text that changes when the documents change."""
+    # A path that exists is no pattern, even with brackets in it.
+    pattern = glob.escape(name) if os.path.exists(name) else name
+    if os.path.isdir(name):
+        pattern += "/**/*"
+    files = [file for file in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(file)]
+    if files:
+        facts = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    if "://" in name:  # a server may say none of these
+        system, path = fsspec.url_to_fs(name)
+        facts = system.info(path)
+        return json.dumps([str(facts.get(key)) for key in ("size", "ETag", "LastModified")])
+    return huggingface_hub.dataset_info(name).sha  # the commit
+
+
+def load_documents(chapter: dict, args: argparse.Namespace) -> datasets.IterableDataset:
+    """The split `train` as a stream."""
     splits = chapter["load_documents"](args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         sys.exit(f"error: {args.dataset_name} has no split `train`, only {', '.join(splits)}")
-    with chapter["explain"]("cannot read the first document"):
+    with chapter["fail_on_error"]("cannot read the first document"):
         documents = splits["train"]._resolve_features()
     features = documents.features
     columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
-    if not columns:
-        sys.exit(f"error: the dataset has no text column, only {', '.join(features)}")
+    if args.text_column not in columns:
+        what = f"{args.dataset_name} has no column of text named {args.text_column!r}"
+        remedy = f"choose --text-column among {', '.join(columns)}" if columns else "it has no text"
+        sys.exit(f"error: {what}: {remedy}")
     if args.max_documents:
         documents = documents.take(args.max_documents)
-    return documents, "text" if "text" in columns else columns[0]
+    return documents
 
 
 def start_process(model_name: str) -> None:
@@ -150,37 +196,50 @@ def flush(path: Path) -> None:
 
 def write(args: argparse.Namespace) -> int:
     """Writes the parts that are missing, then the index of all; returns the number of rows."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    names = {file.name for file in args.output.iterdir()} - {"incomplete", LOCK}
+    if names and not any(name.startswith("part-") for name in names):
+        sys.exit(f"error: {args.output} has other files: choose another --output")
+    with lock(args.output):
+        return write_rows(args)
+
+
+def write_rows(args: argparse.Namespace) -> int:
+    """`write`, when no other process writes to the folder."""
     chapter = runpy.run_path(f"{REPOSITORY}/10-mds-shards/train-llm.py")
     to_rows = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")["to_rows"]
     package = "MDS needs a package that is not installed: see 10-mds-shards/README.md"
-    with chapter["explain"](package):
+    with chapter["fail_on_error"](package):
         from streaming.base.util import merge_index
-    with chapter["explain"](f"cannot load the tokenizer of {args.model_name}"):
+    with chapter["fail_on_error"](f"cannot load the tokenizer of {args.model_name}"):
         tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
+    documents = load_documents(chapter, args)
+    with chapter["fail_on_error"](f"cannot look at the files of {args.dataset_name}"):
+        documents_now = fingerprint(args.dataset_name)
     rows_file = {"seq_length": args.seq_length, "packing": args.packing}
     probe = [*tokenizer(PROBE)["input_ids"], tokenizer.eos_token_id]
     rows_file |= {"max_documents": args.max_documents, "tokenizer_probe": probe}
     rows_file |= {"tokenizer": args.model_name}  # for people: another name is no other tokenizer
-    source = {name: getattr(args, name) for name in ("dataset_name", "dataset_subset")}
-    source |= {"compression": args.compression} | rows_file
-    args.output.mkdir(parents=True, exist_ok=True)
+    flags = ("dataset_name", "dataset_subset", "text_column", "compression")
+    source = {name: getattr(args, name) for name in flags} | rows_file
     parts = sorted(args.output.glob("part-*"))
     place = {"position": None, "rest": [], "documents": 0, "source": source}
+    place["fingerprint"] = documents_now
     if parts:
         place = json.loads((parts[-1] / "place.json").read_text())
-    elif {file.name for file in args.output.iterdir()} - {"incomplete"}:
-        sys.exit(f"error: {args.output} has other files: choose another --output")
+    if parts and not {"largest_token", "fingerprint"} <= place.keys():
+        sys.exit(f"error: {args.output} has rows of an earlier version: choose another --output")
     if place["source"] != source:
         sys.exit(f"error: {args.output} has rows of other flags: choose another --output")
-    if parts and "largest_token" not in place:
-        sys.exit(f"error: {args.output} has rows of an earlier version: choose another --output")
+    if place["fingerprint"] != documents_now:
+        changed = f"the documents of {args.dataset_name} have changed"
+        sys.exit(f"error: {changed} since {args.output} was begun: choose another --output")
     if (args.output / "index.json").exists():
         print(f"{args.output} is complete")
         return rows_in(args.output / "index.json")
 
-    documents, column = load_documents(chapter, args)
     if parts:
         documents.load_state_dict(place["position"])
         print(f"Continuing after {len(parts)} parts, {place['documents']} documents")
@@ -197,7 +256,8 @@ def write(args: argparse.Namespace) -> int:
         executor as pool,
         tqdm(unit=" documents", initial=count, total=args.max_documents, unit_scale=True) as bar,
     ):
-        for ids, position in in_order(pool, batches_of(documents, column), 2 * args.processes):
+        batches = batches_of(documents, args.text_column)
+        for ids, position in in_order(pool, batches, 2 * args.processes):
             if ids:
                 more, rest = to_rows(ids, rest, args.packing, args.seq_length)
                 rows += more
@@ -214,16 +274,20 @@ def write(args: argparse.Namespace) -> int:
         parts.append(None)
     if not parts:
         sys.exit("error: there is not a single row: lower --seq-length")
-    places = [json.loads(file.read_text()) for file in args.output.glob("part-*/place.json")]
-    rows_file |= {"largest_token": max(place["largest_token"] for place in places)}
-    (args.output / "rows.json").write_text(json.dumps(rows_file, indent=2))
     indices = sorted(map(str, args.output.glob("part-*/index.json")))
     logging.disable(logging.WARNING)  # that folders exist, and where a temporary one is
     # A folder of its own, so that the index appears at once and whole.
     merge_index(indices, str(args.output / "incomplete"))
-    (args.output / "incomplete" / "index.json").rename(args.output / "index.json")
+    index = args.output / "incomplete" / "index.json"
+    places = [json.loads(file.read_text()) for file in args.output.glob("part-*/place.json")]
+    rows_file |= {"largest_token": max(place["largest_token"] for place in places)}
+    # A training compares this hash with the index, so it notices another or a changed index.
+    rows_file |= {"index_hash": xxhash.xxh3_64(index.read_bytes()).hexdigest()}
+    rows_file |= {"rows": rows_in(index)}
+    (args.output / "rows.json").write_text(json.dumps(rows_file, indent=2))
+    index.rename(args.output / "index.json")
     shutil.rmtree(args.output / "incomplete")
-    return rows_in(args.output / "index.json")
+    return rows_file["rows"]
 
 
 def rows_in(index: Path) -> int:

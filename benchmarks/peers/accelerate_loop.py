@@ -11,7 +11,12 @@ from torch.utils.data import DataLoader
 def main() -> None:
     _, args, dataset, model, clock = set_up()
     precision = {"fp32": "no"}.get(args.dtype, args.dtype)
-    accelerator = Accelerator(mixed_precision=precision, cpu=args.device == "cpu")
+    accumulation = args.gradient_accumulation_steps
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        cpu=args.device == "cpu",
+        gradient_accumulation_steps=accumulation,
+    )
     set_seed(args.seed)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -27,14 +32,21 @@ def main() -> None:
             layer.compile()
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     losses, loss_sum = [], torch.zeros((), device=accelerator.device)
-    for step, batch in enumerate(loader, 1):
-        loss = model(**batch, use_cache=False).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        loss_sum += loss.detach()
+    step = 0
+    for batch in loader:
+        # Between optimizer steps, the last four calls in this block do nothing.
+        with accelerator.accumulate(model):
+            loss = model(**batch, use_cache=False).loss
+            accelerator.backward(loss)  # divides by the number of passes
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        loss_sum += loss.detach() / accumulation
+        if not accelerator.sync_gradients:
+            continue
+        step += 1
         if step % args.log_freq == 0:
             losses.append(accelerator.reduce(loss_sum, "mean").item() / args.log_freq)
             loss_sum.zero_()

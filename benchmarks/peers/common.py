@@ -54,7 +54,8 @@ class Clock:
     """Tokens per second of the median window of `window` steps after the warm-up, whole job."""
 
     def __init__(self, args, warmup: int, window: int = 5):
-        self.tokens_per_step = args.batch_size * WORLD_SIZE * args.seq_length
+        samples = args.batch_size * WORLD_SIZE * args.gradient_accumulation_steps
+        self.tokens_per_step = samples * args.seq_length
         self.warmup, self.window, self.steps, self.times = warmup, window, 0, []
 
     def step(self) -> None:
@@ -89,7 +90,7 @@ def set_up(*own_flags: str):
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     config, tokenizer = chapter_1.load_config_and_tokenizer(args)
-    global_batch = args.batch_size * WORLD_SIZE
+    global_batch = args.batch_size * WORLD_SIZE * args.gradient_accumulation_steps
     samples, _ = chapter_1.load_samples(args, tokenizer, config, global_batch)
     count = args.max_steps * global_batch
     dataset = Samples(samples, chapter_1.sample_order(0, count, len(samples), args.seed))

@@ -15,10 +15,12 @@ class CausalLM(lightning.LightningModule):
 
     def training_step(self, batch, _):
         loss = self.model(**batch, use_cache=False).loss
-        self.loss_sum = self.loss_sum + loss.detach()
+        self.loss_sum = self.loss_sum + loss.detach() / self.args.gradient_accumulation_steps
         return loss
 
-    def on_train_batch_end(self, *_):
+    def on_train_batch_end(self, outputs, batch, batch_number):
+        if (batch_number + 1) % self.args.gradient_accumulation_steps:
+            return
         if (self.trainer.global_step) % self.args.log_freq == 0:
             mean = self.trainer.strategy.reduce(
                 self.loss_sum / self.args.log_freq, reduce_op="mean"
@@ -51,6 +53,7 @@ def main() -> None:
         strategy="ddp" if WORLD_SIZE > 1 else "auto",
         precision={"fp32": "32-true"}.get(args.dtype, f"{args.dtype}-mixed"),
         max_steps=args.max_steps,
+        accumulate_grad_batches=args.gradient_accumulation_steps,
         gradient_clip_val=args.max_grad_norm,
         logger=False,
         enable_checkpointing=False,

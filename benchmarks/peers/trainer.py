@@ -42,6 +42,7 @@ def main() -> None:
                 output_dir=folder,
                 per_device_train_batch_size=args.batch_size,
                 max_steps=args.max_steps,
+                gradient_accumulation_steps=args.gradient_accumulation_steps,
                 learning_rate=args.lr,
                 lr_scheduler_type=args.lr_scheduler,
                 warmup_steps=args.warmup_steps,

@@ -41,13 +41,17 @@ def main() -> None:
     scheduler = transformers.get_scheduler(*schedule)
     loader = DataLoader(dataset, batch_size=args.batch_size * WORLD_SIZE)
     losses, loss_sum = [], torch.zeros(())
-    for step, batch in enumerate(loader, 1):
-        loss = model(**batch, use_cache=False).loss
+    accumulation = args.gradient_accumulation_steps
+    for number, batch in enumerate(loader, 1):
+        loss = model(**batch, use_cache=False).loss / accumulation
         loss.backward()
+        loss_sum += getattr(loss, "full_tensor", lambda loss=loss: loss)().detach()
+        if number % accumulation:
+            continue
+        step = number // accumulation
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        loss_sum += getattr(loss, "full_tensor", lambda loss=loss: loss)().detach()
         if step % args.log_freq == 0:
             losses.append(loss_sum.item() / args.log_freq)
             loss_sum.zero_()

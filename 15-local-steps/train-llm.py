@@ -1,0 +1,1483 @@
+"""Chapter 15: local steps between two data centres with a slow link (DiLoCo).
+
+A replica is one or more copies of the model, as in chapter 5. Replicas train alone, with AdamW, for
+a round of --inner-steps steps. At the end of a round, they average how far their weights have
+moved. An outer optimizer then moves the weights that all replicas share. So the slow link carries
+one message per round instead of one per step. Comments with LOCAL 1 to 12 mark the ideas.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
+    NNODES=2 MASTER_ADDR=node-0 NODE_RANK=0 ../launch/run.sh 15 -e alpaca --inner-steps 100 \
+        --checkpoint-format local     # on each of 2 nodes, with its number
+"""
+
+import argparse
+import fcntl
+import glob
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import uuid
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache, lru_cache
+from pathlib import Path
+
+# Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+# Comet patches no library, waits 20 s for a silent server, and takes at most a minute at the end.
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
+os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
+os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
+import comet_ml
+import datasets
+import numpy as np
+import psutil
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import yaml
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import Subset
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+# DDP: Only rank 0 prints, because all ranks have the same progress bar and the same log.
+CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
+    device = join_process_group()
+    if args.dtype is None:
+        args.dtype = "fp32" if device.type == "cpu" else "bf16"
+    if args.compile is None:
+        args.compile = device.type == "cuda"
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    global_batch = args.batch_size * accumulation * WORLD_SIZE
+    torch.manual_seed(args.seed)  # for random initial weights
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
+
+    # Data, model, optimizer.
+    config, tokenizer = load_config_and_tokenizer(args)
+    # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
+    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    is_first_of_node = os.environ["LOCAL_RANK"] == "0"
+    if not is_first_of_node:
+        dist.barrier(patient_group)  # until the first ranks of all nodes call it below
+    train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
+    if is_first_of_node:
+        dist.barrier(patient_group)
+    if checkpoint and state.train_samples != len(train_samples):
+        fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
+    state.train_samples = len(train_samples)
+    # DDP: Other flags or data on one rank would spoil the training without any error.
+    descriptions = gather(f"{vars(args)} {state.step} {state.train_samples}")
+    if len(set(descriptions)) > 1:
+        fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
+    # LOCAL 1: Each replica has a table of its own. Chapter 5's messages stay within a replica.
+    copies = WORLD_SIZE // (args.replicas * args.shard_size)
+    shape = (args.replicas, copies, args.shard_size)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replica", "replicate", "shard"))
+    model = build_model(args, config, device, checkpoint, mesh["replicate", "shard"])
+    optimizer = torch.optim.AdamW(
+        parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
+    )
+    steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
+    total_steps = state.step + max(steps_left, 0)
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    scheduler = lr_schedule(args, optimizer, total_steps)
+    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
+    autocast = torch.autocast(device.type, enabled=False)
+    # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
+    # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    outer = OuterOptimizer(model, args, mesh)  # LOCAL: starts with the weights of the model
+    if checkpoint:
+        load_training_state(checkpoint, stateful, model, outer, state.replicas)
+    elif args.resume_dir and args.skip_optimizer:
+        # NODES: Take only the weights. The rest of the run begins anew.
+        weights = model.state_dict()  # in the memory of the model, so reading fills the model
+        read_state(of_this_rank(args.resume_dir), {"model": weights})
+        outer = OuterOptimizer(model, args, mesh)  # LOCAL: starts with these weights
+    state.replicas = args.replicas  # LOCAL: for a later resume, which may have another number
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
+        run_log = RunLog(run_folder, checkpoint, state, args)
+        facts = {"global_batch": global_batch, "device_name": device_name}
+        run_log.parameters(facts | describe_run(args, model, train_samples))
+        run_log.comet.set_model_graph(str(model))
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    # DDP: The tokens of the whole job are the work of all devices.
+    timer = PhaseTimer(device, flops_per_token(config, args.seq_length) / WORLD_SIZE)
+    # disable=None: a progress bar in terminals only.
+    progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
+    stop_signals = catch_stop_signals()
+    stop_signal = 0
+    # LOCAL: A scheduler must give a stopped job enough time for these steps.
+    longest_wait = min(args.inner_steps, args.log_freq)
+    say(f"{args.replicas} replicas; a stop signal takes effect within {longest_wait} step(s)")
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # Sample n is the same in each run with this seed, so a run can resume at any sample.
+            # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
+            first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
+            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            is_last = micro_step == accumulation - 1
+            # FSDP 2: Scatter in every micro-batch, because whole gradients take 4 bytes per weight.
+            # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
+            communicate = args.reshard_after_forward or is_last
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
+            # NODES 1: Only the last micro-batch averages over the copies, because links are slow.
+            model.set_requires_all_reduce(is_last)
+            with timer("data"):
+                indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
+                input_ids = read_batch(train_samples, indices, device)
+            with timer("forward"), autocast:
+                # Transformers shifts the labels by one token itself, so they equal the input.
+                # A cache of keys and values serves generation. In training it only takes memory.
+                loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+                # The loss is a mean over a micro-batch. After this division, the losses (and their
+                # gradients) of all micro-batches add up to the mean over the global batch.
+                loss = loss / accumulation
+            with timer("backward"):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # without its graph, which would keep all activations
+        with timer("update"):
+            # Clip the complete gradient before the update, so that no bad batch spoils the weights.
+            scaler.unscale_(optimizer)
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
+            grad_norm = grad_norm.full_tensor()
+            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()
+            scheduler.step()  # once per optimizer step, not per micro-batch
+            optimizer.zero_grad()  # because backward() adds to the gradients
+        state.step += 1
+        state.samples += global_batch
+        state.epoch = state.samples / len(train_samples)
+        progress.update()
+
+        at_end = state.step == total_steps
+        # LOCAL 2: A round ends after --inner-steps steps. The last round may be shorter.
+        # Until --outer-start, each step is a round.
+        averages_only = state.step <= args.outer_start
+        round_ends = averages_only or state.step % args.inner_steps == 0 or at_end
+        if round_ends:
+            with timer("outer"):
+                outer.step(averages_only)
+        # LOCAL 3: Exchange stop signals only when other messages cross the slow link anyway.
+        if round_ends or state.step % args.log_freq == 0:
+            stop_signal = max(stop_signals, default=0)
+            # DDP: A signal may reach the ranks in different steps. All must stop after the same.
+            stop = torch.tensor(stop_signal)
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+            stop_signal = stop.item()
+        eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
+        save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
+        # LOCAL: Fast replicas wait for slow ones, so each message keeps PyTorch's time limit.
+        log_now = state.step % args.log_freq == 0 or save_now
+        if log_now:
+            # `.item()` waits until the GPU has computed the number. Between two logged steps the
+            # script reads no number back, so Python runs ahead and queues work for the GPU.
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            # LOCAL: Each replica has its own norm. With the mean, all ranks pass or fail the check.
+            dist.all_reduce(grad_norm, dist.ReduceOp.AVG)
+            mean_loss = loss_sum.item() / (state.step - logged_step)
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm.item(),
+                **outer.read(state.step - logged_step),  # LOCAL: of the rounds since the last log
+                **timer.read(tokens_per_step=global_batch * args.seq_length),
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
+            }
+            if run_log:
+                run_log.metrics(state, metrics)
+            numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
+            say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
+            # In fp16 an infinite gradient is normal: the scaler skips that step.
+            gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or not gradient_is_normal:
+                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
+            loss_sum.zero_()
+            logged_step = state.step
+        if eval_now:
+            # LOCAL 4: Evaluate the shared weights, because each replica has moved away from them.
+            outer.swap(model)
+            with autocast:
+                eval_loss = evaluate(model, eval_samples, args, device)
+            outer.swap(model)  # LOCAL: each replica continues from its own weights
+            say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
+            if run_log:
+                run_log.metrics(state, metrics)
+        if run_folder and save_now:
+            # A saved step is always a logged step, so its numbers have passed the check above.
+            # LOCAL: `outer` has the shared weights and their momentum.
+            save_checkpoint(run_folder, model, tokenizer, stateful, state, args, outer)
+
+    wait_for_checkpoint()  # NODES: until the last checkpoint has its name
+    if run_folder and state.step >= total_steps:
+        outer.swap(model)  # LOCAL: `final` has the shared weights
+        with new_folder(run_folder / "final") as folder:
+            save_weights(folder, model, args)  # FSDP: on all ranks, because each has its shards
+            if RANK == 0:
+                save_model(folder, model, tokenizer)
+        say(f"Done: the model is in {run_folder / 'final'}")
+    elif not run_folder:
+        say("Nothing was saved: -e gives a run a name, and saves its model, checkpoints and logs")
+    dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
+        sys.exit(128 + stop_signal)
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, config, device, checkpoint, mesh):  # LOCAL: the table of this replica
+    """The model on `device`, with the weights of the checkpoint, pretrained or random weights."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
+    # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
+    # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
+    with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
+    # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # NODES 2: Ranks form a table: a row holds one copy of the model, a column holds equal shards.
+    # All-gathers and reduce-scatters stay in a row. Columns all-reduce the gradients of a shard.
+    policy["mesh"] = mesh  # LOCAL: so FSDP does not see the other replicas
+    policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, args.shard_size)
+    # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
+    if not model.all_tied_weights_keys:
+        embeddings = model.get_input_embeddings()
+        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
+        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
+        # The backward pass begins with the head, so the head stays whole after the forward pass.
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
+    fully_shard(model, **policy)
+    # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+    # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
+    # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
+    # random parameters only from scratch. For a large model, a CPU needs minutes to draw them.
+    with fail_on_error(f"shards cannot be initialised as {config.model_type} does: use chapter 2"):
+        init_weights(model, draw=args.from_scratch and not checkpoint)
+    if not args.from_scratch:
+        remedy = "--from-scratch starts from random weights, --demo needs no download"
+        with fail_on_error(f"cannot load the weights of {args.model_name}: {remedy}"):
+            # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
+            # NODES: The weights of --resume-dir replace the pretrained weights.
+            load_weights(model, args.model_name, checkpoint or args.resume_dir)
+    for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
+        buffer.data = buffer.to(device)
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        args.attention = "flash_attention_2"
+    if args.attention:
+        with fail_on_error(f"--attention {args.attention} does not work here: try sdpa"):
+            model.set_attn_implementation(args.attention)
+    if args.attention not in (None, model.config._attn_implementation):
+        fail(f"{config.model_type} cannot change its attention to {args.attention}: leave it out")
+    # Transformers looks for borders of packed documents in each batch, and Python waits until the
+    # GPU has the answer. Here a sample is one sequence, so the answer is always None.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    attention = model.config._attn_implementation
+    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
+    if args.activation_checkpointing:
+        # A layer keeps only its input. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()
+    if args.compile:
+        # Compile each layer: all layers are alike, so they share the compiled code of the first. A
+        # model that is compiled as a whole builds a mask, and loses the fast causal attention.
+        for layer in layers:
+            layer.compile()
+        # This avoids the fp32 copy of the logits, which is the largest tensor of a step.
+        model.loss_function = torch.compile(model.loss_function)
+    return model
+
+
+def from_files(name):
+    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
+    # Transformers fills missing tensors with random numbers, and prints a table about them. Do not
+    # print the table, but end with a sentence.
+    transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
+    model, report = AutoModelForCausalLM.from_pretrained(
+        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    unfit = report["missing_keys"] | report["mismatched_keys"]  # names, or names with shapes
+    if unfit:
+        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
+    # Transformers does not tie weights that differ, so the model would not be that of the config.
+    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+        remedy = "set tie_word_embeddings to false in config.json"
+        own = f"the files of {name} hold an output matrix of their own (lm_head.weight)"
+        fail(f"{own}, but its config ties it to the embeddings: {remedy}")
+    return model
+
+
+@lru_cache  # FSDP: so it prints its sentence once per shape
+def even_shards(shape, ranks):
+    """FSDP: The dimension to shard: dimension 0, or another one if its shards are more even.
+
+    FSDP shards dimension 0 by default. The weights of 8 experts are (8, ...), so 64 ranks would get
+    8 shards, and 56 ranks would have nothing. Other dimensions must divide evenly.
+    """
+    largest_shard = math.ceil(shape[0] / ranks)
+    if largest_shard * ranks <= 1.1 * shape[0]:
+        return Shard(0)
+    for dimension, size in enumerate(shape):
+        if size % ranks == 0:
+            return Shard(dimension)
+    if len(shape) > 1:
+        say(f"No dimension of {tuple(shape)} divides by {ranks} ranks, so shards differ in size")
+    return Shard(0)
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+def lr_schedule(args, optimizer, total_steps):
+    """The learning rate of each step, relative to --lr."""
+    options = {}
+    if args.lr_scheduler == "warmup_stable_decay":
+        # The rate falls to zero at the end, by default in the last fifth of the steps.
+        options["num_decay_steps"] = args.decay_steps or total_steps // 5
+    elif args.decay_steps:
+        fail("--decay-steps needs --lr-scheduler warmup_stable_decay")
+    if args.decay_steps and args.warmup_steps + args.decay_steps > total_steps:
+        fail(f"--warmup-steps and --decay-steps add up to more than {total_steps} steps")
+    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
+
+
+# -- Replicas --------------------------------------------------------------------------------------
+
+
+class OuterOptimizer:
+    """The weights that all replicas share, and the update of them at the end of a round.
+
+    The update is torch.optim.SGD with Nesterov momentum. https://arxiv.org/abs/2311.08105
+    """
+
+    def __init__(self, model, args, mesh):
+        self.args = args
+        self.replica = mesh.get_local_rank("replica")
+        self.group = mesh.get_group("replica")  # the ranks that hold the same shards
+        # LOCAL 5: Shared weights and momentum are shards, too: 8 more bytes per parameter, in fp32.
+        self.weights = {p: p.detach().clone() for p in model.parameters()}
+        self.momentum = {p: torch.zeros_like(w) for p, w in self.weights.items()}
+        # Tied weights are one parameter with two names.
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.metrics = {}
+        self.sent_bytes = 0
+
+    @torch.no_grad()
+    def step(self, averages_only):
+        """Moves the shared weights, and starts the next round with them on all replicas."""
+        # LOCAL 6: A gradient points uphill, so it is the start of the round minus its end.
+        gradients = {p: shared - p for p, shared in self.weights.items()}
+        own_norm = total_norm(gradients)
+        # LOCAL 7: Send one message, because each message waits for the delay of the slow link.
+        shards = [gradient.to_local() for gradient in gradients.values()]
+        message = torch.cat([shard.flatten() for shard in shards]).to(DTYPES[self.args.outer_dtype])
+        dist.all_reduce(message, dist.ReduceOp.AVG, self.group)
+        means = message.split([shard.numel() for shard in shards])
+        for shard, mean in zip(shards, means, strict=True):
+            shard.copy_(mean.view_as(shard))  # in the memory of `gradients`
+        self.measure(own_norm, total_norm(gradients), message.nbytes)
+        beta = self.args.outer_momentum
+        for p, gradient in gradients.items():
+            update = gradient
+            if not averages_only:
+                # LOCAL 8: The momentum remembers earlier rounds. Nesterov looks one round ahead.
+                momentum = self.momentum[p].mul_(beta).add_(gradient)
+                update = self.args.outer_lr * (gradient + beta * momentum)
+            self.weights[p].sub_(update)
+            # LOCAL 9: All replicas continue from the shared weights. AdamW keeps its own moments.
+            p.copy_(self.weights[p])
+
+    def measure(self, own_norm, norm, message_bytes):
+        """Keeps the numbers of a round. They stay on the device until `read`."""
+        # The mean square distance of the replicas from their mean, by the formula of a variance.
+        mean_square = own_norm.square()
+        dist.all_reduce(mean_square, dist.ReduceOp.AVG, self.group)
+        drift = (mean_square - norm.square()).clamp(min=0).sqrt()
+        self.metrics = {"outer/grad_norm": norm, "outer/drift": drift}
+        # In an all-reduce, a rank sends the sums of its part, and then the means of its part.
+        self.sent_bytes += 2 * message_bytes * (self.args.replicas - 1) / self.args.replicas
+
+    def read(self, steps):
+        """Numbers of the last round, and bytes per step, since the last read."""
+        metrics = {name: value.item() for name, value in self.metrics.items()}
+        metrics["communication/bytes_per_step"] = self.sent_bytes / steps
+        self.metrics = {}
+        self.sent_bytes = 0
+        return metrics
+
+    @torch.no_grad()
+    def swap(self, model):
+        """Exchanges the weights of this replica and the shared weights, one tensor at a time."""
+        for module in model.modules():
+            # LOCAL 10: Free the units that FSDP has kept whole, because they have the old weights.
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for p, shared in self.weights.items():
+            own = p.clone()
+            p.copy_(shared)
+            shared.copy_(own)
+
+    def state(self):
+        """The shared weights and their momentum under the names of the model, for checkpoints."""
+        weights = {name: self.weights[p] for name, p in self.parameters.items()}
+        momentum = {name: self.momentum[p] for name, p in self.parameters.items()}
+        return weights, momentum
+
+
+def total_norm(tensors):
+    """The norm over the shards of all ranks of this replica."""
+    return torch.nn.utils.get_total_norm(tensors.values()).full_tensor()
+
+
+# -- Data ------------------------------------------------------------------------------------------
+
+# How `datasets` calls the format of a file
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def load_config_and_tokenizer(args):
+    name = args.model_name
+    if os.path.isdir(name) or name.startswith(("/", ".", "~")):
+        remedy = "check that this folder has config.json and the files of a tokenizer"
+    else:
+        gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
+        remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
+    with fail_on_error(f"cannot load the model {name}: {remedy}"):
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.eos_token_id is None:
+        fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
+    if getattr(config, "quantization_config", None):
+        fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
+    # The model has learned no positions beyond this number. Some families have no limit, or say -1.
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest and 0 < longest < args.seq_length:
+        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
+    return config, tokenizer
+
+
+def load_documents(name, subset):
+    """The splits of a file, a pattern (one document per text file) or a dataset of the Hub."""
+    files = sorted(glob.glob(name, recursive=True))
+    if "*" in name and "://" not in name and not files:
+        fail(f"no file matches {name}")
+    if files and not any(os.path.getsize(file) for file in files):
+        fail(f"{name} is empty")
+    file_format = next((FORMATS[ending] for ending in FORMATS if name.endswith(ending)), None)
+    if files and not file_format and not os.path.isdir(name):
+        fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
+    options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
+    if file_format:
+        options = {"path": file_format, "data_files": files or name}  # or an address
+    if file_format == "text":
+        options |= {"sample_by": "document", "encoding_errors": "replace"}
+    if file_format == "json":
+        # A number among texts is an error. By default, the texts would get quotation marks.
+        options["on_mixed_types"] = None
+    remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
+    with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
+        splits = datasets.load_dataset(**options)
+    is_folder_of_text = "text" in {split.info.builder_name for split in splits.values()}
+    if is_folder_of_text and os.path.isdir(name):  # `datasets` makes a document of each line
+        fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
+    return splits
+
+
+def tokenize(rows, tokenizer, column, vocab_size):
+    """The token ids of each document that is not empty, and an end-of-text token after each."""
+    texts = [text for text in rows[column] if text]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
+    largest = max(map(max, documents), default=0)
+    if largest >= vocab_size:
+        remedy = "give the model its own tokenizer, or from scratch a larger vocab_size"
+        fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
+    return {"input_ids": documents}
+
+
+def tokenized(documents, tokenizer, config, args):
+    """The token ids of the documents of a split."""
+    column = documents.features.get(args.text_column)
+    if "string" not in getattr(column, "dtype", ""):  # lists have no dtype
+        columns = ", ".join(documents.column_names)
+        fail(f"no text in column {args.text_column!r}: choose --text-column among {columns}")
+    return documents.map(
+        tokenize,
+        batched=True,  # 1,000 documents per call
+        fn_kwargs={
+            "tokenizer": tokenizer,
+            "column": args.text_column,
+            "vocab_size": config.get_text_config().vocab_size,
+        },
+        remove_columns=documents.column_names,  # keep only the token ids
+        features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
+    )
+
+
+class PackedSamples:
+    """All documents, joined and cut into samples of `seq_length` tokens. The rest is left out.
+
+    Without padding, no computation is wasted. `tokens` is a view of the memory-mapped Arrow file
+    that `datasets` has cached. So packing copies nothing, and all processes share the file.
+    """
+
+    def __init__(self, tokenized, seq_length):
+        chunks = tokenized.data.column("input_ids").chunks  # each one a list of documents
+        self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
+        self.seq_length = seq_length
+
+    def __len__(self):
+        return len(self.tokens) // self.seq_length
+
+    def __getitem__(self, index):
+        return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
+
+
+def load_samples(args, tokenizer, config, global_batch):
+    """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
+    splits = load_documents(args.dataset_name, args.dataset_subset)
+    if "train" not in splits:
+        fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
+    documents = tokenized(splits["train"], tokenizer, config, args)
+    train_samples = PackedSamples(documents, args.seq_length)
+    count = len(train_samples)
+    held_out = splits.get("validation", splits.get("test"))
+    if held_out:
+        documents = tokenized(held_out, tokenizer, config, args)
+        eval_samples = PackedSamples(documents, args.seq_length)
+    else:
+        count -= max(1, count // 100)  # the last samples, before the shuffle
+        eval_samples = Subset(train_samples, range(count, len(train_samples)))
+        train_samples = Subset(train_samples, range(count))
+    if count < global_batch or not eval_samples:
+        fail(f"{args.dataset_name} is too small: lower --batch-size or --seq-length")
+    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
+    return train_samples, eval_samples
+
+
+@lru_cache(maxsize=2)
+def permutation(seed, epoch, count):
+    # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+    return np.random.RandomState((seed, epoch)).permutation(count)
+
+
+def sample_order(first, count, dataset_size, seed):
+    """The indices in the dataset of the samples from `first` to `first + count - 1` of a run.
+
+    A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
+    depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
+    """
+    numbers = (divmod(n, dataset_size) for n in range(first, first + count))
+    return [int(permutation(seed, epoch, dataset_size)[i]) for epoch, i in numbers]
+
+
+def read_batch(samples, indices, device):
+    """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
+    batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
+    if device.type == "cuda":
+        # Python need not wait for a copy from pinned memory.
+        batch = batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device).long()
+
+
+# -- Evaluation ------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate(model, samples, args, device):
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    size = args.batch_size
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
+    # A rank without a batch evaluates sample 0, with weight 0.
+    rounds = math.ceil(len(samples) / (WORLD_SIZE * size))
+    for n in range(rounds):
+        begin = (n * WORLD_SIZE + RANK) * size
+        indices = range(len(samples))[begin : begin + size]
+        has_batch = len(indices) > 0
+        input_ids = read_batch(samples, indices if has_batch else [0], device)
+        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+        loss_sum += loss * len(indices)  # the last batch may be smaller
+    model.train()  # dropout on again
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    return loss_sum.item() / len(samples)
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A resumed run keeps these flags, because another value would make it another training.
+LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
+LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
+# LOCAL: not `replicas`, because a data centre may join or leave
+LASTING += ["inner_steps", "outer_lr", "outer_momentum", "outer_start", "outer_dtype"]
+
+
+# Folders with other names, such as step-final.bak, are no checkpoints.
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
+
+
+@dataclass
+class RunState:
+    """The position of a run. Every checkpoint stores it as `state.json`."""
+
+    flags: dict  # the flags that must not change
+    comet_key: str
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # samples read, over all epochs
+    epoch: float = 0.0
+    train_samples: int = 0  # in the dataset
+    replicas: int = 0  # LOCAL: that have written the checkpoint
+
+
+# NODES: The folder of this rank's checkpoints, with --checkpoint-format local.
+RANK_FOLDER = f"rank-{RANK}"
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    # NODES: With `local`, each rank makes and renames the folders inside its own folder.
+    is_local = folder.parent.name == RANK_FOLDER
+    if RANK > 0 and not is_local:  # FSDP: one makes the folder, and renames it
+        dist.barrier(writer_group())  # until rank 0 has made the folder
+        with fail_on_error(f"cannot write {folder}"):
+            yield temporary
+        return
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)  # NODES: also the folder of this rank
+    dist.barrier(writer_group())  # FSDP: the other ranks wait for the folder
+    free = shutil.disk_usage(temporary).free / 1e9
+    with fail_on_error(f"cannot write {folder}; the disk had {free:.1f} GB left"):
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)  # all is on the disk before the folder gets its name
+            os.close(descriptor)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def save_model(folder, model, tokenizer):
+    model.config.save_pretrained(folder)  # FSDP: the weights are saved as shards
+    tokenizer.save_pretrained(folder)
+
+
+def sharded_state(model, stateful, outer, replica):  # LOCAL: with the state of this replica
+    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    # LOCAL 11: Name the replica, because DCP saves only one of several tensors with one name.
+    # Moments differ between replicas, and within a round weights do, too.
+    own = {"weights": weights, "optimizer": moments, "scaler": stateful["scaler"]}
+    state = {f"{name} of replica {replica}": part for name, part in own.items()}
+    # `model`, which other chapters and tools read, is the shared weights.
+    shared, momentum = outer.state()
+    state |= {"scheduler": stateful["scheduler"], "model": weights | shared}
+    return state | {"outer momentum": momentum}
+
+
+def to_rank_0(state):
+    """The state with whole tensors, in the CPU memory of rank 0; nothing on the other ranks."""
+
+    def whole(tensor):
+        # NODES 3: Gather one tensor at a time, because no GPU has room for the whole state.
+        # All ranks gather it. Only rank 0 keeps it: a tensor on the meta device takes no memory.
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        return tensor.to("cpu" if RANK == 0 else "meta", copy=True)
+
+    state = tree_map_only(torch.Tensor, whole, state)
+    return state if RANK == 0 else {}
+
+
+def own_shards(state):
+    """The state with this rank's shards as plain tensors, in the same memory."""
+    # NODES 4: DCP sees tensors of this rank alone, so it needs no files of other ranks.
+    return tree_map_only(DTensor, DTensor.to_local, state)
+
+
+# NODES: It copies tensors to CPU memory. Each checkpoint uses the memory of the one before again.
+STAGER = DefaultStager(
+    StagingOptions(
+        use_pinned_memory=torch.cuda.is_available(),  # a GPU copies to pinned memory fast
+        use_non_blocking_copy=torch.cuda.is_available(),
+        use_shared_memory=False,  # no other process reads it
+        use_async_staging=False,  # training goes on after the copy
+    )
+)
+
+
+def take_device():
+    """Gives a new thread the GPU of this rank, because its default is GPU 0."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+# NODES: A thread writes checkpoints with --async-checkpoint. The list has the one in progress.
+THREAD = ThreadPoolExecutor(1, initializer=take_device)
+UNFINISHED = []
+
+
+@cache  # the first call makes the group
+def writer_group():
+    """All ranks, for messages of the thread that writes, since training sends others meanwhile."""
+    return dist.new_group(backend="gloo")
+
+
+def wait_for_checkpoint():
+    """Waits for the checkpoint in progress, and raises its error, if it has failed."""
+    while UNFINISHED:
+        UNFINISHED.pop().result()
+
+
+# LOCAL: `outer` has what the replicas share.
+def save_checkpoint(run_folder, model, tokenizer, stateful, state, args, outer):
+    """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
+    # NODES 5: One checkpoint at a time, so a killed run loses one checkpoint at most.
+    wait_for_checkpoint()
+    writer_group()  # make the group here, since all ranks have to make it at the same time
+    parts = {}
+    # Scheduler and scaler are objects. Model and optimizer are dictionaries already.
+    # LOCAL: `outer` has what the replicas share.
+    for name, part in sharded_state(model, stateful, outer, outer.replica).items():
+        parts[name] = part.state_dict() if hasattr(part, "state_dict") else part
+    folder = run_folder / f"step-{state.step:08d}"
+    if args.checkpoint_format == "full":
+        parts = to_rank_0(parts)
+    elif args.checkpoint_format == "local":
+        parts = own_shards(parts)
+        folder = run_folder / RANK_FOLDER / folder.name
+    texts = {"state.json": json.dumps(asdict(state), indent=2)}
+    if RANK == 0:
+        texts["metrics.jsonl"] = (run_folder / "metrics.jsonl").read_text()
+    if args.async_checkpoint:
+        # NODES 6: Copy all that training changes, and train on. A thread writes the copies.
+        if args.checkpoint_format != "full":  # to_rank_0 has made copies
+            parts = STAGER.stage(parts)
+        writing = THREAD.submit(write_checkpoint, folder, parts, texts, model, tokenizer, args)
+        UNFINISHED.append(writing)
+    else:
+        write_checkpoint(folder, parts, texts, model, tokenizer, args)
+
+
+def write_checkpoint(folder, parts, texts, model, tokenizer, args):
+    """Writes the parts of this rank and the texts into a new folder. Removes old checkpoints."""
+    is_local = args.checkpoint_format == "local"
+    # NODES 7: A folder gets its name after its files are on the disk, because a run may be killed.
+    with new_folder(folder) as incomplete:
+        # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
+        if parts:  # with `full`, only rank 0 has any
+            alone = args.checkpoint_format != "shard"  # without other ranks
+            dcp.save(parts, checkpoint_id=incomplete, process_group=writer_group(), no_dist=alone)
+        if RANK > 0 and not is_local:
+            return
+        save_model(incomplete, model, tokenizer)  # the config and the tokenizer, no weights
+        for name, text in texts.items():
+            (incomplete / name).write_text(text)
+    if is_local:
+        dist.barrier(writer_group())  # NODES: all ranks have the new checkpoint, so old ones may go
+    for old in sorted(folder.parent.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
+        # Rename it first, so that no half-removed folder looks like a checkpoint.
+        old.rename(folder.with_name("incomplete"))
+        shutil.rmtree(folder.with_name("incomplete"))
+
+
+def check_shared(run_folder, args):
+    """Refuses a folder that not all nodes share, unless each rank keeps its own checkpoints."""
+    # NODES 8: Check now that all nodes share the folder, because at a resume it is too late.
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # the name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()  # until rank 0 has made the file
+    is_shared = all(gather(probe.exists()))
+    if RANK == 0:
+        probe.unlink()
+    if not is_shared and args.checkpoint_format != "local":
+        fail(f"not all nodes see {run_folder}: share --save-dir, or use --checkpoint-format local")
+
+
+def newest_checkpoint(run_folder):
+    """The newest checkpoint that all ranks have, or None."""
+    # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
+    folders = [
+        *run_folder.glob(CHECKPOINT_NAMES),
+        *run_folder.glob(f"{RANK_FOLDER}/{CHECKPOINT_NAMES}"),
+    ]
+    found = {folder.name: folder for folder in folders}
+    names_by_rank = gather(set(found))
+    common = set.intersection(*names_by_rank)
+    # NODES: A run that is killed in its first save may leave some ranks with a checkpoint, and the
+    # others with `incomplete`, which each rank makes before any rank renames its own. Such a run
+    # begins anew. A rank with neither has a new disk, so this is an error.
+    has_begun = (run_folder / RANK_FOLDER / "incomplete").exists()
+    knows_the_run = all(gather(bool(found) or has_begun))
+    in_first_save = knows_the_run and not all(names_by_rank)
+    some_rank_has_one = any(names_by_rank)
+    if some_rank_has_one and not common and not in_first_save:
+        fail(f"the ranks share no checkpoint in {run_folder}: take the same nodes or another -e")
+    return found[max(common)] if common else None
+
+
+def of_this_rank(checkpoint):
+    """The folder in which this rank finds its part of a checkpoint of any format."""
+    own = checkpoint.parent / RANK_FOLDER / checkpoint.name
+    return own if own.exists() else checkpoint
+
+
+def open_run(args):
+    """Makes the folder of a run with a name. Returns the folder, the newest checkpoint, the state.
+
+    The folder is None without a name, and the checkpoint is None in a new run.
+    """
+    flags = {name: getattr(args, name) for name in LASTING}
+    new_state = RunState(flags, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
+        return None, None, new_state
+    run_folder = args.save_dir / args.experiment_name
+    with fail_on_error(f"cannot write to {args.save_dir}: choose another --save-dir"):
+        run_folder.mkdir(parents=True, exist_ok=True)
+    if RANK == 0:  # DDP: one lock for the whole job
+        lock(run_folder)
+    check_shared(run_folder, args)
+    newest = newest_checkpoint(run_folder)
+    # NODES: A new run begins with --resume-dir. Later it resumes from its own checkpoints.
+    begins_elsewhere = not newest and args.resume_dir and not args.skip_optimizer
+    if begins_elsewhere:
+        newest = of_this_rank(args.resume_dir)
+    if not newest:
+        return run_folder, None, new_state
+    # NODES: DCP writes .metadata in each format, and in chapter 3, whose checkpoints can be read.
+    if begins_elsewhere and not all(gather((newest / ".metadata").exists())):
+        fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
+    with all_fail_if_damaged(newest):
+        saved = json.loads((newest / "state.json").read_text())
+    unknown = saved.keys() - asdict(new_state).keys()
+    unknown |= saved["flags"].keys() - flags.keys()
+    is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
+    of_one_replica = "replicas" not in saved  # LOCAL: as in chapters 3 and 5
+    if unknown or is_whole or of_one_replica:
+        fail(f"{newest} is from another chapter: choose another --experiment-name")
+    state = RunState(**saved)
+    if begins_elsewhere:
+        state.comet_key = new_state.comet_key  # NODES: a new run is a new experiment
+    for name, value in state.flags.items():
+        if flags.get(name) != value:
+            fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
+    say(f"Continuing from {newest}")
+    return run_folder, newest, state
+
+
+def lock(run_folder):
+    """Refuses a folder in which another process trains. The lock ends with the process."""
+    file = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)
+    # NODES: If a node has died, the server of a shared disk frees its lock later: NFS after 90 s.
+    for seconds_to_wait in [10] * 12 + [0]:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            say(f"another process has locked {run_folder}")
+            time.sleep(seconds_to_wait)
+        except OSError as error:
+            say(f"warning: {run_folder} cannot be locked ({error}), so start no second run in it")
+            return
+    fail(f"another process trains in {run_folder}: wait for its end, or choose another -e")
+
+
+def load_training_state(checkpoint, stateful, model, outer, saved_replicas):
+    """Restores optimizer, scheduler and scaler in place."""
+    # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
+    # LOCAL 12: With another number of replicas, each one starts as a copy of an old one.
+    # With fewer replicas, the steps of some old ones since the last round are lost.
+    replica = outer.replica % saved_replicas
+    state = sharded_state(model, stateful, outer, replica)
+    read_state(checkpoint, state)  # NODES: of any format
+    moments = state[f"optimizer of replica {replica}"]
+    state_dict.set_optimizer_state_dict(model, stateful["optimizer"], moments)
+    # Another --max-steps changes the schedule. So go back by a step, and compute the learning rate
+    # of the next step again.
+    stateful["scheduler"].last_epoch -= 1
+    stateful["scheduler"].step()
+
+
+def read_state(checkpoint, state):
+    """Fills the tensors and objects of `state` from a checkpoint of any format."""
+    # NODES: DCP reads the whole tensors of `full` in the same way as the shards of `shard`.
+    # A rank may lack its own folder. It must not wait for the others, which read alone.
+    is_local = any(gather(checkpoint.parent.name == RANK_FOLDER))
+    # Each of the own shards shares its memory with `state`, so reading fills `state`.
+    parts = own_shards(state) if is_local else state
+    reader = dcp.FileSystemReader(checkpoint)
+    with all_fail_if_damaged(checkpoint):
+        reader.read_metadata()  # DCP itself would print a traceback if this index is broken
+    with all_fail_if_damaged(checkpoint):
+        dcp.load(parts, storage_reader=reader, no_dist=is_local)
+
+
+@contextmanager
+def all_fail_if_damaged(checkpoint):
+    """Ends all ranks with a sentence if one of them cannot read its files of a checkpoint."""
+    error = ""
+    try:
+        yield
+    except (Exception, dcp.CheckpointException) as failure:
+        error = f"{checkpoint}: {failure!r:.300}"
+    # NODES: With `local`, each rank reads its own files, so the others must hear of its error.
+    errors = [error for error in gather(error) if error]
+    if errors and "Size mismatch" in errors[0]:  # the files are whole
+        advice = "take the same ranks and script as before, or tools/convert-checkpoint.py"
+        fail(f"{checkpoint} has other shards than this run: {advice}")
+    if errors:
+        remedy = "then remove it, and its run continues from the one before"
+        reason = f"of another model or other ranks, or damaged ({remedy})"
+        fail(f"a checkpoint is {reason}: {errors[0]}")
+
+
+# -- Adapting Transformers -------------------------------------------------------------------------
+# FSDP: Transformers initialises, loads and saves whole models. These functions do so with shards.
+# Models of other libraries would need other functions, so a first reading can skip these.
+
+
+def init_weights(model, draw):
+    """Initialises all buffers, and draws random numbers for all parameters if `draw` is true."""
+    # fully_shard has put "FSDP" before the name of the model's class. Transformers needs the old
+    # name to initialise the model, and to name its tensors.
+    type(model).__name__ = type(model).__name__.removeprefix("FSDP")
+    model.is_custom_code = lambda: False
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = not draw  # Transformers leaves such parameters as they are
+    with AsOnOneDevice():
+        model.init_weights()
+
+
+class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
+    """Gives a sharded tensor the initial values that the whole tensor would get on one device.
+
+    Without this class, all ranks on CPUs would draw the same numbers, and GPUs would draw other
+    numbers than a single device. The class takes memory for one whole parameter at a time.
+    """
+
+    def __torch_dispatch__(self, op, types, args, kwargs):
+        # A DTensor is the whole tensor for the model, and one shard of it in memory.
+        fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
+        if not fills or dist.tensor.DTensor not in types:
+            return op(*args, **kwargs)
+        whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
+        return args[0].copy_(dist.tensor.DTensor.from_local(whole, args[0].device_mesh))
+
+
+def weights_of(model):
+    """The state dict without the second names of tied weights."""
+    return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
+
+
+def load_weights(model, name, checkpoint):
+    """Fills the shards of this rank with the weights of a folder or of the Hub, as from_pretrained.
+
+    With a checkpoint, which replaces the weights, only their names in the files matter, for final/.
+    """
+    with suppress(OSError):  # many models lack this file
+        model.generation_config = transformers.GenerationConfig.from_pretrained(name)
+    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
+    files = dcp.HuggingFaceStorageReader(folder)
+    saved = files.read_metadata().state_dict_metadata
+    shards = weights_of(model)
+    if set(shards) <= set(saved):
+        if checkpoint is not None:
+            return
+        # A tied weight has two names. If the files have both, the two tensors must be equal.
+        tied = {n: first for n, first in model.all_tied_weights_keys.items() if n in saved}
+        seconds = {n: torch.empty_like(shards[first]) for n, first in tied.items()}
+        dcp.load(shards | seconds, storage_reader=files)
+        for n, first in tied.items():
+            if not torch.equal(seconds[n].to_local(), shards[first].to_local()):
+                own = f"the files of {name} hold an output matrix of their own ({n})"
+                remedy = "set tie_word_embeddings to false in config.json"
+                fail(f"{own}, but its config ties it to the embeddings: {remedy}")
+        return
+    # Some families have other names in the files, or merge tensors (the experts of a layer).
+    # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
+    whole = from_files(name) if RANK == 0 else model
+    model._weight_conversions = getattr(whole, "_weight_conversions", None)  # for save_pretrained
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    state_dict.set_model_state_dict(model, whole.state_dict(), options=how)
+
+
+def save_weights(folder, model, args):  # NODES: the format decides who writes
+    """Writes the whole model with the names of the Hub. The model may exceed the memory."""
+    # Each rank writes a file of shards, and these files are joined on the disk.
+    joined = folder / "joined"
+    hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
+    weights = weights_of(model)
+    if args.checkpoint_format == "local":
+        weights = to_rank_0(weights)  # NODES: files on several disks cannot be joined
+    dcp.save(weights, storage_writer=hub)
+    if RANK == 0:
+        # Rewrite the tensors with the names of the Hub. `load_file` maps the file into memory.
+        model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
+        shutil.rmtree(joined)
+
+
+# -- Processes -------------------------------------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks, and returns the device of this rank."""
+    gpus = torch.cuda.device_count()
+    if "LOCAL_RANK" not in os.environ:
+        fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
+    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
+    if gpus:
+        torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
+    # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
+    # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
+    # `rendezvous` yields the store, the rank and the number of ranks.
+    store, _, _ = next(dist.rendezvous("env://"))
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    return device
+
+
+def gather(value):
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        result |= {name.replace("/", f"/rank{rank}/"): value for name, value in of_rank.items()}
+    return result
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+class PhaseTimer:
+    """Times the phases of a step: `with timer("forward"): ...`.
+
+    Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
+    with the work. Their times are read at logged steps, when the GPU has passed them.
+    """
+
+    def __init__(self, device, flops_per_token):
+        self.on_gpu = device.type == "cuda"
+        self.flops_per_token = flops_per_token
+        self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
+        self.last_read = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase):
+        begin = self.now()
+        yield
+        self.spans[phase].append((begin, self.now()))
+
+    def now(self):
+        """The clock in seconds, or on a GPU an event that gets its time when the GPU is there."""
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def read(self, tokens_per_step):
+        """Milliseconds per optimizer step, tokens per second and TFLOP/s, since the last read."""
+        steps = len(self.spans["update"])
+        metrics = {}
+        for phase, spans in self.spans.items():
+            if self.on_gpu:
+                times = [begin.elapsed_time(end) for begin, end in spans]
+            else:
+                times = [1e3 * (end - begin) for begin, end in spans]
+            metrics[f"time/{phase}_ms"] = sum(times) / steps
+        self.spans.clear()
+        now = time.perf_counter()
+        seconds = (now - self.last_read) / steps
+        self.last_read = now
+        metrics["time/total_ms"] = 1e3 * seconds
+        metrics["tokens_per_second"] = tokens_per_step / seconds
+        if self.flops_per_token:
+            metrics["tflops_per_device"] = self.flops_per_token * tokens_per_step / seconds / 1e12
+        return metrics
+
+
+def flops_per_token(config, seq_length):
+    """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    if any(".experts." in name for name in model.state_dict()):
+        return 0  # unknown: only chapter 12 counts the experts that a token uses
+    config = config.get_text_config()
+    used = model.num_parameters(exclude_embeddings=True)  # looking up a row computes nothing
+    if config.tie_word_embeddings:
+        used += config.vocab_size * config.hidden_size  # the table is the head, too
+    return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
+
+
+def memory_metrics(device):
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without a GPU, memory of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(args, model, train_samples):
+    """Values that are logged once: every flag, and numbers that follow from the flags."""
+    device_memory = None
+    if torch.cuda.is_available():
+        device_memory = torch.cuda.mem_get_info()[1] / 1e9
+    return vars(args) | {
+        "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "dataset_samples": len(train_samples),
+        "dataset_tokens": len(train_samples) * args.seq_length,
+        "device_memory_gb": device_memory,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
+
+    def __init__(self, run_folder, checkpoint, state, args):
+        if checkpoint:  # drops later records, which a killed run may have left
+            with fail_if_damaged(checkpoint):
+                lines = (checkpoint / "metrics.jsonl").read_text().splitlines()
+                for line in lines:
+                    json.loads(line)  # fails if the file was cut
+            (run_folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        self.parameters_file = run_folder / "parameters.json"
+        self.comet = start_comet(run_folder / "comet", state, args)
+
+    def parameters(self, parameters):
+        # JSON has no paths, so `default` turns them into text.
+        self.parameters_file.write_text(json.dumps(parameters, indent=2, default=str))
+        self.comet.log_parameters(parameters)
+
+    def metrics(self, state, metrics):
+        # JSON has no infinity. The gradient norm may be infinite in a step that fp16 skips.
+        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | finite
+        print(json.dumps(record), file=self.file, flush=True)
+        self.comet.log_metrics(finite, step=state.step, epoch=state.epoch)
+
+
+def start_comet(folder, state, args):
+    """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
+    config = comet_ml.ExperimentConfig(
+        name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
+    )
+    options = {
+        "workspace": args.comet_workspace,
+        "project_name": args.comet_project_name,
+        "experiment_key": state.comet_key,  # a resumed run continues its experiment
+        "experiment_config": config,
+    }
+    if comet_ml.get_config("comet.api_key"):
+        try:
+            return comet_ml.start(online=True, **options)
+        except Exception as error:
+            say(f"warning: Comet cannot be reached ({error!r:.300})")
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the archive
+    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
+    return comet_ml.start(online=False, **options)
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    tqdm.write(message, file=CONSOLE)
+
+
+def fail(message):
+    """Exits with a one-line message about a mistake that the user can fix."""
+    # DDP: If all ranks find the same mistake, the first rank of a node says so, and torchrun ends
+    # the other ranks while they wait here.
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)
+    sys.exit(f"error: {message}")
+
+
+@contextmanager
+def fail_on_error(message):
+    """Replaces the traceback of an error by this message and a short form of the error."""
+    try:
+        yield
+    except dcp.CheckpointException as error:  # FSDP: it has an error and its stack for each rank
+        [(cause, _), *_] = error.failures.values()
+        fail(f"{message} ({cause!r:.300})")
+    except Exception as error:
+        cause = error.__cause__ or error
+        fail(f"{message} ({cause!r:.300})")
+
+
+def fail_if_damaged(checkpoint):
+    """As `fail_on_error`, around lines that read a checkpoint."""
+    remedy = "remove this folder, and the run continues from the checkpoint before"
+    return fail_on_error(f"the checkpoint {checkpoint} is damaged: {remedy}")
+
+
+def catch_stop_signals():
+    """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
+    received = []
+
+    def remember(signum, frame):
+        received.append(signum)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C stops at once
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return received
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+# This run takes a few minutes on two CPU cores. Its text comes with every Python.
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
+    "model_name": f"{REPOSITORY}/tiny-llama",
+    "from_scratch": True,
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
+    "max_steps": 400,
+    "lr": 2e-3,
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+    # LOCAL: Each process is a replica.
+    "replicas": WORLD_SIZE,
+    "shard_size": 1,
+    "inner_steps": 20,
+}
+
+
+def at_least(minimum, kind=int, below=math.inf):
+    """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
+
+    def number(text):
+        value = kind(text)
+        if not minimum <= value < below:
+            limits = f"{minimum} or larger and below {below}"
+            raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
+        return value
+
+    return number
+
+
+def read_config(path):
+    """The flags of a YAML file, in the form of the command line."""
+    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
+        text = path.read_text()
+        values = yaml.safe_load(text)
+        names = [name.value for name, _ in yaml.compose(text).value]  # also those that stand twice
+    if "config" in names or len(names) > len(values) or None in values.values():
+        fail(f"{path} must have each flag once, with a value, and no flag named config")
+    flags = []
+    for name, value in values.items():
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            flags.append(f"--{name}={value}")
+    return flags
+
+
+def parse_args():
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
+    add = parser.add_argument
+    switch = argparse.BooleanOptionalAction
+    count = at_least(0)
+    positive = at_least(1)
+    real = at_least(0, float)
+    add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
+    add("--text-column", default="text", help="the column to train on")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=positive, default=8, help="samples per forward pass")
+    # NODES: Two ways to set the global batch. Without either flag, a step has one pass.
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--gradient-accumulation-steps", type=positive, help="passes per step; without it, 1")
+    either("--global-batch-size", type=positive, help="samples per optimizer step, of all ranks")
+    add("--num-epochs", type=positive, default=3, help="passes over the dataset")
+    add("--max-steps", type=positive, help="stop after this many optimizer steps")
+    add("--lr", type=real, default=3e-5, help="peak learning rate")
+    schedules = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
+    schedules += ["constant_with_warmup", "warmup_stable_decay"]
+    add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
+    add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
+    add("--decay-steps", type=positive, help="last steps of warmup_stable_decay; default: a fifth")
+    beta = at_least(0, float, below=1)
+    add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
+    add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
+    add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
+    add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
+    add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=positive, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
+    add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    seed = at_least(0, below=2**32)  # the limit of NumPy
+    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
+    # DDP: No --device, because torchrun assigns the devices.
+    # NODES: The number of ranks per copy, the format of checkpoints, and the start of a run.
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of a node
+    add("--shard-size", type=positive, default=ranks, help="ranks that share a copy of the model")
+    # LOCAL: The replicas, the length of a round, and the optimizer of the shared weights.
+    add("--replicas", type=positive, default=WORLD_SIZE // ranks, help="they train alone")
+    add("--inner-steps", type=positive, default=100, help="optimizer steps of a round")
+    add("--outer-lr", type=real, default=1.0, help="1 without momentum: the mean of the replicas")
+    add("--outer-momentum", type=beta, default=0.0, help="Nesterov momentum, over rounds")
+    add("--outer-start", type=count, default=0, help="until this step, average after each step")
+    add("--outer-dtype", choices=["fp32", "bf16"], default="fp32", help="of messages of a round")
+    formats = ["shard", "full", "local"]
+    add("--checkpoint-format", choices=formats, default="shard", help="who writes which files")
+    add("--async-checkpoint", action=switch, default=False, help="train on while files are written")
+    add("--resume-dir", type=Path, help="checkpoint of any run, where this run begins")
+    add("--skip-optimizer", action=switch, default=False, help="only weights from --resume-dir")
+    # FSDP: These two flags choose between speed and memory.
+    add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
+    add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
+    config = parser.parse_known_args()[0].config
+    given = read_config(config) if config else []
+    if "--demo" in given + sys.argv[1:]:
+        parser.set_defaults(**DEMO)
+    args = parser.parse_args(given + sys.argv[1:])
+    # NODES 10: Fewer ranks make more passes, so the global batch does not depend on the nodes.
+    size = args.batch_size * WORLD_SIZE  # samples per pass, of all ranks
+    passes = args.gradient_accumulation_steps or 1
+    if args.global_batch_size:
+        passes, rest = divmod(args.global_batch_size, size)
+        if rest:
+            low = max(passes, 1) * size  # the next smaller multiple, if there is one
+            nearest = f"{low} or {low + size}"
+            parser.error(f"--global-batch-size must be a multiple of ranks × -b: {nearest}")
+    args.gradient_accumulation_steps = passes
+    # LOCAL: A replica has one or more copies of the model.
+    if WORLD_SIZE % (args.replicas * args.shard_size):
+        product = f"--replicas {args.replicas} × --shard-size {args.shard_size}"
+        parser.error(f"{product} does not divide the {WORLD_SIZE} ranks")
+    if args.checkpoint_format == "full":
+        parser.error("--checkpoint-format full holds one replica only: choose shard or local")
+    if args.skip_optimizer and not args.resume_dir:
+        parser.error("--skip-optimizer needs --resume-dir: the checkpoint with the weights")
+    continues_run = args.resume_dir and not args.skip_optimizer
+    if continues_run and not args.experiment_name:
+        parser.error("--resume-dir continues a run: name it with -e, or give --skip-optimizer")
+    if args.resume_dir:
+        if args.resume_dir.parent.name.startswith("rank-"):
+            parser.error("--resume-dir: leave rank-… out of the path, as each rank puts in its own")
+        inside = [path.name for path in args.resume_dir.glob(f"**/{CHECKPOINT_NAMES}")]
+        if inside:  # a checkpoint has no checkpoints inside
+            example = f"RUN/{max(inside)}"
+            parser.error(f"--resume-dir is a whole run: name a checkpoint, such as {example}")
+    if (args.experiment_name or "").startswith("rank-"):
+        parser.error("--experiment-name must not begin with rank-, as folders of ranks do")
+    name = args.experiment_name
+    if name is not None and ("/" in name or name in ("", ".", "..")):
+        parser.error("--experiment-name must be a plain folder name, without slashes")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except torch.OutOfMemoryError:
+        remedy = "lower --batch-size, raise --gradient-accumulation-steps by the same factor, try"
+        # FSDP: more devices help, too, because each device then has a smaller shard.
+        fail(f"out of GPU memory: {remedy} --activation-checkpointing, more GPUs, --cpu-offload")

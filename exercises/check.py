@@ -1,0 +1,360 @@
+"""Checks your solution of an exercise, and says what is wrong.
+
+    python exercises/check.py ddp-1
+
+The first call writes your file, `outputs/exercises/ddp-1.py`, with blanks. Fill them, and call the
+check again. README.md has the way through the exercises.
+"""
+
+import argparse
+import difflib
+import pickle
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import torch
+from ranks import Outcome, compute_reference, given_and_yours, run
+from techniques import TECHNIQUES, Blank, Mistake, Technique
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+NAMES = [f"{name}-{level}" for name, technique in TECHNIQUES.items() for level in technique.levels]
+UNTOUCHED = "raise NotImplementedError  # blank"
+TOLERANCE = 1e-9  # of the largest number; all numbers are in fp64
+
+
+# The file of an exercise -------------------------------------------------------------------------
+
+
+def original(name: str) -> str:
+    return (REPOSITORY / "by-hand" / f"{name}.py").read_text()
+
+
+def without(text: str, blank: Blank, number: int) -> str:
+    """The text with a comment and a line that raises, in place of the lines of the blank."""
+    lines = text.splitlines()
+    yours = lines[: len(given_and_yours(text).splitlines())]
+    begins = [i for i, line in enumerate(yours) if line.startswith(blank.first)]
+    if len(begins) != 1:
+        raise LookupError(f"{len(begins)} lines begin with {blank.first!r}")
+    ends = [i for i, line in enumerate(lines) if line.startswith(blank.last) and i >= begins[0]]
+    if not ends:
+        raise LookupError(f"no line begins with {blank.last!r}")
+    indent = re.match(" *", blank.first)[0]
+    comment = wrapped(f"Blank {number}. {blank.task}", f"{indent}# ")
+    placeholder = f"{indent}{UNTOUCHED} {number}: write your lines in place of this line"
+    return "\n".join([*lines[: begins[0]], *comment, placeholder, *lines[ends[0] + 1 :], ""])
+
+
+def wrapped(text: str, prefix: str) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        if len(prefix) + len(lines[-1]) + 1 + len(word) > 100:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return [prefix + line for line in lines]
+
+
+def complete(exercise: str) -> str:
+    """The original, with the command of the exercise."""
+    name, _ = exercise.rsplit("-", 1)
+    command = f"torchrun --standalone --nproc-per-node 2 by-hand/{name}.py"
+    return original(name).replace(command, f"python exercises/check.py {exercise}")
+
+
+def with_blanks(exercise: str) -> str:
+    name, level = exercise.rsplit("-", 1)
+    text = complete(exercise)
+    for number, blank in enumerate(TECHNIQUES[name].levels[int(level)], start=1):
+        text = without(text, blank, number)
+    return text
+
+
+# The checks --------------------------------------------------------------------------------------
+
+
+class Line:
+    """A line of the report: `good` is None where the check cannot tell."""
+
+    def __init__(self, function: str, check: str, good: bool | None, text: str):
+        self.function, self.check, self.good, self.text = function, check, good, text
+
+    def __str__(self):
+        mark = {True: "ok", False: "WRONG", None: "-"}[self.good]
+        return f"    {self.check:<10} {mark:<6} {self.text}"
+
+
+@cache
+def reference(name: str, n: int):
+    return compute_reference(original(name), n)
+
+
+def judge(name: str, n: int, outcome: Outcome) -> list[Line]:
+    technique = TECHNIQUES[name]
+    lines = []
+    for function, pickled, expected in reference(name, n):
+        parts = outcome.parts[function]
+        data = [pickle.loads(own) for own in pickled]
+        right = [technique.bytes_sent(function, rank, n, data) for rank in range(n)]
+        checks = [
+            results_line(parts, expected, n),
+            bytes_line(technique, parts, right),
+            memory_line(technique, function, parts, n),
+            order_line(technique, function, parts, n),
+        ]
+        for label, good, text in checks:
+            lines.append(Line(function, label, good, text))
+    return lines
+
+
+def results_line(parts, expected, n):
+    for rank, (part, right) in enumerate(zip(parts, expected, strict=True)):
+        for name, tensor in right.items():
+            wrong = wrong_result(part.results.get(name), tensor, n)
+            if wrong:
+                return "gradients", False, f'rank {rank}, "{name}": {wrong}'
+        if part.changed_later:
+            wrong = "numbers still arrived after the function had returned: "
+            wrong += "a request was not waited for"
+            return "gradients", False, f"rank {rank}: {wrong}"
+    return "gradients", True, f"equal to one process: {', '.join(expected[0])}"
+
+
+def wrong_result(tensor, right: torch.Tensor, n: int) -> str:
+    if tensor is None:
+        return "the function does not return this tensor"
+    if tensor.shape != right.shape:
+        return f"the shape is {tuple(tensor.shape)}, expected {tuple(right.shape)}"
+    difference = (tensor - right).abs().max().item()
+    largest = right.abs().max().item()
+    if difference <= TOLERANCE * largest:
+        return ""
+    if not tensor.any():
+        return "all numbers are 0: nothing was written into this tensor"
+    factor = ((tensor * right).sum() / (right * right).sum()).item()
+    if (tensor - factor * right).abs().max().item() <= TOLERANCE * abs(factor) * largest:
+        return too_large(factor, n)
+    return f"the largest difference to one process is {difference:.1e}"
+
+
+def too_large(factor: float, n: int) -> str:
+    if factor < 0:
+        return f"{factor:.4g} times one process"
+    if factor > 1:
+        cause = ": the sum was not divided by the number of ranks" if close(factor, n) else ""
+        return f"{factor:.4g} times too large{cause}"
+    cause = ": divided by the number of ranks once too often" if close(factor, 1 / n) else ""
+    return f"{1 / factor:.4g} times too small{cause}"
+
+
+def close(a: float, b: float) -> bool:
+    return abs(a - b) < 1e-6
+
+
+def bytes_line(technique, parts, expected):
+    for rank, (part, right) in enumerate(zip(parts, expected, strict=True)):
+        if part.sent != right:
+            text = f"rank {rank} sent {part.sent}, the formula has {right}"
+            return "bytes", False, f"{text} ({technique.bytes_text})"
+    return "bytes", True, f"rank 0 sent {parts[0].sent}: {technique.bytes_text}"
+
+
+def memory_line(technique, function, parts, n):
+    if isinstance(technique.memory, str):
+        return "memory", None, technique.memory
+    for rank, part in enumerate(parts):
+        limit = technique.memory(function, rank, n)
+        if part.peak > limit:
+            text = (
+                f"rank {rank} has {part.peak} bytes when a collective begins, the formula {limit}"
+            )
+            return "memory", False, f"{technique.memory_mistake} ({text})"
+    limit = technique.memory(function, 0, n)
+    return "memory", True, f"rank 0 has {parts[0].peak} bytes at most, the formula {limit}"
+
+
+def order_line(technique, function, parts, n):
+    if isinstance(technique.order, str):
+        return "order", None, technique.order
+    for rank, part in enumerate(parts):
+        wrong = technique.order(function, part.events, rank, n)
+        if wrong:
+            return "order", False, f"rank {rank}: {wrong}"
+    return "order", True, "as expected"
+
+
+# Known mistakes ----------------------------------------------------------------------------------
+
+
+def replaced(text: str, mistake: Mistake) -> str:
+    if text.count(mistake.code) != 1:
+        raise LookupError(f"{text.count(mistake.code)} times {mistake.code!r}")
+    return text.replace(mistake.code, mistake.instead)
+
+
+@cache
+def outcomes_of_mistakes(name: str) -> list[tuple[Mistake, Outcome]]:
+    """Each known mistake, made in the original and run on two processes."""
+    found = []
+    for mistake in TECHNIQUES[name].mistakes:
+        text = replaced(original(name), mistake)
+        outcome = run(text, Path(name), reference(name, 2), 2, seconds=20)
+        if not outcome.problem:
+            found.append((mistake, outcome))
+    return found
+
+
+def known_mistake(name: str, outcome: Outcome) -> str:
+    """The sentence of a mistake with the same wrong results, bytes and checks. Empty if none."""
+    wrong = failures(name, outcome)
+    for mistake, other in outcomes_of_mistakes(name):
+        if wrong == failures(name, other) and alike(outcome, other):
+            return mistake.sentence
+    return ""
+
+
+def failures(name: str, outcome: Outcome) -> set:
+    return {(x.function, x.check) for x in judge(name, 2, outcome) if x.good is False}
+
+
+def alike(a: Outcome, b: Outcome) -> bool:
+    for function in a.parts:
+        for one, other in zip(a.parts[function], b.parts[function], strict=True):
+            if one.sent != other.sent or one.results.keys() != other.results.keys():
+                return False
+            for name, tensor in one.results.items():
+                if tensor.shape != other.results[name].shape:
+                    return False
+                if not torch.allclose(tensor, other.results[name], rtol=1e-6, equal_nan=True):
+                    return False
+    return True
+
+
+# The report --------------------------------------------------------------------------------------
+
+
+def grade(name: str, text: str, path: Path, seconds: float):
+    """Yields what to print. The last item is True if everything is right."""
+    given_and_yours(text)
+    outcome_of, fine = {}, {}
+    for n in TECHNIQUES[name].processes:
+        yield f"{n} processes"
+        outcome = outcome_of[n] = run(text, path, reference(name, n), n, seconds)
+        if outcome.problem:
+            fine[n] = False
+            yield from (f"    {line}" for line in outcome.problem.splitlines())
+        else:
+            lines = judge(name, n, outcome)
+            fine[n] = all(line.good is not False for line in lines)
+            yield from report(lines)
+        if not fine[n]:
+            yield from printed(outcome)
+            break
+    if not fine[n] and n == 4:
+        yield "4 ranks are wrong and 2 are right: a rank number is written down somewhere"
+    elif not fine[n] and not outcome.problem:
+        sentence = known_mistake(name, outcome)
+        if sentence:
+            yield f"It looks like this mistake: {sentence}."
+    yield all(fine.values())
+
+
+def report(lines: list[Line]):
+    function = ""
+    for line in lines:
+        if line.function != function:
+            function = line.function
+            yield f"  {function}"
+        yield str(line)
+
+
+def printed(outcome: Outcome):
+    for rank, text in enumerate(outcome.printed):
+        for line in text.splitlines()[-20:]:
+            yield f"    rank {rank} printed: {line}"
+
+
+def ask(technique: Technique) -> str:
+    """The answer of the learner, or nothing where nobody can answer."""
+    if not sys.stdin.isatty():
+        return ""
+    print(f"Before the check: {technique.question}")
+    return input("Your answer (Enter: skip): ").strip()
+
+
+def compare_answer(technique: Technique, answer: str, name: str, text: str, path: Path) -> None:
+    outcome = run(text, path, reference(name, 2), 2, seconds=20)
+    if outcome.problem:
+        return
+    measured = technique.answer(outcome.parts)
+    verdict = "right" if answer == str(measured) else "not the same"
+    print(f"Your answer is {answer}, and your run has {measured}: {verdict}.")
+
+
+def parse():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("exercise", choices=NAMES, metavar="exercise", help=", ".join(NAMES))
+    parser.add_argument("--reset", action="store_true", help="write the file with blanks again")
+    parser.add_argument("--answer", action="store_true", help="the difference to the original")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=REPOSITORY / "outputs" / "exercises",
+        help="your folder (default: outputs/exercises)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="when a run counts as hanging (default: 20)"
+    )
+    return parser.parse_args()
+
+
+def show_path(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def agrees(question: str) -> bool:
+    if not sys.stdin.isatty():
+        raise SystemExit("error: --reset asks first, and this is not a terminal")
+    return input(f"{question} [y/N] ").strip().lower() == "y"
+
+
+def main() -> int:
+    args = parse()
+    name, _ = args.exercise.rsplit("-", 1)
+    technique = TECHNIQUES[name]
+    path = args.folder / f"{args.exercise}.py"
+    shown = show_path(path)
+    if args.reset and path.exists() and agrees(f"Write over {shown}?"):
+        path.unlink()
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(with_blanks(args.exercise))
+    text = path.read_text()
+    if args.answer:
+        before, after = text.splitlines(), complete(args.exercise).splitlines()
+        print("\n".join(difflib.unified_diff(before, after, shown, "the original", lineterm="")))
+        return 0
+    blanks = [i for i, line in enumerate(text.splitlines(), start=1) if UNTOUCHED in line]
+    for line in blanks:
+        print(f"not yet: {shown}, line {line}")
+    if blanks:
+        return 1
+    try:
+        compile(text, shown, "exec")
+    except SyntaxError as error:
+        print(f"{shown}, line {error.lineno}: {error.msg}: `{(error.text or '').strip()}`")
+        return 1
+    answer = ask(technique)
+    if answer:
+        compare_answer(technique, answer, name, text, path)
+    for item in grade(name, text, path, args.seconds):
+        if isinstance(item, str):
+            print(item, flush=True)
+        else:
+            print("solved" if item else f"not solved yet: {shown}")
+    return 0 if item else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,778 @@
+"""What each exercise leaves blank, what is expected of it, and the mistakes that are known."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+NUMBER = 8  # bytes of a number in fp64, and of an index
+
+
+@dataclass
+class Blank:
+    """The lines of a script from `first` to `last`, and the comment that takes their place."""
+
+    first: str
+    last: str
+    task: str
+
+
+@dataclass
+class Mistake:
+    """Code of a script, what takes its place, and the sentence for a solution that does the same.
+
+    The check runs them all, and compares their results with those of a wrong solution."""
+
+    code: str
+    instead: str
+    sentence: str
+
+
+@dataclass
+class Technique:
+    """`memory` and `order` are functions, or a sentence that says why the check cannot tell."""
+
+    question: str
+    answer: Callable  # of the parts of a run on 2 processes
+    bytes_text: str
+    bytes_sent: Callable  # (function, rank, ranks, data of all ranks) -> bytes
+    memory: Callable | str  # (function, rank, ranks) -> the most bytes
+    order: Callable | str  # (function, events, rank, ranks) -> a sentence if it is wrong
+    levels: dict[int, list[Blank]]
+    mistakes: list[Mistake]
+    processes: tuple = (2, 4)
+    memory_mistake: str = ""
+
+
+# DDP ---------------------------------------------------------------------------------------------
+
+GRADIENTS = 4 * 16 * 16 * NUMBER
+
+
+def ddp_order(function, events, rank, n):
+    if "backward ends" not in events:
+        return "there is no backward pass of autograd"
+    begin, end = events.index("backward begins"), events.index("backward ends")
+    reductions = [i for i, event in enumerate(events) if event == "all_reduce"]
+    if function == "gradient_by_gradient":
+        if len(reductions) != 4 or reductions[0] < end:
+            return "four all-reduces after the backward pass are expected, one per gradient"
+        return None
+    inside = [i for i in reductions if begin < i < end]
+    if not inside:
+        return "no all-reduce begins during the backward pass: nothing overlaps"
+    if len(reductions) != 2:
+        return f"two buckets need two all-reduces, and {len(reductions)} were made"
+    if "compute" not in events[inside[0] : end]:
+        return "the backward pass is over when the first all-reduce begins: nothing overlaps"
+    return None
+
+
+AVERAGE = Blank(
+    "    return dist.all_reduce(",
+    "    return dist.all_reduce(",
+    "Start an all-reduce that replaces `tensor` (any shape) by its mean over all ranks, and return "
+    "its request. Do not wait: an option of the collective returns the request.",
+)
+BUCKETS = Blank(
+    "    def send_bucket(weight):",
+    "        request.wait()",
+    "`weights[i].grad` is a part of `gradients` (4, 16, 16), and `buckets` has the parts of "
+    "weights 0 and 1, and of weights 2 and 3, each (2, 16, 16). Run the backward pass of "
+    "`loss_of(samples, weights)`. During it, start `average(bucket)` as soon as both gradients of "
+    "a bucket are complete, and put the request into `requests`. "
+    "`weight.register_post_accumulate_grad_hook(function)` calls `function(weight)` as soon as the "
+    "gradient of this weight is complete; the last weight comes first. At the end, wait for each "
+    "request.",
+)
+DDP = Technique(
+    question="The 4 gradients have 16 x 16 numbers of 8 bytes each. How many bytes does rank 0 "
+    "send in `gradient_by_gradient`, on 2 processes?",
+    answer=lambda parts: parts["gradient_by_gradient"][0].sent,
+    bytes_text="2 (N - 1) / N times the gradients",
+    bytes_sent=lambda function, rank, n, data: 2 * (n - 1) * GRADIENTS // n,
+    memory="not told: with DDP, each rank has all weights and all gradients",
+    order=ddp_order,
+    levels={
+        1: [AVERAGE],
+        2: [BUCKETS],
+        3: [
+            AVERAGE,
+            Blank(
+                "    gradients = torch.stack(",
+                "        average(gradient).wait()",
+                "Compute `gradients` (4, 16, 16): the gradients of `loss_of(samples, weights)` for "
+                "the four `weights` (16, 16). Then make an all-reduce with `average` for each of "
+                "the four gradients, and wait for it.",
+            ),
+            Blank(
+                "    gradients = torch.zeros(4, 16, 16)",
+                "        request.wait()",
+                "Compute `gradients` (4, 16, 16) again, but send them in two buckets of two "
+                "gradients, during the backward pass. Call `average` in hooks of the weights "
+                "(`register_post_accumulate_grad_hook`). Each gradient must be a part of its "
+                "bucket: set `weights[i].grad` to a part of a tensor of zeros before.",
+            ),
+        ],
+    },
+    mistakes=[
+        Mistake(
+            "average(gradient).wait()",
+            "pass",
+            "these are the gradients of each rank's own samples: nothing was sent",
+        ),
+        Mistake(
+            "average(buckets.pop())",
+            "average(torch.zeros(2))",
+            "a tensor was averaged, but not the bucket: the gradients are those of own samples",
+        ),
+        Mistake(
+            "    weights[0].register_post_accumulate_grad_hook(send_bucket)",
+            "    pass",
+            "one of the two buckets was never sent",
+        ),
+        Mistake(
+            "dist.ReduceOp.AVG",
+            "dist.ReduceOp.SUM",
+            "the sum was not divided by the number of ranks",
+        ),
+        Mistake(
+            "    loss_of(samples, weights).backward()\n",
+            "    for weight in weights:\n"
+            "        (weight._post_accumulate_grad_hooks or {}).clear()\n"
+            "    loss_of(samples, weights).backward()\n"
+            "    send_bucket(None)\n    send_bucket(None)\n",
+            "no all-reduce begins during the backward pass",
+        ),
+    ],
+)
+
+
+# FSDP --------------------------------------------------------------------------------------------
+
+
+def fsdp_sizes(n):
+    shard = 8 * 8 * n * NUMBER
+    activation = 2 * 8 * n * NUMBER
+    return shard, n * shard, activation
+
+
+def fsdp_memory(function, rank, n):
+    """Gradients of 4 shards, the output of each layer, two gradients of outputs, and one whole
+    weight with its gradient while the next weight arrives. One shard may have been copied."""
+    shard, weight, activation = fsdp_sizes(n)
+    return 4 * shard + 6 * activation + 3 * weight + shard
+
+
+def fsdp_order(function, events, rank, n):
+    order = [event for event in events if event in ("all_gather", "reduce_scatter")]
+    if order == 4 * ["all_gather"] + 4 * ["all_gather", "reduce_scatter"]:
+        return None
+    if order[4:].count("reduce_scatter") == 4 and "all_gather" not in order[-4:]:
+        return "the gradients are sent after the whole backward pass, and not layer by layer"
+    return (
+        "expected: 4 all-gathers forward; backward, for each layer an all-gather and a "
+        f"reduce-scatter. Yours: {', '.join(order) or 'no collective'}"
+    )
+
+
+GATHER = Blank(
+    "    whole = [torch.empty_like(shard)",
+    "    return torch.cat(whole)",
+    "Return the whole weight (8 * world_size, 8 * world_size): the rows of the `shard` (8, 8 * "
+    "world_size) of each rank, in the order of the ranks. `sent` is for your own use.",
+)
+BACKWARD = Blank(
+    "    for layer in reversed(range(len(shards))):",
+    "        sent.append((world_size - 1) * shards.grad[layer].nbytes)",
+    "For each layer, the last one first: gather its weight from `shards[layer]` with `all_gather`. "
+    "Compute the gradient of the weight from `x[layer]` (2, 8 * world_size) and `grad` (2, 8 * "
+    "world_size). Compute the next `grad`. Free the weight. Then add up the gradient over all "
+    "ranks, so that `shards.grad[layer]` (8, 8 * world_size) gets the rows of this rank only.",
+)
+FSDP = Technique(
+    question="A layer has 16 x 16 numbers of 8 bytes, and each of 2 ranks has a shard of 8 x 16. "
+    "How many bytes does rank 0 send in a step with 4 layers?",
+    answer=lambda parts: parts["train"][0].sent,
+    bytes_text="3 (N - 1) shards for each of 4 layers",
+    bytes_sent=lambda function, rank, n, data: 4 * 3 * (n - 1) * fsdp_sizes(n)[0],
+    memory=fsdp_memory,
+    memory_mistake="every rank has the whole weight of several layers: nothing was freed",
+    order=fsdp_order,
+    levels={
+        1: [
+            GATHER,
+            Blank(
+                "        dist.reduce_scatter(",
+                "        sent.append((world_size - 1) * shards.grad[layer].nbytes)",
+                "Add up `weight_grad` (8 * world_size, 8 * world_size) over all ranks, so that "
+                "`shards.grad[layer]` (8, 8 * world_size) gets the rows of this rank only.",
+            ),
+        ],
+        2: [BACKWARD],
+        3: [
+            GATHER,
+            Blank(
+                "    # Forward pass: gather, compute, free.",
+                "    torch.optim.AdamW([shards]).step()",
+                "Make a training step. `shards` (4, 8, 8 * world_size) are the shards of 4 "
+                "weights, and `samples` (2, 8 * world_size) are those of this rank. A layer "
+                "computes `x @ weight`. The loss is the mean of the squares of the output over the "
+                "samples of all ranks. Gather a weight with `all_gather` before a layer computes, "
+                "forward and backward, and free it after. Write the gradients of the shards into "
+                "`shards.grad` (4, 8, 8 * world_size). Then make a step of `torch.optim.AdamW`.",
+            ),
+        ],
+    },
+    mistakes=[
+        Mistake(
+            "    dist.all_gather(whole, shard)",
+            "    whole = world_size * [shard]",
+            "the weight is put together from the shard of this rank alone",
+        ),
+        Mistake(
+            "    return torch.cat(whole)",
+            "    return torch.cat(whole[::-1])",
+            "the shards are joined in a wrong order",
+        ),
+        Mistake(
+            "        dist.reduce_scatter(",
+            "        shards.grad[layer] = weight_grad.chunk(world_size)[rank]  # ",
+            "these are the gradients of each rank's own samples: they were not added up",
+        ),
+        Mistake(
+            "        dist.reduce_scatter(shards.grad[layer], list(weight_grad.chunk(world_size)))",
+            "        dist.all_reduce(weight_grad)\n"
+            "        shards.grad[layer] = weight_grad.chunk(world_size)[rank]",
+            "an all-reduce gives each rank the rows of all shards: a reduce-scatter sends half",
+        ),
+        Mistake(
+            "list(weight_grad.chunk(world_size))",
+            "list(weight_grad.chunk(world_size))[::-1]",
+            "a rank got the rows of another rank's shard",
+        ),
+        Mistake(
+            "(world_size * x[-1].numel())",
+            "x[-1].numel()",
+            "the sum was not divided by the number of ranks",
+        ),
+        Mistake(
+            "    torch.optim.AdamW([shards]).step()",
+            "    pass",
+            "the weights are the old weights: the optimizer made no step",
+        ),
+        Mistake(
+            "    return torch.cat(whole)",
+            "    globals().setdefault('kept', []).append(torch.cat(whole))\n    return kept[-1]",
+            "nothing was freed",
+        ),
+    ],
+)
+
+
+# Tensor parallelism ------------------------------------------------------------------------------
+
+TENSOR_PARALLEL = Technique(
+    question="A rank has 4 tokens of 16 numbers of 8 bytes. How many bytes does rank 0 send in "
+    "`own_tokens`, forward and backward, on 2 processes?",
+    answer=lambda parts: parts["own_tokens"][0].sent,
+    bytes_text="4 (N - 1) times the tokens of a rank",
+    bytes_sent=lambda function, rank, n, data: 4 * (n - 1) * 4 * 16 * NUMBER,
+    memory="not told: a rank gets its own columns and rows only. To have others, it must send more "
+    "bytes, and these are counted",
+    order="not told: nothing of this technique must overlap",
+    levels={
+        1: [
+            Blank(
+                "    parts = [torch.empty_like(part)",
+                "    return torch.cat(parts)",
+                "Return the rows of all ranks, in the order of the ranks. `part` (4, 16) has the "
+                "rows of this rank, and the result is (4 * world_size, 16).",
+            ),
+            Blank(
+                "    part = torch.empty(4, 16)",
+                "    return part",
+                "Add up `summand` (4 * world_size, 16) over all ranks, and return only the rows of "
+                "this rank (4, 16): rank 0 gets the first four rows, and so on.",
+            ),
+        ],
+        2: [
+            Blank(
+                "    tokens = spread(x).requires_grad_()",
+                '    return {"x": add_up(grad_tokens)',
+                "Compute this rank's summand of the layer relu(tokens A) B. The tokens are "
+                "`spread(x)`, A is (16, 8) and B is (8, 16). `add_up` gives the output y. The loss "
+                "is the sum of the squares of y, so its gradient is 2 y. Return a dictionary with "
+                'the gradients "x", "A" and "B". Each of `spread` and `add_up` has to be called '
+                "twice.",
+            ),
+        ],
+    },
+    mistakes=[
+        Mistake(
+            "add_up=all_reduce",
+            "add_up=torch.nn.Identity()",
+            "the output of a rank is its own summand: the summands were not added up",
+        ),
+        Mistake(
+            '{"x": add_up(grad_tokens)',
+            '{"x": grad_tokens',
+            "the gradient of x has the summand of this rank only: add up in the backward pass, too",
+        ),
+        Mistake(
+            "    dist.all_gather(parts, part)",
+            "    parts = world_size * [part]",
+            "a rank joined its own tokens several times: the tokens of the other ranks are missing",
+        ),
+        Mistake(
+            "    dist.reduce_scatter(",
+            "    part = summand.chunk(world_size)[rank]  # ",
+            "the rows of this rank were cut out, but nothing was added up over the ranks",
+        ),
+        Mistake(
+            "grad_y = spread(2 * y)",
+            "grad_y = spread(y)",
+            "the gradient of the square of y is 2 y, not y",
+        ),
+    ],
+)
+
+
+# Pipeline ----------------------------------------------------------------------------------------
+
+MICRO_BATCH = 32 * 16 * NUMBER
+ORDERS = {
+    "gpipe": ["FFFFBBBB", "FFFFBBBB"],
+    "one_f_one_b": ["FFBFBFBB", "FBFBFBFB"],
+}
+
+
+def passes(events) -> str:
+    """F for each product outside of a backward pass, B for each backward pass."""
+    found, inside = "", False
+    for event in events:
+        if event == "backward begins":
+            found, inside = found + "B", True
+        elif event == "backward ends":
+            inside = False
+        elif event == "compute" and not inside:
+            found += "F"
+    return found
+
+
+def most_kept(events) -> int:
+    """The most micro-batches that wait for their backward pass."""
+    order = passes(events)
+    return max(
+        (order[:i].count("F") - order[:i].count("B") for i in range(len(order) + 1)), default=0
+    )
+
+
+def pipeline_memory(function, rank, n):
+    """Rank 0 keeps outputs, and rank 1 keeps inputs and outputs. Two messages, and the gradient of
+    the weight (16 x 16)."""
+    kept = 4 if function == "gpipe" else 2 - rank
+    return (kept * (1 + rank) + 2) * MICRO_BATCH + 16 * 16 * NUMBER
+
+
+def pipeline_order(function, events, rank, n):
+    found = passes(events)
+    if found == ORDERS[function][rank]:
+        return None
+    if function == "one_f_one_b" and found == ORDERS["gpipe"][rank]:
+        return "all forward passes come before the first backward pass: this is GPipe, and not 1F1B"
+    return f"expected {' '.join(ORDERS[function][rank])}, and it was {' '.join(found)}"
+
+
+RUN = Blank(
+    '        if step == "F":',
+    "            sent.append(x.pop(n).nbytes)",
+    "Make one pass. F: put the input of micro-batch `n` (32, 16) into `x[n]`, and the output "
+    "`relu(input @ weight)` into `y[n]`. Rank 0 has `micro_batches` (4, 32, 16) and sends the "
+    "output to rank 1, with a request in `requests[n]`; rank 1 calls `receive()`. B: make the "
+    "backward pass of `y[n]`, and forget what is not needed any more. The loss is the mean of the "
+    "squares over the outputs of all 4 micro-batches. Rank 1 sends the gradient of its input; rank "
+    "0 calls `receive()` for the gradient of its output.",
+)
+PIPELINE = Technique(
+    processes=(2,),
+    question="How many micro-batches are in memory on rank 0 at most, in `one_f_one_b`?",
+    answer=lambda parts: most_kept(parts["one_f_one_b"][0].events),
+    bytes_text="4 micro-batches",
+    bytes_sent=lambda function, rank, n, data: 4 * MICRO_BATCH,
+    memory=pipeline_memory,
+    memory_mistake="more micro-batches are in memory than this order needs: forget inputs, outputs "
+    "and requests after the backward pass",
+    order=pipeline_order,
+    levels={
+        1: [
+            Blank(
+                "    dist.recv(tensor, 1 - rank)",
+                "    dist.recv(tensor, 1 - rank)",
+                "Wait for a message of the other rank, and write it into `tensor` (32, 16).",
+            ),
+            Blank(
+                "                requests[n] = dist.isend(",
+                "                requests[n] = dist.isend(",
+                "Send `y[n]` (32, 16) to rank 1 without its graph, and do not wait. Put the "
+                "request into `requests[n]`.",
+            ),
+            Blank(
+                "            dist.send(x[n].grad, 0)",
+                "            dist.send(x[n].grad, 0)",
+                "Send the gradient of `x[n]` (32, 16) to rank 0.",
+            ),
+        ],
+        2: [RUN],
+        3: [
+            Blank(
+                "    tensor = torch.empty(32, 16)",
+                "    return tensor.requires_grad_()",
+                "Wait for a tensor (32, 16) of the other rank, and return it. It needs a gradient.",
+            ),
+            RUN,
+            Blank(
+                '    return run("F0 F1',
+                '    return run("F0 F1',
+                'Call `run` with the order of GPipe, for 4 micro-batches. It begins with "F0 F1".',
+            ),
+            Blank(
+                '    orders = ["F0 F1',
+                "    return run(orders[rank]",
+                "Call `run` with the order of 1F1B for this `rank`. Rank 0 makes two forward "
+                "passes first, and rank 1 makes one.",
+            ),
+        ],
+    },
+    mistakes=[
+        Mistake(
+            "    dist.recv(tensor, 1 - rank)",
+            "    dist.recv(torch.empty_like(tensor), 1 - rank)\n    tensor.zero_()",
+            "the message went into another tensor, and not into the one that is used",
+        ),
+        Mistake(
+            "y.pop(n).backward(receive())",
+            "receive(), y.pop(n).sum().backward()",
+            "rank 0 starts its backward pass without the gradient that rank 1 has sent",
+        ),
+        Mistake(
+            "(4 * y.pop(n).numel())",
+            "y.pop(n).numel()",
+            "the loss is the mean over the whole batch, and not over one micro-batch",
+        ),
+        Mistake(
+            'orders = ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]',
+            'orders = 2 * ["F0 F1 F2 F3 B0 B1 B2 B3"]',
+            "this is GPipe, and not 1F1B",
+        ),
+        Mistake(
+            "            requests.pop(n).wait()",
+            "            requests[n].wait()",
+            "more micro-batches are in memory than this order needs",
+        ),
+        Mistake(
+            "            sent.append(x.pop(n).nbytes)",
+            "            sent.append(x[n].nbytes)",
+            "more micro-batches are in memory than this order needs",
+        ),
+    ],
+)
+
+
+# Gradient compression ----------------------------------------------------------------------------
+
+GRADIENT_COMPRESSION = Technique(
+    question="In each of 5 steps, rank 0 sends 32 numbers and their 32 indices to the other rank, "
+    "8 bytes each. How many bytes does it send on 2 processes?",
+    answer=lambda parts: parts["train"][0].sent,
+    bytes_text="5 (N - 1) times 32 numbers and 32 indices",
+    bytes_sent=lambda function, rank, n, data: 5 * (n - 1) * 32 * 2 * NUMBER,
+    memory="not told: each rank has all weights, all gradients and all residuals",
+    order="not told: nothing of this script must overlap",
+    levels={
+        1: [
+            Blank(
+                "    parts = [torch.empty_like(part)",
+                "    return torch.cat(parts)",
+                "Return the tensors of all ranks in one tensor, in the order of the ranks. `part` "
+                "(32) is the tensor of this rank. It holds numbers, or indices: integers.",
+            ),
+        ],
+        2: [
+            Blank(
+                "        residual += gradient_of(weights, samples)",
+                "        average = total / world_size",
+                "Add `gradient_of(weights, samples)` (512) to the `residual` (512). Choose the 32 "
+                "numbers of the residual with the largest absolute values, and set them to 0 in "
+                "the residual. Send these numbers and their indices with `all_gather`. Compute "
+                "`average` (512): the mean over the ranks of what was sent, and 0 elsewhere. Two "
+                "ranks can choose the same index.",
+            ),
+        ],
+    },
+    mistakes=[
+        Mistake(
+            "all_gather(values)",
+            "torch.cat(world_size * [values])",
+            "the values of this rank were added at the indices of the other ranks",
+        ),
+        Mistake(
+            "        residual[indices] = 0",
+            "        pass",
+            "numbers that were sent stay in the residual, so they are sent again",
+        ),
+        Mistake(
+            "        residual += gradient_of",
+            "        residual = gradient_of",
+            "numbers that were not sent are lost: the residual forgets them in the next step",
+        ),
+        Mistake(
+            "average = total / world_size",
+            "average = total",
+            "the sum was not divided by the number of ranks",
+        ),
+    ],
+)
+
+
+# Local steps -------------------------------------------------------------------------------------
+
+LOCAL_STEPS = Technique(
+    question="The weights are 16 x 16 numbers of 8 bytes. There are 3 rounds of 4 steps. How many "
+    "bytes does rank 0 send on 2 processes?",
+    answer=lambda parts: parts["rounds_of_steps"][0].sent,
+    bytes_text="3 x 2 (N - 1) / N times the weights",
+    bytes_sent=lambda function, rank, n, data: 3 * 2 * (n - 1) * 16 * 16 * NUMBER // n,
+    memory="not told: each rank has all weights, the shared weights and the momentum",
+    order="not told: nothing of this script must overlap",
+    levels={
+        1: [
+            Blank(
+                "        dist.all_reduce(gradient",
+                "        sent.append(2 *",
+                "Replace `gradient` (16, 16) by its mean over the ranks. It is how far the weights "
+                "of this rank have moved in the round.",
+            ),
+        ],
+        2: [
+            Blank(
+                "        gradient = shared - weights.detach()",
+                "        weights.data.copy_(shared)",
+                "The end of a round. How far have `weights` (16, 16) moved from `shared` (16, 16), "
+                "in the direction of a gradient? Average this over the ranks. Update `momentum` "
+                "(16, 16) and `shared` as SGD with Nesterov momentum of 0.9 and a learning rate of "
+                "0.7 does. Then the weights of this rank become `shared`.",
+            ),
+        ],
+    },
+    mistakes=[
+        Mistake(
+            "dist.all_reduce(gradient, dist.ReduceOp.AVG)",
+            "dist.all_reduce(gradient)",
+            "the sum was not divided by the number of ranks",
+        ),
+        Mistake(
+            "gradient = shared - weights.detach()",
+            "gradient = weights.detach() - shared",
+            "the sign is wrong: a gradient is the start of the round minus its end",
+        ),
+        Mistake(
+            "        weights.data.copy_(shared)",
+            "        pass",
+            "the next round does not begin with the shared weights",
+        ),
+        Mistake(
+            "shared -= 0.7 * (gradient + 0.9 * momentum)",
+            "shared -= 0.7 * momentum",
+            "this is momentum without Nesterov's step ahead",
+        ),
+    ],
+)
+
+
+# Context parallelism -----------------------------------------------------------------------------
+
+OWN_HEADS = 2 * 4 * 8 * NUMBER  # two heads of the tokens of a rank
+CONTEXT_PARALLEL = Technique(
+    question="On 2 processes, the queries of a rank are 4 tokens with 4 heads of 8 numbers of 8 "
+    "bytes. Keys, values and the output are as large. All of them and their gradients change the "
+    "split. How many bytes does rank 0 send?",
+    answer=lambda parts: parts["attend"][0].sent,
+    bytes_text="8 (N - 1) times two heads of the tokens of a rank",
+    bytes_sent=lambda function, rank, n, data: 8 * (n - 1) * OWN_HEADS,
+    memory="not told: all tokens of some heads are as many bytes as some tokens of all heads",
+    order="not told: nothing of this script must overlap",
+    levels={
+        1: [
+            Blank(
+                "    parts = torch.stack(",
+                "    return torch.cat(tuple(received)",
+                "Cut `x` into `world_size` parts along the dimension `split`. Part 0 goes to rank "
+                "0, and so on. Return the parts that arrive, joined along the dimension `join` in "
+                "the order of the ranks.",
+            ),
+        ],
+        2: [
+            Blank(
+                "    my_heads = exchange(",
+                '    return {"output": y',
+                "`my_tokens` (3, heads, 4, 8) has all heads. Get all tokens of this rank's two "
+                "heads with `exchange`, compute causal `attention`, and bring the output back to "
+                "`y` (heads, 4, 8). The loss is the sum of the squares of y, so its gradient is 2 "
+                'y. Return "output" (y) and "gradients", those of `my_tokens`. Autograd ends at '
+                "the exchanges: you need four of them.",
+            ),
+        ],
+    },
+    mistakes=[
+        Mistake(
+            "    dist.all_to_all_single(received, parts)",
+            "    received = parts",
+            "a rank kept its own parts: nothing was exchanged",
+        ),
+        Mistake(
+            "output.backward(exchange(grad_y, split=HEADS, join=TOKENS))",
+            "output.backward(output.detach())",
+            "the gradient of the output has to be exchanged, too, and it is 2 y",
+        ),
+        Mistake(
+            "is_causal=True)\n    y =",
+            "is_causal=False)\n    y =",
+            "the causal mask is missing: a token sees the tokens after it",
+        ),
+    ],
+)
+
+
+# Ring attention ----------------------------------------------------------------------------------
+
+BLOCK = 6 * 8 * NUMBER
+RING_ATTENTION = Technique(
+    question="A block of keys has 6 x 8 numbers of 8 bytes, and a block of values, too. Keys and "
+    "values go around the ring once forward, and once backward together with their two gradients. "
+    "How many bytes does rank 0 send on 2 processes, if each block returns to its own rank?",
+    answer=lambda parts: parts["attend"][0].sent,
+    bytes_text="N times 2 blocks forward, and N times 4 blocks backward",
+    bytes_sent=lambda function, rank, n, data: (2 + 4) * n * BLOCK,
+    memory="not told: here, the messages are as large as the blocks that a rank must not keep",
+    order="not told: nothing of this script must overlap",
+    levels={
+        1: [
+            Blank(
+                "    received = torch.empty_like(block)",
+                "    request.wait()",
+                "Send `block` (any shape) to the next rank, and receive `received` (the same "
+                "shape) from the previous rank. After the last rank comes rank 0. If all ranks "
+                "wait until their message has arrived before they receive, all wait forever.",
+            ),
+        ],
+        2: [
+            Blank(
+                "    output = torch.zeros_like(q)",
+                "    return output, log_sum",
+                "Compute `output` (6, 8): the attention of `q` (6, 8) to the keys and values of "
+                "all ranks. Each of `k` and `v` is a block (6, 8). Use one block after the other, "
+                "and get the next one with `pass_on` (both in one message), `world_size` times, so "
+                "that the blocks return. The scores are `q @ k.T`. Return also `log_sum` (6, 1).",
+            ),
+        ],
+    },
+    mistakes=[
+        Mistake(
+            "        k, v = pass_on(torch.stack([k, v]))",
+            "        pass",
+            "a rank used its own keys and values only",
+        ),
+        Mistake(
+            "output * (log_sum - new_log_sum).exp()",
+            "output",
+            "the output of the earlier blocks was not scaled down when a block was added",
+        ),
+        Mistake(
+            "        k, v, grad_k, grad_v = pass_on(",
+            "        k, v, _, _ = pass_on(",
+            "the gradients of keys and values have to travel with their block",
+        ),
+    ],
+)
+
+
+# Expert parallelism ------------------------------------------------------------------------------
+
+
+def expert_bytes(function, rank, n, data):
+    """The counts, and the rows that move: there and back, forward and backward."""
+    choices = [own.tolist() for _, _, own in data]
+    away = sum(expert != rank for expert in choices[rank])
+    guests = sum(row.count(rank) for row in choices) - choices[rank].count(rank)
+    return (n - 1) * NUMBER + 2 * (away + guests) * 16 * NUMBER
+
+
+EXPERT_PARALLEL = Technique(
+    question="Each token goes to its expert and back, in the forward and in the backward pass. How "
+    "often does a rank exchange something in `compute`, with the counts?",
+    answer=lambda parts: parts["compute"][0].events.count("all_to_all"),
+    bytes_text="(N - 1) counts, and two rows of 16 for each token that leaves or arrives",
+    bytes_sent=expert_bytes,
+    memory="not told: a rank gets its own expert and its own tokens only, and how many tokens "
+    "arrive is not known before",
+    order="not told: nothing of this script must overlap",
+    levels={
+        1: [
+            Blank(
+                "    received = torch.empty(sum(receive_counts), 16)",
+                "    return received",
+                "Send the first `send_counts[0]` of the `rows` (sum of `send_counts`, 16) to rank "
+                "0, the next `send_counts[1]` rows to rank 1, and so on. Return the rows that "
+                "arrive (sum of `receive_counts`, 16). Both counts are lists. `sent` is for your "
+                "own use.",
+            ),
+            Blank(
+                "    arriving_counts = torch.empty_like(counts)",
+                "    return counts.tolist()",
+                "`counts` (world_size) says how many tokens this rank sends to each rank. Find out "
+                "how many tokens come from each rank. Return both as lists.",
+            ),
+        ],
+        2: [
+            Blank(
+                "    order = choices.argsort()",
+                '    return {"tokens": grad',
+                "Sort the `tokens` (8, 16) by their expert (`choices`, 8 numbers), and send them "
+                "to the ranks of their experts with `count` and `exchange`. The `expert` (16, 16) "
+                "of this rank computes `tanh(rows @ expert)`. Send the results back, and put them "
+                "into the order of `tokens`: this is y. The loss is the sum of the squares of y, "
+                "so its gradient is 2 y. Send gradients the same way. Return the gradients of "
+                '"tokens" and "expert".',
+            ),
+        ],
+    },
+    mistakes=[
+        Mistake(
+            "    dist.all_to_all_single(received, rows, receive_counts, send_counts)",
+            "    received[: len(rows)] = rows[: len(received)]; received[len(rows) :] = 0",
+            "a rank kept its own rows: nothing was exchanged",
+        ),
+        Mistake(
+            "    y[order] = exchange(",
+            "    y[:] = exchange(",
+            "the results came back sorted by expert: they have to go to the places of their tokens",
+        ),
+        Mistake(
+            "    grad[order] = exchange(",
+            "    grad[:] = exchange(",
+            "the gradients came back sorted by expert: put them to the places of their tokens",
+        ),
+    ],
+)
+
+
+TECHNIQUES = {
+    "ddp": DDP,
+    "fsdp": FSDP,
+    "tensor_parallel": TENSOR_PARALLEL,
+    "pipeline": PIPELINE,
+    "gradient_compression": GRADIENT_COMPRESSION,
+    "local_steps": LOCAL_STEPS,
+    "context_parallel": CONTEXT_PARALLEL,
+    "ring_attention": RING_ATTENTION,
+    "expert_parallel": EXPERT_PARALLEL,
+}

@@ -1,0 +1,687 @@
+"""Damages chapters on purpose, one line at a time, and checks that a test notices.
+
+    python tests/damages.py              # all damages
+    python tests/damages.py 02 13        # the damages of these chapters
+    python tests/damages.py --list
+
+Each damage has the one test that has to fail. All these tests look at behaviour: losses, gradients,
+resumes, messages. The command works in a copy of the repository. First it runs the tests without
+damage, since a test that always fails notices nothing.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+JOB = "test_quick.py::test_one_job"
+STREAMS = "test_quick.py::test_one_job_of_streams[04-streaming]"
+SHARDS = "test_quick.py::test_one_job_of_shards[10-mds-shards]"
+HOOKS = "test_compression.py::test_averages_are_those_of_the_definition"
+CP = "test_context_parallel.py::test_one_group_trains_what_chapter_1_trains"
+EP = "test_expert_parallel.py::test_losses_evaluation_and_resume"
+THREE = "test_3d_parallel.py::test_one_pipeline_of_groups"
+SL = "test_sparse_low_rank.py::"
+# For each chapter: what is wrong, a part of the script, what takes its place, the test
+DAMAGES = {
+    "01-single-gpu": [
+        (
+            "each micro-batch counts as a whole batch",
+            "loss = loss / accumulation",
+            "loss = loss / 1",
+            "test_training.py::test_accumulation_is_the_larger_batch",
+        ),
+        (
+            "gradients of the last step stay",
+            "            optimizer.zero_grad()",
+            "            optimizer.zero_grad",
+            "test_resume.py::test_resume_is_exact",
+        ),
+        (
+            "the schedule makes a step more at each resume",
+            '    stateful["scheduler"].last_epoch -= 1\n',
+            "",
+            "test_resume.py::test_resume_is_exact",
+        ),
+        (
+            "other dropout masks after a resume",
+            "torch.manual_seed(args.seed + first)",
+            "first",
+            "test_resume.py::test_resume_is_exact",
+        ),
+        (
+            "the optimizer's state is not restored",
+            "        part.load_state_dict(training_state[name])",
+            "        name == 'optimizer' or part.load_state_dict(training_state[name])",
+            "test_resume.py::test_resume_is_exact",
+        ),
+        (
+            "a folder gets its name before its files are on the disk",
+            "os.fsync(descriptor)",
+            "os.fstat(descriptor)",
+            "test_resume.py::test_files_are_on_the_disk_before_a_folder_gets_its_name",
+        ),
+        (
+            "a partial batch counts as a whole batch in the held-out loss",
+            "loss_sum += loss * len(indices)",
+            "loss_sum += loss * size",
+            f"{JOB}[02-ddp]",
+        ),
+        (
+            "biases and norms decay",
+            '"weight_decay": 0.0}',
+            '"weight_decay": args.weight_decay}',
+            "test_training.py::test_only_matrices_decay",
+        ),
+        (
+            "gradients are not clipped",
+            "max_norm = args.max_grad_norm or math.inf",
+            "max_norm = math.inf",
+            "test_training.py::test_clipping_decay_and_schedule",
+        ),
+        (
+            "the logged loss is a sum",
+            "loss_sum.item() / (state.step - logged_step)",
+            "loss_sum.item()",
+            "test_training.py::test_logged_loss_is_the_mean_since_the_last_log",
+        ),
+        (
+            "each epoch has the same order",
+            "RandomState((seed, epoch))",
+            "RandomState((seed, 0))",
+            "test_data.py::test_the_order_is_a_function_of_seed_and_epoch",
+        ),
+        (
+            "documents have no end",
+            "documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]",
+            "documents = [[*ids] for ids in documents if ids]",
+            "test_data.py::test_end_of_text_after_every_document",
+        ),
+        (
+            "a flag of AdamW is forgotten",
+            "betas=(0.9, args.adam_beta2)",
+            "betas=(0.9, 0.999)",
+            "test_training.py::test_second_beta_of_adam",
+        ),
+    ],
+    "02-ddp": [
+        (
+            "all ranks read the same samples",
+            "(micro_step * WORLD_SIZE + RANK) * args.batch_size",
+            "(micro_step * WORLD_SIZE + 0) * args.batch_size",
+            f"{JOB}[02-ddp]",
+        ),
+        (
+            "all ranks have the same dropout masks",
+            "torch.manual_seed(args.seed + first)",
+            "torch.manual_seed(args.seed + state.samples)",
+            "test_ddp.py::test_accumulation_and_ranks_are_the_same_to_the_bit_of_dropout",
+        ),
+        (
+            "all micro-batches but the last average gradients",
+            "ddp_model.require_backward_grad_sync = is_last",
+            "ddp_model.require_backward_grad_sync = not is_last",
+            f"{JOB}[02-ddp]",
+        ),
+        (
+            "the bare model computes, which never averages",
+            "loss = ddp_model(",
+            "loss = model(",
+            f"{JOB}[02-ddp]",
+        ),
+        (
+            "the logged loss is that of one rank",
+            "            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)\n",
+            "",
+            f"{JOB}[02-ddp]",
+        ),
+        (
+            "the held-out loss is that of one rank",
+            "    dist.all_reduce(loss_sum)  # DDP: adds the sums",
+            "    # DDP: adds the sums",
+            f"{JOB}[02-ddp]",
+        ),
+    ],
+    "03-fsdp": [
+        (
+            "the optimizer's state is not restored",
+            "state_dict.set_optimizer_state_dict(model,",
+            "(lambda *_: None)(model,",
+            f"{JOB}[03-fsdp]",
+        ),
+        (
+            "the norm is that of one rank's shards",
+            "grad_norm = grad_norm.full_tensor()",
+            "grad_norm = grad_norm.to_local()",
+            f"{JOB}[03-fsdp]",
+        ),
+        (
+            "gradients are scattered after the first micro-batch only",
+            "communicate = args.reshard_after_forward or is_last",
+            "communicate = micro_step == 0",
+            f"{JOB}[03-fsdp]",
+        ),
+        (
+            "a partial batch counts as a whole batch in the held-out loss",
+            "loss_sum += loss * len(indices)",
+            "loss_sum += loss * size",
+            f"{JOB}[03-fsdp]",
+        ),
+        (
+            "each rank draws the initial weights of its shards alone",
+            '("aten::normal_", "aten::uniform_", "aten::copy_")',
+            '("aten::copy_",)',
+            "test_fsdp.py::test_families_from_scratch_and_pretrained[gpt2]",
+        ),
+        (
+            "random weights are drawn although files have them",
+            "draw=args.from_scratch and not checkpoint",
+            "draw=True",
+            "test_fsdp.py::test_random_weights_are_drawn_from_scratch_only[03-fsdp]",
+        ),
+    ],
+    "04-streaming": [
+        (
+            "the loss is divided by the labels of all ranks",
+            "max(label_count, 1) / WORLD_SIZE",
+            "max(label_count, 1)",
+            STREAMS,
+        ),
+        (
+            "the last token of a row counts as a label",
+            "label_count = tokens - global_batch",
+            "label_count = tokens",
+            STREAMS,
+        ),
+        (
+            "a checkpoint has the place to which the thread has read ahead",
+            "                    self.place = place\n",
+            "                    self.place = window[-1][1]\n",
+            STREAMS,
+        ),
+        (
+            "all ranks read the same documents",
+            "split_dataset_by_node(documents, RANK, WORLD_SIZE)",
+            "split_dataset_by_node(documents, 0, WORLD_SIZE)",
+            STREAMS,
+        ),
+        (
+            "a resumed run shuffles a window in another way",
+            'np.random.RandomState((args.seed, place["window"])).shuffle(rows)',
+            "np.random.RandomState().shuffle(rows)",
+            STREAMS,
+        ),
+        (
+            "tokens between two batches are lost",
+            "        rest = rows.pop()",
+            "        rows.pop()",
+            "test_streaming.py::test_packing_strategies[pack]",
+        ),
+        (
+            "the held-out loss counts the first token of each row",
+            "np.sum(row >= 0) - 1",
+            "np.sum(row >= 0)",
+            STREAMS,
+        ),
+    ],
+    "05-multi-node": [
+        (
+            "an asynchronous save writes what training changes meanwhile",
+            "parts = STAGER.stage(parts)",
+            "parts = dict(parts)",
+            "test_multi_node.py::test_training_goes_on_while_files_are_written",
+        ),
+        (
+            "a copy of the model is as large as the number of copies",
+            "shape = (WORLD_SIZE // args.shard_size, args.shard_size)",
+            "shape = (args.shard_size, WORLD_SIZE // args.shard_size)",
+            "test_multi_node.py::test_losses_for_every_shard_size",
+        ),
+        (
+            "a step counts although a rank lacks it",
+            "return found[max(common)] if common else None",
+            "return found[max(found)] if common else None",
+            "test_multi_node.py::test_each_node_has_a_disk_of_its_own",
+        ),
+        (
+            "a folder that nodes do not share is accepted",
+            "is_shared = all(gather(probe.exists()))",
+            "is_shared = any(gather(probe.exists()))",
+            "test_multi_node.py::test_a_folder_that_nodes_do_not_share",
+        ),
+        (
+            "the number of passes forgets the ranks",
+            "size = args.batch_size * WORLD_SIZE",
+            "size = args.batch_size",
+            "test_multi_node.py::test_global_batch_size",
+        ),
+    ],
+    "06-tensor-parallel": [
+        (
+            "groups are counted by modulo",
+            "samples.\n    groups = WORLD_SIZE // args.tensor_parallel\n    group = RANK //",
+            "samples.\n    groups = WORLD_SIZE // args.tensor_parallel\n    group = RANK %",
+            f"{JOB}[06-tensor-parallel]",
+        ),
+        (
+            "the ranks of a group read different batches",
+            "(micro_step * groups + group)",
+            "(micro_step * groups + RANK)",
+            f"{JOB}[06-tensor-parallel]",
+        ),
+        (
+            "each rank counts positions from 0",
+            ', "position_ids": positions}',
+            "}",
+            f"{JOB}[06-tensor-parallel]",
+        ),
+        (
+            "each rank of a group adds the same held-out losses",
+            "loss_sum.item() / len(samples) / args.tensor_parallel",
+            "loss_sum.item() / len(samples)",
+            f"{JOB}[06-tensor-parallel]",
+        ),
+    ],
+    "07-pipeline-parallel": [
+        (
+            "each micro-batch counts as a whole batch",
+            "loss_fn=lambda loss, target: loss / accumulation",
+            "loss_fn=lambda loss, target: loss",
+            f"{JOB}[07-pipeline-parallel]",
+        ),
+        (
+            "the other stages add zeros to the mean loss",
+            "losses.detach().mean() * args.pipeline_parallel",
+            "losses.detach().mean()",
+            f"{JOB}[07-pipeline-parallel]",
+        ),
+        (
+            "the norm is that of the stages of one rank",
+            "            dist.all_reduce(grad_norm, group=pipeline_group)\n",
+            "",
+            f"{JOB}[07-pipeline-parallel]",
+        ),
+        (
+            "the head's gradient is forgotten",
+            "            tied_head.add_gradients()\n",
+            "",
+            f"{JOB}[07-pipeline-parallel]",
+        ),
+        (
+            "the head is a step old in the held-out loss",
+            "                tied_head.copy_weight()  # PP: the update has changed the weight\n",
+            "",
+            f"{JOB}[07-pipeline-parallel]",
+        ),
+        (
+            "the loss of samples that fill up the last batch is added",
+            "                if without_padding:",
+            "                if True:",
+            f"{JOB}[07-pipeline-parallel]",
+        ),
+    ],
+    "08-gradient-compression": [
+        (
+            "what was not sent is lost",
+            "            spectrum += self.residuals[name]",
+            "            spectrum += 0",
+            "test_compression.py::test_nothing_is_lost_with_error_feedback",
+        ),
+        (
+            "Q of PowerSGD is not saved",
+            "self.powersgd.p_memory_dict, self.powersgd.q_memory_dict]",
+            "self.powersgd.p_memory_dict, {}]",
+            "test_compression.py::test_resume_on_the_same_ranks_is_exact[powersgd]",
+        ),
+        (
+            "other ranks begin with the sum of the residuals",
+            "+ tensor / len(files)",
+            "+ tensor",
+            "test_compression.py::test_other_ranks_begin_with_the_mean",
+        ),
+        (
+            "gradients are added, and not averaged",
+            "message = spectrum.gather(1, places) / WORLD_SIZE",
+            "message = spectrum.gather(1, places)",
+            f"{JOB}[08-gradient-compression]",
+        ),
+        (
+            "the rows of the transform are not normalised",
+            "torch.nn.functional.normalize(angles.cos())",
+            "angles.cos()",
+            f"{JOB}[08-gradient-compression]",
+        ),
+        (
+            "the largest positive frequencies are sent",
+            "spectrum.abs().topk(count)",
+            "spectrum.topk(count)",
+            f"{HOOKS}[2-('dct-topk', 0.1, True, 4)]",
+        ),
+        (
+            "an all-reduce counts as half of its bytes",
+            "            self.volume += 2 * message.nbytes",
+            "            self.volume += message.nbytes",
+            "test_compression.py::test_the_interface_counts_what_is_logged[2]",
+        ),
+    ],
+    "09-hf-trainer": [
+        (
+            "each epoch has the same order",
+            "RandomState((self.args.seed, epoch))",
+            "RandomState((self.args.seed, 0))",
+            "test_hf_trainer.py::test_order_of_samples",
+        ),
+        (
+            "a checkpoint gets its name before all ranks have written",
+            "        wait_for_everyone()\n        if args.should_save:\n            self.record",
+            "        if args.should_save:\n            self.record",
+            "test_quick.py::test_one_job_of_the_trainer[09-hf-trainer]",
+        ),
+        (
+            "documents have no end",
+            "[[*ids, tokenizer.eos_token_id] for ids in documents]",
+            "[[*ids] for ids in documents]",
+            "test_quick.py::test_one_job_of_the_trainer[09-hf-trainer]",
+        ),
+        (
+            "a resumed run forgets its checkpoint",
+            'return self.record["checkpoint"]',
+            "return None",
+            "test_quick.py::test_one_job_of_the_trainer[09-hf-trainer]",
+        ),
+    ],
+    "10-mds-shards": [
+        (
+            "all ranks read the same rows",
+            "range(first + RANK, first",
+            "range(first, first",
+            SHARDS,
+        ),
+        (
+            "the loss is divided by the labels of all ranks",
+            "max(label_count, 1) / WORLD_SIZE",
+            "max(label_count, 1)",
+            SHARDS,
+        ),
+        (
+            "the next step reads the rows of this one",
+            "next_first = state.samples + global_batch",
+            "next_first = state.samples",
+            SHARDS,
+        ),
+        (
+            "the parts of the corpus overlap",
+            "longer_parts_before = min(part, longer_parts)",
+            "longer_parts_before = 0",
+            "test_mds.py::test_each_row_once_in_an_epoch",
+        ),
+        (
+            "each epoch has the same order of rows",
+            "permutation((self.seed, epoch, part, window), window_rows)",
+            "permutation((self.seed, 0, part, window), window_rows)",
+            "test_mds.py::test_one_shard_has_another_order_in_each_epoch",
+        ),
+        (
+            "the newest shard is removed",
+            "self.cached.popitem(last=False)",
+            "self.cached.popitem(last=True)",
+            "test_mds.py::test_the_least_recently_used_shard_is_removed",
+        ),
+        (
+            "a flipped bit is another token",
+            "            check(shard)\n",
+            "",
+            "test_mds.py::test_a_flipped_bit_in_a_folder",
+        ),
+    ],
+    "11-context-parallel": [
+        (
+            "each label is the token itself",
+            "labels = input_ids.roll(-1, dims=1)",
+            "labels = input_ids.clone()",
+            CP,
+        ),
+        (
+            "the last token gets the first one as its label",
+            "    labels[:, -1] = -100",
+            "    labels[:, -1]",
+            CP,
+        ),
+        (
+            "each rank counts positions from 0",
+            '"position_ids": positions, ',
+            "",
+            CP,
+        ),
+        (
+            "each rank divides by the labels of all ranks",
+            "(args.seq_length - 1) / args.context_parallel",
+            "(args.seq_length - 1)",
+            CP,
+        ),
+        (
+            "the held-out loss is N times too large",
+            "loss_sum.item() / len(samples) / args.context_parallel",
+            "loss_sum.item() / len(samples)",
+            CP,
+        ),
+        (
+            "late chunks are in the order of early chunks",
+            "in_order = [*early, *late.flip(0)]",
+            "in_order = [*early, *late]",
+            "test_context_parallel.py::test_losses_are_those_of_chapter_1",
+        ),
+    ],
+    "12-expert-parallel": [
+        (
+            "results come back in the order of experts",
+            "returned[order.argsort()]",
+            "returned[order]",
+            EP,
+        ),
+        (
+            "all experts of a token count the same",
+            "results = results * shares[..., None]",
+            "results = results * 0.5",
+            EP,
+        ),
+        (
+            "gradients of experts are divided by too few ranks",
+            "experts.set_gradient_divide_factor(WORLD_SIZE)",
+            "experts.set_gradient_divide_factor(groups)",
+            EP,
+        ),
+        (
+            "norms of two meshes are added up",
+            "torch.stack(norms).norm()",
+            "torch.stack(norms).sum()",
+            EP,
+        ),
+        (
+            "copies of tokens are made in the wrong order",
+            "tokens[order // per_token]",
+            "tokens[order % len(tokens)]",
+            EP,
+        ),
+    ],
+    "13-3d-parallel": [
+        (
+            "groups are counted by modulo",
+            "group = RANK // args.tensor_parallel  # ranks 0 to N - 1",
+            "group = RANK % args.tensor_parallel  # ranks 0 to N - 1",
+            THREE,
+        ),
+        (
+            "attention counts only the positions of this rank",
+            "torch.arange(labels.shape[1], device=labels.device)[None]",
+            "torch.arange(x.shape[1], device=labels.device)[None]",
+            THREE,
+        ),
+        (
+            "each rank of a group adds the same held-out losses",
+            "loss_sum.item() / len(samples) / args.tensor_parallel",
+            "loss_sum.item() / len(samples)",
+            THREE,
+        ),
+        (
+            "the norm is that of one stage",
+            "            dist.all_reduce(grad_norm, group=pipeline_group)\n",
+            "",
+            THREE,
+        ),
+        (
+            "the head's gradient is forgotten",
+            "            tied_head.add_gradients()\n",
+            "",
+            THREE,
+        ),
+        (
+            "the mesh is transposed",
+            'mesh_dim_names=("pp", "dp", "tp")',
+            'mesh_dim_names=("tp", "dp", "pp")',
+            THREE,
+        ),
+    ],
+    "14-sparse-low-rank": [
+        (
+            "the product has another scale",
+            "self.scale = args.alpha / args.rank",
+            "self.scale = args.alpha",
+            f"{SL}test_gradients_and_merged_weights[llama]",
+        ),
+        (
+            "the gradient of A has no scale",
+            "grad_A = ctx.scale * (B.T.to(x.dtype) @ grad_w)",
+            "grad_A = B.T.to(x.dtype) @ grad_w",
+            f"{SL}test_gradients_and_merged_weights[llama]",
+        ),
+        (
+            "B, A and S decay",
+            "if p.dim() > 1 and p not in parts]",
+            "if p.dim() > 1]",
+            f"{SL}test_no_weight_decay_for_the_parts",
+        ),
+        (
+            "matrices are replaced although they become larger",
+            "if number_of_parameters(sparse) < number_of_parameters(linear):",
+            "if True:",
+            f"{SL}test_small_matrices_stay_dense",
+        ),
+        (
+            "S begins with zeros",
+            "torch.nn.init.uniform_(self.values, -bound, bound)",
+            "torch.nn.init.zeros_(self.values)",
+            f"{SL}test_every_value_is_initialised[llama]",
+        ),
+        (
+            "S gets the gradients of other places",
+            "grad_values = grad_w.flatten().index_select(0, support)",
+            "grad_values = grad_w.flatten().index_select(0, support.flip(0))",
+            f"{SL}test_gradients_and_merged_weights[llama]",
+        ),
+        (
+            "places that are drawn twice are missing",
+            "while missing > 0:",
+            "while missing == count:",
+            f"{SL}test_places_are_different_and_equally_likely[50-24]",
+        ),
+    ],
+}
+
+
+@dataclass
+class Damage:
+    chapter: str
+    what: str
+    old: str
+    new: str
+    test: str
+
+    def script(self, folder: Path) -> Path:
+        return folder / self.chapter / "train-llm.py"
+
+    def text(self) -> str:
+        """The damaged script. The old line must be there once."""
+        text = self.script(REPOSITORY).read_text()
+        if text.count(self.old) != 1:
+            sys.exit(
+                f"error: {self.chapter} has not one place with {self.old!r}, as for: {self.what}"
+            )
+        return text.replace(self.old, self.new)
+
+
+def damages() -> list[Damage]:
+    return [Damage(chapter, *damage) for chapter, list_ in DAMAGES.items() for damage in list_]
+
+
+def copy_repository(folder: Path) -> None:
+    """All files but those that git ignores."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for name in names.stdout.splitlines():
+        if (REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, folder / name)
+
+
+def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
+    """Status of pytest (0: all pass, 1: some fail), and its output."""
+    command = [sys.executable, "-m", "pytest", "--all", "-n", "0", "-q", "-p", "no:cacheprovider"]
+    command += [f"tests/{test}" for test in tests]
+    environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return result.returncode, result.stdout + result.stderr
+
+
+def verify(chosen: list[Damage]) -> bool:
+    """Whether each damage is noticed."""
+    problems = 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        copy_repository(folder)
+        tests = sorted({damage.test for damage in chosen})
+        status, output = run_tests(folder, tests)
+        if status:
+            print(output)
+            sys.exit("error: without damage, these tests fail")
+        print(f"{len(tests)} tests pass without damage", flush=True)
+        for damage in chosen:
+            script = damage.script(folder)
+            undamaged = script.read_text()
+            script.write_text(damage.text())
+            status, output = run_tests(folder, [damage.test])
+            script.write_text(undamaged)
+            is_noticed = status == 1 and re.search(r"^\d+ failed", output, re.MULTILINE)
+            reason = re.findall(r"^E +(.*)", output, re.MULTILINE) or output.splitlines()[-1:]
+            verdict = f"noticed: {reason[0][:100]}" if is_noticed else f"MISSED (status {status})"
+            print(f"{damage.chapter}: {damage.what}: {verdict}", flush=True)
+            problems += not is_noticed
+    print(f"{len(chosen) - problems} of {len(chosen)} damages are noticed")
+    return problems == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("chapters", nargs="*", help="numbers, such as 02; without: all chapters")
+    parser.add_argument("--list", action="store_true", help="only print the damages")
+    args = parser.parse_args()
+    chosen = [d for d in damages() if not args.chapters or d.chapter[:2] in args.chapters]
+    if not chosen:
+        parser.error("no chapter has one of these numbers")
+    if args.list:
+        for damage in chosen:
+            print(f"{damage.chapter}: {damage.what} ({damage.test})")
+        return
+    sys.exit(0 if verify(chosen) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,499 @@
+"""tools/first-difference.py: right ports, damaged chapters, and scripts of other people."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import LLAMA, assert_one_sentence, damaged, write_model
+from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load, outcome
+from test_expert_parallel import folder_of
+from test_fsdp import save_weights
+from test_hangs import BROKEN, WATCH, repaired
+from test_tensor_parallel import UNTIED
+
+TOOL = REPOSITORY / "tools" / "first-difference.py"
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return load(TOOL)
+
+
+def record(folder, script, *flags, processes=0, steps=2, before="", **env):
+    """Runs the first steps of a script, and returns the folder of the recording."""
+    env |= {"FIRST_DIFFERENCE": str(folder), "FIRST_DIFFERENCE_STEPS": str(steps)}
+    env |= {"COMET_AUTO_LOG_DISABLE": "true"}
+    options = {"env": env, "before": WATCH + before}
+    output = folder.with_suffix(".txt")
+    if processes:
+        run = Job(script, flags, output, processes, **options)
+    else:
+        run = Run(script, flags, output, **options)
+    assert run.wait(100) == 0, run.output
+    return folder
+
+
+def answer(tool, capsys, reference, port, joins=()):
+    """What the tool prints."""
+    capsys.readouterr()
+    status = tool.compare(tool.Recording(reference), tool.Recording(port), joins)
+    output = capsys.readouterr().out
+    assert status == (0 if "No difference" in output else 1)
+    return output
+
+
+# -- The chapters ----------------------------------------------------------------------------------
+
+# Of two ranks with a global batch of 8 samples
+SPLITS = {
+    "02": ["-b", 2, "--gradient-accumulation-steps", 2],
+    "03": ["-b", 2, "--gradient-accumulation-steps", 2],
+    "06": ["-b", 8, "--tensor-parallel", 2],
+    "07": ["-b", 2, "--gradient-accumulation-steps", 4, "--pipeline-parallel", 2],
+    "11": ["-b", 8, "--context-parallel", 2],
+    "12": ["-b", 4],
+}
+# The damaged lines, and what the tool says
+DAMAGES = {
+    "model in place of the wrapper": (
+        "02",
+        {"loss = ddp_model(": "loss = model("},
+        "The ranks do not average this gradient",
+    ),
+    "the samples of rank 0": (
+        "02",
+        {"(micro_step * WORLD_SIZE + RANK) * args": "(micro_step * WORLD_SIZE) * args"},
+        "The ranks have read the same samples",
+    ),
+    "micro-batches are summed": (
+        "02",
+        {"loss = loss / accumulation\n": "pass\n"},
+        "All gradients are 2 times too large.* Clipping hides this",
+    ),
+    "gradients are not zeroed": (
+        "03",
+        {"            optimizer.zero_grad()": "            pass"},
+        "gradients are not zeroed",
+    ),
+    "decay of all parameters": (
+        "03",
+        {'{"params": vectors, "weight_decay": 0.0}': '{"params": vectors, "weight_decay": 0.01}'},
+        "weight_decay of .*norm.*: 0 in the reference, 0.01 in the port",
+    ),
+    "embeddings are not tied": (
+        "06",
+        UNTIED,
+        "Only tied or embedding weights differ",
+    ),
+    "each rank divides by its own labels": (
+        "11",
+        {"(args.seq_length - 1) / args.context_parallel": "(args.seq_length - 1)"},
+        "All gradients are 2 times too small: they are divided twice",
+    ),
+    "experts are not divided": (
+        "12",
+        {"        experts.set_gradient_divide_factor(WORLD_SIZE)\n": ""},
+        "experts.*Only these gradients are 2 times too large",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory, dataset):
+    """Records a chapter: chapter 1 once for each model, and others with one process for a rank."""
+    folder = tmp_path_factory.mktemp("recordings")
+    models = {}
+    references = {}
+
+    def model_of(number):
+        family = "mixtral" if number == "12" else "llama"
+        if family not in models:
+            if family == "llama":
+                models[family] = save_weights(write_model(folder / family, **LLAMA))
+            else:
+                models[family] = folder_of(folder, family)
+        return family, ["-m", models[family], "-d", dataset, "-s", 32, "--max-steps", 4]
+
+    def call(number, damages=None, more=()):
+        family, flags = model_of(number)
+        if family not in references:
+            script, batch = CHAPTERS_BY_NUMBER["01"], ["-b", 8]
+            references[family] = record(folder / f"of-{family}", script, *flags, *batch)
+        name = f"{number}-{len([*folder.iterdir()])}"
+        script = CHAPTERS_BY_NUMBER[number]
+        if damages:
+            script = damaged(script, folder / f"scripts-{name}", damages)
+        flags += [*SPLITS[number], *more]
+        return references[family], record(folder / name, script, *flags, processes=2)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "number", [n if n == "02" else pytest.param(n, marks=pytest.mark.rest) for n in SPLITS]
+)
+def test_a_right_chapter_has_no_difference(start, tool, capsys, number):
+    output = answer(tool, capsys, *start(number))
+    assert re.search(r"No difference: \d\d parameters, 2 steps\.", output), output
+    assert "Warning" not in output
+    assert "Note" not in output
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_chapter_gets_its_sentence(start, tool, capsys, damage):
+    number, lines, sentence = DAMAGES[damage]
+    output = answer(tool, capsys, *start(number, lines))
+    assert re.search(sentence, output.replace("\n", " ")), output
+
+
+@pytest.mark.rest
+def test_bf16_has_its_own_tolerance_and_a_warning(start, tool, capsys):
+    reference, port = start("02")
+    _, rounded = start("02", more=["--dtype", "bf16"])
+    output = answer(tool, capsys, reference, rounded)
+    assert "Warning: not in fp32 (autocast" in output
+    assert "No difference" in output
+    assert "Warning" not in answer(tool, capsys, reference, port)
+
+
+# -- Scripts of other people -----------------------------------------------------------------------
+
+MLP = """
+import os
+import torch
+import torch.distributed as dist
+
+world_size = int(os.environ.get("WORLD_SIZE", 1))
+rank = int(os.environ.get("RANK", 0))
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
+)
+net = model
+if world_size > 1:
+    dist.init_process_group("gloo")
+    net = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+inputs = torch.randn(5, 12, 8)
+for x in inputs:
+    x = x.chunk(world_size)[rank]
+    loss = torch.nn.functional.cross_entropy(net(x), x[:, :4].argmax(1))
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+"""
+# Damages, and the sentences
+MLP_DAMAGES = {
+    "nothing": ({}, "No difference: 6 parameters, 2 steps"),
+    "other weights": ({"manual_seed(0)": "manual_seed(world_size)"}, "begin with other weights"),
+    "learning rate": ({"lr=0.1": "lr=0.1 * world_size"}, r"lr of 0.weight: 0.1 .* 0.2 in the port"),
+    "schedule": (
+        {"schedule.step()": "schedule.step() if world_size == 1 else None"},
+        "Step 2 .*: check schedule",
+    ),
+    "state": (
+        {
+            "    optimizer.zero_grad()\n": "    optimizer.zero_grad()\n    if world_size > 1:\n"
+            "        optimizer.state.clear()\n"
+        },
+        "Step 2 .* compare the optimizers",
+    ),
+    "changed weights": (
+        {
+            "    schedule.step()\n": "    schedule.step()\n    if world_size > 1:\n"
+            "        model[0].weight.data *= 1.01\n"
+        },
+        "Step 2 .* changed the weights between the steps",
+    ),
+    "own norm": (
+        {
+            "    optimizer.step()\n": "    part = list(model.parameters())[rank::world_size]\n"
+            "    norm = torch.nn.utils.get_total_norm([p.grad for p in part])\n"
+            "    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)\n"
+            "    optimizer.step()\n"
+        },
+        "equal before clipping only",
+    ),
+    "a bias that DDP leaves out": (
+        {"net = torch": "model._ddp_params_and_buffers_to_ignore = ['0.bias']\n    net = torch"},
+        "gradient of 0.bias on ranks 0 and 1 .* Only norms or biases",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [n if n == "nothing" else pytest.param(n, marks=pytest.mark.rest) for n in MLP_DAMAGES],
+)
+def test_raw_ddp(tool, tmp_path, capsys, damage):
+    text = MLP
+    for line, instead in MLP_DAMAGES[damage][0].items():
+        assert text.count(line) == 1
+        text = text.replace(line, instead)
+    script = tmp_path / "mlp.py"
+    script.write_text(text)
+    reference = record(tmp_path / "reference", script)
+    port = record(tmp_path / "port", script, processes=2)
+    output = answer(tool, capsys, reference, port)
+    assert re.search(MLP_DAMAGES[damage][1], output.replace("\n", " ")), output
+    clips = "clip" in text
+    assert ("clipping was not seen" in output) == (not clips)
+
+
+@pytest.mark.rest
+def test_projections_of_a_large_model(tool, tmp_path, capsys):
+    """They show the same difference, and cannot be compared with whole tensors."""
+    script, wrong = tmp_path / "mlp.py", tmp_path / "wrong.py"
+    script.write_text(MLP)
+    wrong.write_text(MLP.replace("loss.backward()", "(2 * loss).backward()"))
+    folders = [
+        record(tmp_path / f"{file.stem}-{whole}", file, FIRST_DIFFERENCE_WHOLE=whole)
+        for file in (script, wrong)
+        for whole in "01"
+    ]
+    for reference, port in (folders[0::2], folders[1::2]):
+        output = answer(tool, capsys, reference, port)
+        assert "ratio port / reference 2\n" in output
+        assert "All gradients are 2 times too large" in output
+    with pytest.raises(SystemExit):
+        answer(tool, capsys, folders[0], folders[3])
+    assert_one_sentence(capsys.readouterr().err, "record both by one command")
+
+
+# Two ranks split heads and columns, as in Megatron-LM, with all-reduces by hand. In the last norm,
+# each rank has a part of the tokens.
+TRANSFORMER = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+world_size = int(os.environ.get("WORLD_SIZE", 1))
+rank = int(os.environ.get("RANK", 0))
+if world_size > 1:
+    dist.init_process_group("gloo")
+
+
+def summed(x):
+    x = x.contiguous().clone()
+    if world_size > 1:
+        dist.all_reduce(x)
+    return x
+
+
+def gathered(x):
+    parts = [torch.empty_like(x) for _ in range(world_size)]
+    if world_size > 1:
+        dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts if world_size > 1 else [x], 1)
+
+
+def own(x):
+    return x.chunk(world_size, 1)[rank]
+
+
+def function(forwards, backwards):
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return forwards(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return backwards(gradient)
+
+    return Function.apply
+
+
+def same(x):
+    return x.clone()
+
+
+enter, leave = function(same, summed), function(summed, same)
+split, gather = function(own, gathered), function(gathered, own)
+
+
+def columns(rows, width):
+    layer = nn.Linear(width, rows, bias=False)
+    layer.weight = nn.Parameter(layer.weight.data.chunk(world_size)[rank].clone())
+    return layer
+
+
+def rows(columns, width):
+    layer = nn.Linear(columns, width, bias=False)
+    layer.weight = nn.Parameter(layer.weight.data.chunk(world_size, 1)[rank].clone())
+    return layer
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v = columns(width, width), columns(width, width), columns(width, width)
+        self.o = rows(width, width)
+        self.up, self.down = columns(4 * width, width), rows(4 * width, width)
+
+    def forward(self, x):
+        h = enter(self.norm1(x))
+        q, k, v = (f(h).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + leave(self.o(h))
+        return x + leave(self.down(F.gelu(self.up(enter(self.norm2(x))))))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(32, 16)
+        self.layers = nn.Sequential(Block(16), Block(16))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 32, bias=False)
+
+    def forward(self, tokens):
+        return self.head(gather(self.norm(split(self.layers(self.embed(tokens))))))
+
+
+torch.manual_seed(0)
+model = Transformer()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for tokens in torch.randint(0, 32, (4, 2, 9)):
+    loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    for parameter in model.norm.parameters():
+        parameter.grad = summed(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+JOINS = [("*.[qkv].weight", 0), ("*.up.weight", 0), ("*.o.weight", 1), ("*.down.weight", 1)]
+
+
+@pytest.mark.rest
+def test_all_reduces_by_hand(tool, tmp_path, capsys):
+    line = "        parameter.grad = summed(parameter.grad)\n"
+    right, wrong = tmp_path / "right.py", tmp_path / "wrong.py"
+    right.write_text(TRANSFORMER)
+    assert TRANSFORMER.count(line) == 1
+    wrong.write_text(TRANSFORMER.replace(line, "        pass\n"))
+    reference = record(tmp_path / "reference", right)
+    port = record(tmp_path / "port", right, processes=2)
+    assert "No difference: 24 parameters" in answer(tool, capsys, reference, port, JOINS)
+    with pytest.raises(SystemExit):
+        answer(tool, capsys, reference, port)
+    error = capsys.readouterr().err
+    assert_one_sentence(error, "say which dimension: --join 'layers.0.q.weight=0'")
+    port = record(tmp_path / "damaged", wrong, processes=2)
+    output = answer(tool, capsys, reference, port, JOINS)
+    assert "the gradient of norm.weight on ranks 0 and 1" in output
+    assert "Only norms or biases differ" in output
+
+
+PIPELINE = """
+import os
+import torch
+import torch.distributed as dist
+
+world_size = int(os.environ.get("WORLD_SIZE", 1))
+rank = int(os.environ.get("RANK", 0))
+torch.manual_seed(0)
+layers = [torch.nn.Linear(8, width) for width in (8, 8, 8, WIDTH)]
+model = torch.nn.Sequential(*layers[rank * 4 // world_size : (rank + 1) * 4 // world_size])
+if world_size > 1:
+    dist.init_process_group("gloo")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.randn(6, 8)
+for _ in range(3):
+    if world_size == 1:
+        model(x).square().mean().backward()
+    elif rank == 0:
+        y = model(x)
+        dist.send(y.detach(), 1)
+        gradient = torch.empty_like(y)
+        dist.recv(gradient, 1)
+        y.backward(gradient)
+    else:
+        received = torch.empty(6, 8)
+        dist.recv(received, 0)
+        received.requires_grad_()
+        model(received).square().mean().backward()
+        dist.send(received.grad, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.rest
+def test_stages_with_numbers_of_their_own(tool, tmp_path, capsys):
+    """Matched by order and shape, or refused."""
+    scripts = {}
+    for width in (3, 4):
+        scripts[width] = tmp_path / f"pipeline-{width}.py"
+        scripts[width].write_text(PIPELINE.replace("WIDTH", str(width)))
+    reference = record(tmp_path / "reference", scripts[4])
+    output = answer(tool, capsys, reference, record(tmp_path / "a", scripts[4], processes=2))
+    assert "matched by order and shape" in output
+    assert "No difference: 8 parameters" in output
+    with pytest.raises(SystemExit):
+        answer(tool, capsys, reference, record(tmp_path / "b", scripts[3], processes=2))
+    assert_one_sentence(capsys.readouterr().err, "give them the same names")
+
+
+# -- broken/, and the command ----------------------------------------------------------------------
+
+SENTENCES = {
+    "6": "All gradients are 2 times too small.* Clipping hides this",
+    "7": "The ranks have read the same samples",
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("number", SENTENCES)
+def test_a_broken_script_differs_and_the_repaired_one_does_not(tool, tmp_path, capsys, number):
+    script = BROKEN[number]
+    reference = record(tmp_path / "reference", script)
+    output = answer(tool, capsys, reference, record(tmp_path / "port", script, processes=2))
+    assert re.search(SENTENCES[number], output), output
+    right = repaired(number, tmp_path)
+    output = answer(tool, capsys, reference, record(tmp_path / "right", right, processes=2))
+    assert "No difference: 4 parameters" in output
+
+
+@pytest.mark.rest
+def test_the_command(tmp_path):
+    """With a real start of Python and torchrun. Other programs of torchrun record nothing."""
+    script = tmp_path / "mlp.py"
+    script.write_text(MLP)
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    command = [sys.executable, TOOL, "--reference", f"{sys.executable} {script}"]
+    command += ["--port", f"{torchrun} {script}", "--keep", tmp_path / "kept", "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No difference: 6 parameters, 1 step." in done.stdout
+    assert len([*(tmp_path / "kept" / "port").glob("step*.pt")]) == 2
+
+
+@pytest.mark.rest
+def test_what_cannot_be_compared_is_refused(tmp_path):
+    def refused(sentence, *flags):
+        status, output = outcome(tmp_path, TOOL, *flags)
+        assert status == 2
+        assert_one_sentence(output, sentence)
+
+    nothing = f"{sys.executable} -c pass"
+    both = ["--reference", nothing, "--port", nothing]
+    refused("no optimizer step was recorded", *both)
+    refused("status 3", "--reference", f"{sys.executable} -c exit(3)", "--port", nothing)
+    refused("--join is NAME=DIM", *both, "--join", "q.weight")
+    refused("--steps must be 1 or more", *both, "--steps", "0")
+
+
+def test_the_recorder_uses_no_private_names():
+    """Hooks of optimizers and the wrapped functions are public names of PyTorch."""
+    source = (REPOSITORY / "tools" / "preload" / "steps.py").read_text()
+    assert re.findall(r"(?:torch|dist)\.[\w.]*\b_[a-z]\w*", source) == []
+    assert callable(torch.nn.utils.clip_grads_with_norm_)

@@ -1,0 +1,263 @@
+"""tools/where-it-hangs.py: what the ranks of broken/ wait for, and dumps of other kinds."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import assert_one_sentence
+from runner import CHAPTER_2, REPOSITORY, Job, load
+
+TOOL = REPOSITORY / "tools" / "where-it-hangs.py"
+PRELOAD = REPOSITORY / "tools" / "preload"
+BROKEN = {path.name[0]: path for path in sorted((REPOSITORY / "broken").glob("*.py"))}
+PAGE = (REPOSITORY / "broken" / "README.md").read_text()
+# A process of the tests has torch, so it does by itself what Python does at its start.
+WATCH = f"import runpy; runpy.run_path({str(PRELOAD / 'sitecustomize.py')!r})\n"
+
+
+def repaired(number: str, folder):
+    """The script with the lines of its answer."""
+    answer = PAGE.partition(f"<summary>{number}: ")[2].partition("</details>")[0]
+    text = BROKEN[number].read_text()
+    for diff in re.findall(r"```diff\n(.*?)```", answer, re.DOTALL):
+        lines = diff.splitlines(keepends=True)
+        wrong = "".join(line[1:] for line in lines if line.startswith("-"))
+        right = "".join(line[1:] for line in lines if line.startswith("+"))
+        assert text.count(wrong) == 1
+        text = text.replace(wrong, right)
+    script = folder / BROKEN[number].name
+    script.write_text(text)
+    return script
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return load(TOOL)
+
+
+def hang(tool, script, folder, *flags, before="", seconds=1, timeout=60, processes=2):
+    """The dumps of a job that hangs, after the end of the job. They stay as they were."""
+    dumps = folder / "dumps"
+    env = {"HANG_DUMPS": str(dumps), "HANG_SECONDS": str(seconds)}
+    job = Job(script, flags, folder / "output", processes, before=WATCH + before, env=env)
+    end = time.monotonic() + timeout
+    try:
+        while not (dumps.is_dir() and tool.all_wait(dumps, seconds)):
+            assert time.monotonic() < end, job.output
+            time.sleep(0.1)
+    finally:
+        for run in job.ranks:
+            run.process.kill()
+            run.process.join()
+    return tool.read_dumps(dumps)
+
+
+# What the tool says about each script. The numbers are lines of the script.
+SENTENCES = {
+    "1": r"rank \d went to \w+ at 1-collect-losses.py:\d+ \(losses_of_all_ranks\); rank \d waits "
+    r"in \w+ at 1-collect-losses.py:\d+ \(losses_of_all_ranks\)\.",
+    "2": r"rank 1 left the loop after 18 calls of 2-bad-samples.py:(\d+), and is in barrier at "
+    r"2-bad-samples.py:\d+; rank 0 waits in all_reduce at 2-bad-samples.py:\1\.",
+    "3": r"rank \d waits in group \d \(\w+\) in all_reduce .*; rank \d waits in all_reduce .* in "
+    r"group \d \(\w+\): the ranks call the groups in another order\.",
+    "4": r"rank 0 went to barrier at 4-save-weights.py:\d+ \(save\) after 4 calls of "
+    r"4-save-weights.py:(\d+); rank 1 waits in all_reduce at 4-save-weights.py:\1\.",
+    "5": r"rank 1 left the loop after \d+ calls of 5-early-stopping.py:(\d+), and is in "
+    r"barrier at 5-early-stopping.py:\d+; rank 0 waits in all_reduce at 5-early-stopping.py:\1\.",
+}
+FIRST = ["1"]  # in the quick tier
+hanging = pytest.mark.parametrize(
+    "number", [n if n in FIRST else pytest.param(n, marks=pytest.mark.rest) for n in SENTENCES]
+)
+
+
+@hanging
+def test_a_broken_script_hangs_and_the_tool_says_why(tool, tmp_path, capsys, number):
+    assert tool.report(hang(tool, BROKEN[number], tmp_path)) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(SENTENCES[number], last), last
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("number", SENTENCES)
+def test_a_repaired_script_ends(tool, tmp_path, capsys, number):
+    env = {"HANG_DUMPS": str(tmp_path / "dumps"), "HANG_SECONDS": "1"}
+    job = Job(repaired(number, tmp_path), [], tmp_path / "output", 2, before=WATCH, env=env)
+    assert job.wait(60) == 0, job.output
+    weights = re.findall(r"is done, weights (\S+)", job.output)
+    assert len(weights) == 2
+    assert weights[0] == weights[1]
+    assert tool.report(tool.read_dumps(tmp_path / "dumps")) == 0
+    assert "All ranks have ended" in capsys.readouterr().out
+
+
+# Rank 1 stops before an all-reduce of the loss.
+STOP = """
+import os, time
+import torch.distributed as dist
+original = dist.all_reduce
+def all_reduce(*args, **options):
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    return original(*args, **options)
+dist.all_reduce = all_reduce
+"""
+
+
+@pytest.mark.rest
+def test_a_chapter(tool, tmp_path, model, dataset, capsys):
+    flags = ["-m", model, "--from-scratch", "-d", dataset, "-s", 32, "-b", 4]
+    assert tool.report(hang(tool, CHAPTER_2, tmp_path, *flags, before=STOP, seconds=2)) == 1
+    output = capsys.readouterr().out
+    line = next(n for n, x in enumerate(CHAPTER_2.open(), 1) if "dist.all_reduce(stop" in x)
+    pattern = r"rank 1 stands at .*, and never made this call; rank 0 waits in all_reduce at "
+    assert re.search(pattern + rf"train-llm.py:{line} \(main\)\.$", output.strip()), output
+
+
+PIPELINE = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+message = torch.zeros(4)
+if dist.get_rank() == 0:
+    dist.recv(message, src=1)
+else:
+    dist.recv(message, src=0)
+"""
+
+
+@pytest.mark.rest
+def test_messages_of_a_pipeline_are_shown_by_stacks(tool, tmp_path, capsys):
+    script = tmp_path / "pipeline.py"
+    script.write_text(PIPELINE)
+    assert tool.report(hang(tool, script, tmp_path)) == 1
+    output = capsys.readouterr().out
+    assert "rank 0 stands at pipeline.py:8" in output
+    assert "rank 1 stands at pipeline.py:10" in output
+    assert "send and recv" in output
+
+
+@pytest.mark.rest
+def test_the_tool_runs_a_command_and_ends_it(tmp_path):
+    """Under torchrun, with a preload that waits for torch; and no process is left."""
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    command = [sys.executable, TOOL, "--seconds", "4", f"{torchrun} {BROKEN['5']}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert re.fullmatch(SENTENCES["5"], done.stdout.splitlines()[-1]), done.stdout
+    processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    assert str(BROKEN["5"]) not in processes
+
+
+# -- Dumps of NCCL as its documentation describes them, not recorded on GPUs. ----------------------
+
+
+def nccl_entry(number, operation, line, state, sizes=((1024,),), group=("0", "default_pg")):
+    frame = {"name": "main", "filename": "/home/me/train.py", "line": line}
+    library = {"name": operation, "filename": "/x/site-packages/torch/distributed/c.py", "line": 1}
+    entry = {"frames": [library, frame], "record_id": number, "pg_id": 0, "process_group": group}
+    entry |= {"collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "is_p2p": False}
+    entry |= {"profiling_name": f"nccl:{operation}", "state": state, "timeout_ms": 600000}
+    entry |= {"input_sizes": sizes, "output_sizes": sizes, "time_created_ns": number}
+    entry |= {"input_dtypes": ["Float"], "output_dtypes": ["Float"], "retired": False}
+    return entry | {"time_discovered_started_ns": number, "time_discovered_completed_ns": None}
+
+
+def write_nccl(folder, calls_of_ranks):
+    ranks = json.dumps([*range(len(calls_of_ranks))])
+    config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
+    for rank, entries in enumerate(calls_of_ranks):
+        dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
+
+
+def loop(count, last):
+    calls = [nccl_entry(n, "all_reduce", 120, "completed") for n in range(1, count + 1)]
+    return [*calls, last]
+
+
+def test_dumps_of_nccl(tool, tmp_path, capsys):
+    waits = nccl_entry(8, "all_reduce", 120, "started")
+    left = nccl_entry(8, "all_gather", 140, "started")
+    write_nccl(tmp_path, [loop(7, waits), loop(7, left), loop(7, waits), loop(7, waits)])
+    assert tool.report(tool.read_dumps(tmp_path)) == 1
+    output = capsys.readouterr().out.splitlines()
+    sentence = "rank 1 went to all_gather at train.py:140 (main) after 7 calls of train.py:120 "
+    sentence += "(main); ranks 0, 2, 3 wait in all_reduce at train.py:120 (main)."
+    assert output[-1] == sentence
+    assert "       7  all   all_reduce of 1024 numbers at train.py:120 (main)" in output
+
+
+def test_other_sizes_and_a_rank_without_a_call(tool, tmp_path, capsys):
+    waits = nccl_entry(3, "all_reduce", 120, "scheduled")
+    other = nccl_entry(3, "all_reduce", 120, "scheduled", sizes=((512,),))
+    write_nccl(tmp_path, [loop(2, waits), loop(2, waits), loop(2, other)])
+    assert tool.report(tool.read_dumps(tmp_path)) == 1
+    assert "rank 2 and ranks 0, 1 make the same call with other sizes" in capsys.readouterr().out
+    write_nccl(tmp_path, [loop(2, waits), loop(2, waits), loop(2, waits)[:2]])
+    assert tool.report(tool.read_dumps(tmp_path)) == 1
+    output = capsys.readouterr().out
+    assert "rank 2 stands at an unknown line, and never made this call; ranks 0, 1 wait" in output
+
+
+def test_what_is_no_dump_is_refused(tmp_path):
+    def refused(part):
+        command = [sys.executable, TOOL, tmp_path]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert_one_sentence(done.stderr, part)
+
+    refused("no dumps")
+    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(print))
+    refused("has no place in a dump")
+
+
+def test_the_private_names_are_there(tool, tmp_path):
+    """If this fails, PyTorch has new names: change PRIVATE_DUMPS and PRIVATE_GROUPS."""
+    script = tmp_path / "names.py"
+    (tmp_path / "dumps" / "raw").mkdir(parents=True)
+    script.write_text(
+        "import sys, time\nimport torch, torch.distributed as dist\nimport hangs\n"
+        "dist.init_process_group('gloo')\ndist.barrier()\n"
+        "recorded, note = hangs.entries()\n"
+        "assert note == '' and recorded[-1]['profiling_name'] == 'gloo:barrier', recorded\n"
+        "assert hangs.groups() == {'0': [0]}, hangs.groups()\n"
+        "raw = torch._C._distributed_c10d._dump_fr_trace()\n"
+        "(hangs.FOLDER / 'raw' / 'rank_0').write_bytes(raw)\n"
+        "hangs.PRIVATE_DUMPS = ['_gone']\nhangs.PRIVATE_GROUPS = ['_gone']\n"
+        "assert hangs.entries() == ([], 'this PyTorch has no _gone: stacks only')\n"
+        "assert hangs.groups() == {}\n"
+    )
+    env = {"HANG_DUMPS": str(tmp_path / "dumps"), "HANG_SECONDS": "60"}
+    job = Job(script, [], tmp_path / "output", 1, before=WATCH, env=env)
+    assert job.wait(60) == 0, job.output
+    (raw,) = tool.read_dumps(tmp_path / "dumps" / "raw").values()
+    assert [str(tool.Call(entry)) for entry in raw["entries"]] == ["barrier at names.py:5"]
+    dump = json.loads((tmp_path / "dumps" / "rank-0.json").read_text())
+    assert dump["state"] == "has ended"
+
+
+def test_the_launcher_loads_the_preload_if_a_folder_is_named(tmp_path):
+    (tmp_path / "python").write_text('#!/bin/sh\necho "path $PYTHONPATH"\n')
+    (tmp_path / "python").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "VIRTUAL_ENV": "yes", "NPROC_PER_NODE": "2"}
+    command = [REPOSITORY / "launch" / "run.sh", "02", "--demo"]
+    for more, path in (({}, ""), ({"HANG_DUMPS": "/tmp/x"}, str(PRELOAD))):
+        done = subprocess.run(command, env=env | more, capture_output=True, text=True)
+        assert done.stdout == f"path {path}\n"
+
+
+def test_the_preload_imports_torch_only_when_the_script_does(tmp_path):
+    """The script's own settings come first."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nassert 'torch' not in sys.modules\nassert 'hangs' in sys.modules\n"
+    )
+    env = {"HANG_DUMPS": str(tmp_path), "RANK": "0", "FIRST_DIFFERENCE": str(tmp_path)}
+    env |= {"PYTHONPATH": str(PRELOAD)}
+    subprocess.run([sys.executable, script], env=env, check=True)

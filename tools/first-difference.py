@@ -1,0 +1,442 @@
+"""Finds the first parameter in which two training runs differ, and names the likely cause.
+
+    python tools/first-difference.py --reference "python train.py" \
+        --port "torchrun --standalone --nproc-per-node 2 train-ddp.py"
+
+Both commands run their first optimizer steps under a recorder (tools/preload/steps.py), without any
+change to the scripts. The tool then compares each parameter: the gradient before and after
+clipping, the settings of the optimizer, and the values after the step. Use fp32, no dropout, the
+same initial weights and the same global batch. A folder of --keep can take the place of a command.
+
+Exit status: 0 without a difference, 1 with a difference, 2 if the runs cannot be compared.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from fnmatch import fnmatch
+from pathlib import Path
+
+import torch
+
+PRELOAD = Path(__file__).resolve().parent / "preload"
+# Relative differences that rounding explains: of gradients and values, and of updates. AdamW
+# divides each element by its own size, so rounding of the smallest elements shows in the update.
+TOLERANCES = {"fp32": (1e-4, 2e-2), "bf16": (5e-2, 0.5)}
+
+
+def fail(sentence):
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+# -- Two runs --------------------------------------------------------------------------------------
+
+
+def run(command, folder, steps, whole):
+    env = os.environ | {"FIRST_DIFFERENCE": str(folder), "FIRST_DIFFERENCE_STEPS": str(steps)}
+    paths = [str(PRELOAD), os.environ.get("PYTHONPATH")]
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if whole is not None:
+        env["FIRST_DIFFERENCE_WHOLE"] = str(int(whole))
+    print(f"Running {command}", flush=True)
+    status = subprocess.run(shlex.split(command), env=env, stdout=sys.stderr).returncode
+    if status:
+        fail(f"the command ended with status {status}: {command}")
+
+
+class Recording:
+    """What the ranks of a run have recorded: `steps[step][rank]` is a list of parameters."""
+
+    def __init__(self, folder):
+        files = [torch.load(file) for file in sorted(Path(folder).glob("step*.pt"))]
+        if not files:
+            fail(f"no optimizer step was recorded in {folder}: does the script call a step()?")
+        self.whole = {file["whole"] for file in files}
+        self.steps = defaultdict(lambda: defaultdict(list))
+        self.samples = defaultdict(lambda: defaultdict(list))
+        for file in files:
+            self.steps[file["step"]][file["rank"]] += file["parameters"]
+            self.samples[file["step"]][file["rank"]] += file["samples"]
+        self.precisions = {name for file in files for name in file["precisions"]}
+        self.dropout = any(file["dropout"] for file in files)
+        first = next(iter(self.steps.values()))
+        if any(not entry["names"] for of_rank in first.values() for entry in of_rank):
+            fail(f"{folder} has parameters that no module has: call the model, not its parts")
+
+    def copies(self, step):
+        """By name: the records of all ranks. The names come in the order of the forward pass."""
+        found = defaultdict(list)
+        ranks = sorted(self.steps[step].items())
+        for rank, entries in ranks:
+            for entry in sorted(entries, key=lambda entry: entry["place"]):
+                found[entry["names"][0]].append(entry | {"rank": rank})
+        return found
+
+
+TENSORS = ("gradient", "clipped", "before", "after")
+
+
+def joined(name, copies, shape, joins):
+    """One record from those of all ranks: copies of the whole tensor, or its parts."""
+    first = copies[0]
+    if first["shape"] == shape:
+        return first
+    dims = [dim for pattern, dim in joins if fnmatch(name, pattern)]
+    if not dims:
+        remedy = f"if ranks have parts of it, say which dimension: --join '{name}=0'"
+        fail(f"{name} has the shape {first['shape']} in the port, not {shape}; {remedy}")
+    if list(first["before"].shape) != first["shape"]:
+        fail(f"{name} cannot be joined, because models above 1 GB are recorded as projections")
+    dim = dims[0]
+    result = dict(first)
+    for key in TENSORS:
+        parts = [copy[key] for copy in copies]
+        has_all = all(part is not None for part in parts)
+        result[key] = torch.cat(parts, dim) if has_all else None
+    result["shape"] = list(result["before"].shape)
+    if result["shape"] != shape:
+        fail(f"the parts of {name}, joined in dimension {dim}, are {result['shape']}, not {shape}")
+    return result
+
+
+def pairs(reference, port, step, joins):
+    """(name, record of the reference, record of the port, copies of the port), in forward order."""
+    ours = {name: copies[0] for name, copies in reference.copies(step).items()}
+    theirs = port.copies(step)
+    by_alias = {alias: name for name, entry in ours.items() for alias in entry["names"]}
+
+    def within(name):
+        """The name without wrappers, if the reference has it."""
+        while name and name not in by_alias:
+            name = name.partition(".")[2]
+        return name
+
+    matched = defaultdict(list)
+    unknown = []
+    for name, copies in theirs.items():
+        found = [by_alias[known] for known in map(within, copies[0]["names"]) if known]
+        if found:
+            matched[found[0]].append(copies)
+        else:
+            unknown.append(name)
+    if unknown or matched.keys() != ours.keys():
+        # A pipeline may number its layers anew: the parameters of all ranks, one after the other.
+        chain = [
+            entry | {"rank": rank}
+            for rank, entries in sorted(port.steps[step].items())
+            for entry in sorted(entries, key=lambda entry: entry["place"])
+        ]
+        shapes = [entry["shape"] for entry in chain]
+        order = sorted(ours, key=lambda name: ours[name]["place"])
+        if shapes != [ours[name]["shape"] for name in order]:
+            missing = sorted(ours.keys() - matched.keys()) or unknown
+            fail(
+                f"the runs have other parameters, such as {missing[0]}, and order and shapes "
+                "do not match either: give them the same names"
+            )
+        if step == 1:
+            print("Note: names differ, so parameters are matched by order and shape.")
+        matched = {name: [[entry]] for name, entry in zip(order, chain, strict=True)}
+    result = []
+    for name in sorted(ours, key=lambda name: ours[name]["place"]):
+        for copies in matched[name]:
+            shape = ours[name]["shape"]
+            result.append((name, ours[name], joined(name, copies, shape, joins), copies))
+    return result
+
+
+# -- What differs ----------------------------------------------------------------------------------
+
+
+def flat(tensor, like):
+    """One row of numbers. A missing gradient counts as zeros."""
+    if tensor is None:
+        return torch.zeros(like.numel(), dtype=torch.float64)
+    return tensor.double().flatten()
+
+
+def size(vectors):
+    """The norm per element of all vectors: what a gradient of this model usually has."""
+    count = sum(v.numel() for v in vectors)
+    return (sum(v.square().sum() for v in vectors) / max(count, 1)).sqrt().item()
+
+
+class Difference:
+    """Of one tensor: how large, relative to the reference, and the ratio of the two."""
+
+    def __init__(self, name, ours, theirs, usual):
+        self.name = name
+        floor = 0.01 * usual * ours.numel() ** 0.5  # of a gradient that is zero but for rounding
+        self.norm = max(ours.norm().item(), floor, 1e-30)
+        self.relative = ((theirs - ours).norm() / self.norm).item()
+        self.ratio = ((theirs @ ours) / (ours @ ours).clamp(min=1e-60)).item()
+        self.rest = ((theirs - self.ratio * ours).norm() / theirs.norm().clamp(min=1e-30)).item()
+
+
+def differences(matches, key, tolerance):
+    """All tensors that differ by more than the tolerance, in forward order."""
+    vectors = [(n, flat(a[key], a["before"]), flat(b[key], a["before"])) for n, a, b, _ in matches]
+    usual = size([ours for _, ours, _ in vectors])
+    found = [Difference(*vector, usual) for vector in vectors]
+    return [d for d in found if not d.relative <= tolerance]  # also NaN
+
+
+def across_ranks(matches, key, tolerance):
+    """Parameters whose copies differ between ranks: (difference, first rank, other rank)."""
+    usual = size([flat(ours[key], ours["before"]) for _, ours, _, _ in matches])
+    found = []
+    for name, ours, _, copies in matches:
+        whole = [copy for copy in copies if copy["shape"] == ours["shape"]]
+        for copy in whole[1:]:
+            vectors = [flat(x[key], ours["before"]) for x in (whole[0], copy)]
+            difference = Difference(name, *vectors, usual)
+            if not difference.relative <= tolerance:
+                found.append((difference, whole[0]["rank"], copy["rank"]))
+    return found
+
+
+def read_the_same(reference, port, step):
+    """Have all ranks of the port read the same samples, and less than the reference?"""
+    of_ranks = [set(samples) for _, samples in sorted(port.samples[step].items())]
+    expected = {s for samples in reference.samples[step].values() for s in samples}
+    return (
+        len(of_ranks) > 1
+        and all(s == of_ranks[0] for s in of_ranks)
+        and bool(of_ranks[0])
+        and of_ranks[0] < expected
+    )
+
+
+def known_ratio(found, tolerance):
+    """N or 1/N, if all gradients differ by this factor, and the factor."""
+    if any(not d.rest <= 5 * tolerance for d in found):
+        return None
+    ratios = [d.ratio for d in found]
+    for n in range(2, 1025):
+        for text, factor in ((f"{n} times too large", n), (f"{n} times too small", 1 / n)):
+            if all(abs(r / factor - 1) < 0.01 for r in ratios):
+                return text, factor
+    return None
+
+
+# -- The report ------------------------------------------------------------------------------------
+
+SENTENCES = {
+    "begin": "The runs begin with other weights: save them once, and load them in both.",
+    "between": "Something outside of the optimizer has changed the weights between the steps.",
+    "weights of ranks": "The ranks have other weights: they need those of rank 0 at the start.",
+    "same samples": "The ranks have read the same samples: each rank needs its own part of them.",
+    "not averaged": "The ranks do not average this gradient: they call the model without its "
+    "wrapper, or leave this parameter out.",
+    "not zeroed": "This is the gradient of both steps together: gradients are not zeroed.",
+    "later step": "Earlier steps are equal: look at what a step leaves behind, such as gradients "
+    "that are not zeroed, stale buffers, or the order of the samples.",
+    "hidden": " Clipping hides this: after clipping, the gradients are equal.",
+    "clipping": "Gradients are equal before clipping only: the runs clip by another norm, for "
+    "example by the norm of one rank's part.",
+    "ends": "Only tied or embedding weights differ: the gradients of their two uses, or of their "
+    "parts, are not added up.",
+    "norms": "Only norms or biases differ: each rank has seen a part of the tokens or heads, and "
+    "the sum over the ranks of a tensor-parallel group is missing.",
+    "large": "All gradients are {ratio}: they are summed over ranks or micro-batches, and not "
+    "averaged.",
+    "small": "All gradients are {ratio}: they are divided twice, for example by the script and by "
+    "DDP.",
+    "some": "Only these gradients are {ratio}: they are not divided by the same number as others.",
+    "unknown": "No known pattern: look at what this parameter gets in forward and backward pass.",
+    "state": "Gradients and settings are equal, values are not: compare the optimizers and their "
+    "state.",
+    "state of ranks": "Gradients are equal, values are not: the optimizer state differs between "
+    "ranks.",
+}
+
+
+def names_of(matches):
+    return {name for name, *_ in matches}
+
+
+def kind(matches, names):
+    """The sentence of parameters of one kind, if only these differ."""
+    entries = [ours for name, ours, _, _ in matches if name in names]
+    if len(names) == len(names_of(matches)):
+        return None
+    if all(is_end(entry) for entry in entries):
+        return SENTENCES["ends"]
+    if all(len(entry["shape"]) <= 1 for entry in entries):
+        return SENTENCES["norms"]
+    return None
+
+
+def is_end(entry):
+    """Embeddings, the head, and tied weights."""
+    words = ("embed", "wte", "lm_head")
+    named = any(word in name for word in words for name in entry["names"])
+    return named or len(entry["names"]) > 1 or entry["kind"] == "Embedding"
+
+
+def cause(matches, found, tolerance):
+    """The sentence about gradients that differ in the first step."""
+    names = {difference.name for difference in found}
+    ratio = known_ratio(found, tolerance)
+    if ratio and names == names_of(matches):
+        text, factor = ratio
+        return SENTENCES["large" if factor > 1 else "small"].format(ratio=text)
+    of_kind = kind(matches, names)
+    if ratio and not of_kind:
+        return SENTENCES["some"].format(ratio=ratio[0])
+    return of_kind or SENTENCES["unknown"]
+
+
+def report(found, matches, what, sentence):
+    """Prints a difference. Returns the exit status."""
+    first = found[0]
+    count = len({difference.name for difference in found})
+    print(f"The first difference: {what} of {first.name}")
+    print(f"  relative difference {first.relative:.2g}, ratio port / reference {first.ratio:.4g}")
+    print(f"  {count} of {len(names_of(matches))} parameters differ")
+    print(sentence)
+    return 1
+
+
+def report_ranks(differs, what, sentence):
+    """The same, for a difference between two ranks of the port."""
+    first, one, other = differs[0]
+    print(f"The first difference: {what} of {first.name} on ranks {one} and {other}")
+    print(f"  relative difference {first.relative:.2g}")
+    print(sentence)
+    return 1
+
+
+def compare(reference, port, joins):
+    """Prints the first difference. Returns the exit status."""
+    low = {"autocast", "bfloat16", "float16"} & (reference.precisions | port.precisions)
+    if low:
+        print(f"Warning: not in fp32 ({', '.join(sorted(low))}). Small differences are not seen.")
+    if reference.dropout or port.dropout:
+        print("Warning: dropout is on, and its masks differ between runs. Turn it off.")
+    if len(reference.whole | port.whole) > 1:
+        fail("one run has whole tensors, the other has projections: record both by one command")
+    tolerances = TOLERANCES["bf16" if low else "fp32"]
+    steps = sorted(reference.steps.keys() & port.steps.keys())
+    previous = None
+    for step in steps:
+        matches = pairs(reference, port, step, joins)
+        if step == 1 and not all(x["saw_clipping"] for _, *two, _ in matches for x in two):
+            print("Note: clipping was not seen in both runs. Without clipping, ignore this note;")
+            print("otherwise the gradients below may be clipped.")
+        print(f"Step {step}")
+        if compare_gradients(reference, port, step, matches, previous, tolerances[0]):
+            return 1
+        if compare_updates(matches, tolerances[1], step):
+            return 1
+        previous = matches
+    steps_done = f"{len(steps)} steps" if steps[1:] else "1 step"
+    print(f"No difference: {len(names_of(matches))} parameters, {steps_done}.")
+    return 0
+
+
+def compare_gradients(reference, port, step, matches, previous, tolerance):
+    """From the values before a step to its clipped gradients. True if there is a difference."""
+    if found := differences(matches, "before", tolerance):
+        sentence = SENTENCES["begin" if step == 1 else "between"]
+        return report(found, matches, "the value before the step", sentence)
+    if differs := across_ranks(matches, "before", tolerance):
+        return report_ranks(differs, "the value before the step", SENTENCES["weights of ranks"])
+    found = differences(matches, "gradient", tolerance)
+    if found and read_the_same(reference, port, step):
+        return report(found, matches, "the gradient", SENTENCES["same samples"])
+    if differs := across_ranks(matches, "gradient", tolerance):
+        of_kind = kind(matches, {difference.name for difference, *_ in differs})
+        return report_ranks(differs, "the gradient", of_kind or SENTENCES["not averaged"])
+    clipped = differences(matches, "clipped", tolerance)
+    if found:
+        if previous is None:
+            sentence = cause(matches, found, tolerance)
+        elif has_last_gradient(matches, previous, tolerance):
+            sentence = SENTENCES["not zeroed"]
+        else:
+            sentence = SENTENCES["later step"]
+        sentence += "" if clipped else SENTENCES["hidden"]
+        return report(found, matches, "the gradient", sentence)
+    if clipped:
+        return report(clipped, matches, "the clipped gradient", SENTENCES["clipping"])
+    return 0
+
+
+def has_last_gradient(matches, previous, tolerance):
+    """Are the port's gradients those of the reference plus those of the step before?"""
+    before = {name: theirs for name, _, theirs, _ in previous}
+    sums = []
+    for name, ours, theirs, copies in matches:
+        last = flat(before[name]["clipped"], ours["before"])
+        total = flat(ours["gradient"], ours["before"]) + last
+        sums.append((name, ours | {"gradient": total}, theirs, copies))
+    return not differences(sums, "gradient", tolerance)
+
+
+def compare_updates(matches, tolerance, step):
+    """Settings of the optimizer, and what it has done. True if there is a difference."""
+    for name, ours, theirs, _ in matches:
+        for setting, value in ours["settings"].items():
+            other = theirs["settings"].get(setting, value)
+            if any(abs(x - y) > 1e-6 * abs(x) for x, y in zip(value, other, strict=True)):
+                one, two = (", ".join(f"{x:g}" for x in numbers) for numbers in (value, other))
+                where = f"{one} in the reference, {two} in the port"
+                check = "schedule" if step > 1 and setting == "lr" else "learning rate"
+                print(f"The first difference: {setting} of {name}: {where}")
+                print(f"Gradients are equal, settings are not: check {check} and decay groups.")
+                return 1
+    updates = []
+    for name, ours, theirs, copies in matches:
+        one, other = (x | {"update": x["after"] - x["before"]} for x in (ours, theirs))
+        updates.append((name, one, other, copies))
+    if found := differences(updates, "update", tolerance):
+        return report(found, matches, "the update", SENTENCES["state"])
+    if differs := across_ranks(updates, "after", tolerance):
+        return report_ranks(differs, "the value after the step", SENTENCES["state of ranks"])
+    return 0
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--reference", required=True, help="a command, or a folder of --keep")
+    parser.add_argument("--port", required=True, help="the command to check, or a folder")
+    parser.add_argument("--steps", type=int, default=2, help="optimizer steps (default: 2)")
+    parser.add_argument("--keep", type=Path, help="leave the recordings in this folder")
+    text = "for parts of a tensor on several ranks: a pattern of names, and the dimension to join"
+    parser.add_argument("--join", action="append", default=[], metavar="NAME=DIM", help=text)
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps must be 1 or more")
+    try:
+        pairs_of_text = [join.rsplit("=", 1) for join in args.join]
+        args.join = [(pattern, int(dim)) for pattern, dim in pairs_of_text]
+    except ValueError:
+        parser.error("--join is NAME=DIM, for example --join '*.up.weight=0'")
+    return args
+
+
+def main():
+    args = parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
+        recordings = []
+        for name in ("reference", "port"):
+            given = getattr(args, name)
+            if not Path(given).is_dir():
+                if any((folder / name).glob("*")):
+                    fail(f"{folder / name} is not empty: choose another folder for --keep")
+                whole = all(recordings[0].whole) if recordings else None
+                run(given, folder / name, args.steps, whole)
+                given = folder / name
+            recordings.append(Recording(given))
+        sys.exit(compare(*recordings, args.join))
+
+
+if __name__ == "__main__":
+    main()

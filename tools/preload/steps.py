@@ -1,0 +1,246 @@
+"""Records the first optimizer steps of a script, for tools/first-difference.py.
+
+For each optimizer step, each rank writes a file with its parameters, whole: the gradient before and
+after clipping, the value before and after the step, and the settings of the optimizer. It also
+notes a fingerprint of each sample that the model has read. After FIRST_DIFFERENCE_STEPS steps, the
+process ends.
+"""
+
+import hashlib
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+FOLDER = Path(os.environ["FIRST_DIFFERENCE"]).absolute()
+STEPS = int(os.environ.get("FIRST_DIFFERENCE_STEPS", 2))
+WHOLE = os.environ.get("FIRST_DIFFERENCE_WHOLE")  # 1 or 0; by default, it depends on the size
+LARGEST_MODEL = 1e9  # bytes in fp32; of larger models, only projections are recorded
+PROJECTIONS = 4096
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+NO_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+
+roots = []  # the modules that the script calls, such as the model or its wrapper
+first_calls = {}  # by id of a module: in which order modules were called
+depth = 0  # of nested calls
+samples = []  # fingerprints of this step
+precisions = set()
+has_dropout = False
+unclipped = {}  # by id of a parameter: its gradient before clipping
+steps_done = {}  # by id of an optimizer
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", 0))
+
+
+def world_size():
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+# -- What the model reads, and the names of its parameters -----------------------------------------
+
+
+def fingerprints(values):
+    """One for each row of the first tensor of integers, or of the first tensor."""
+    tensors = [x for x in values if isinstance(x, torch.Tensor) and x.dim() > 0]
+    integers = [x for x in tensors if not x.is_floating_point() and x.dtype != torch.bool]
+    for tensor in (integers or tensors)[:1]:
+        rows = tensor.detach().cpu()
+        rows = rows.float() if rows.is_floating_point() else rows
+        return [hashlib.sha1(row.numpy().tobytes()).hexdigest()[:16] for row in rows]
+    return []
+
+
+def note_root(module, values):
+    if not any(module is known for root in roots for known in root.modules()):
+        if next(module.parameters(), None) is None:
+            return  # a loss, for example
+        roots.append(module)
+    if any(module is root for root in roots):
+        samples.extend(fingerprints(values))
+
+
+original_call = torch.nn.Module.__call__
+
+
+def watched_call(module, *args, **options):
+    global depth, has_dropout
+    if not torch.is_grad_enabled():
+        return original_call(module, *args, **options)
+    if depth == 0:
+        note_root(module, [*args, *options.values()])
+    first_calls.setdefault(id(module), len(first_calls))
+    has_dropout |= isinstance(module, torch.nn.Dropout) and module.training and module.p > 0
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        precisions.add("autocast")
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        precisions.add(str(args[0].dtype).removeprefix("torch."))
+    depth += 1
+    try:
+        return original_call(module, *args, **options)
+    finally:
+        depth -= 1
+
+
+def clean(name):
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def named_parameters():
+    """By id of a parameter: its names, its place in the forward pass, and its kind of module."""
+    found = {}
+    taken = {}
+    for number, root in enumerate(roots):
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            for own_name, parameter in module.named_parameters(recurse=False):
+                name = clean(f"{prefix}.{own_name}" if prefix else own_name)
+                if taken.setdefault(name, parameter) is not parameter:
+                    name = f"{name} of model {number}"  # the script calls several models
+                place = first_calls.get(id(module), len(first_calls))
+                entry = found.setdefault(id(parameter), {"names": [], "place": place})
+                entry["place"] = min(entry["place"], place)
+                entry.setdefault("kind", type(module).__name__.removeprefix("FSDP"))
+                if name not in entry["names"]:
+                    entry["names"].append(name)
+    return found
+
+
+# -- Tensors ---------------------------------------------------------------------------------------
+
+
+def record(tensor, is_whole):
+    """A copy of the whole tensor on the CPU. Of a large model: sums with random signs."""
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()  # DTensor: all ranks take part
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    tensor = tensor.to("cpu", dtype, copy=True)
+    if is_whole:
+        return tensor
+    generator = torch.Generator().manual_seed(tensor.numel())  # the same signs in both runs
+    signs = torch.randint(0, 2, (tensor.numel(),), generator=generator, dtype=torch.int8)
+    padding = -tensor.numel() % PROJECTIONS
+    signed = torch.nn.functional.pad(tensor.flatten() * (2 * signs - 1), (0, padding))
+    return signed.view(-1, PROJECTIONS).sum(0)
+
+
+def takes_part(parameter):
+    """Does this rank write the parameter? Ranks with other shards of a DTensor need not."""
+    if not hasattr(parameter, "placements"):
+        return True
+    coordinates = parameter.device_mesh.get_coordinate()
+    pairs = zip(coordinates, parameter.placements, strict=True)
+    return all(place == 0 or placement.is_replicate() for place, placement in pairs)
+
+
+def is_whole(parameters):
+    if WHOLE:
+        return WHOLE == "1"
+    return 4 * sum(p.numel() for p in parameters) < LARGEST_MODEL
+
+
+# -- Clipping, and the optimizer -------------------------------------------------------------------
+
+
+def before_clipping(clip):
+    def watched(parameters, *args, **options):
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        whole = is_whole([p for root in roots for p in root.parameters()] or given)
+        for parameter in given:
+            if id(parameter) not in unclipped:
+                unclipped[id(parameter)] = record(parameter.grad, whole)
+        return clip(given, *args, **options)
+
+    return watched
+
+
+def parameters_of(optimizer):
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def settings_of(group):
+    """The numbers of a group of the optimizer: learning rate, decay, betas."""
+    settings = {}
+    for name, value in group.items():
+        if isinstance(value, torch.Tensor):
+            value = value.item()  # the learning rate may be a tensor
+        values = value if isinstance(value, tuple | list) else [value]
+        if name not in NO_SETTINGS and all(isinstance(v, int | float) for v in values):
+            settings[name] = list(values)
+    return settings
+
+
+def before_step(optimizer, args, options):
+    done = steps_done.setdefault(id(optimizer), 0)
+    if done == STEPS:
+        finish()
+    names = named_parameters()
+    parameters = parameters_of(optimizer)
+    whole = is_whole([p for root in roots for p in root.parameters()] or parameters)
+    recorded = optimizer.first_difference = {}
+    for group in optimizer.param_groups:
+        settings = settings_of(group)
+        for parameter in group["params"]:
+            known = names.get(id(parameter), {"names": [], "place": 10**6, "kind": ""})
+            entry = known | {"settings": settings, "shape": list(parameter.shape)}
+            entry["clipped"] = record(parameter.grad, whole)
+            entry["gradient"] = unclipped.pop(id(parameter), None)
+            entry["saw_clipping"] = entry["gradient"] is not None
+            if not entry["saw_clipping"]:
+                entry["gradient"] = entry["clipped"]
+            entry["before"] = record(parameter, whole)
+            recorded[id(parameter)] = entry
+    optimizer.first_difference_whole = whole
+
+
+def after_step(optimizer, args, options):
+    steps_done[id(optimizer)] += 1
+    recorded = optimizer.__dict__.pop("first_difference")
+    entries = []
+    for parameter in parameters_of(optimizer):
+        entry = recorded[id(parameter)]
+        entry["after"] = record(parameter, optimizer.first_difference_whole)
+        if takes_part(parameter):
+            entries.append(entry)
+    step = steps_done[id(optimizer)]
+    number = list(steps_done).index(id(optimizer))
+    content = {"rank": rank(), "world_size": world_size(), "step": step, "parameters": entries}
+    content |= {"samples": list(samples), "precisions": sorted(precisions), "dropout": has_dropout}
+    content["whole"] = optimizer.first_difference_whole
+    samples.clear()
+    torch.save(content, FOLDER / f"step{step}-rank{rank()}-optimizer{number}.pt")
+
+
+def finish():
+    """Ends the process, when all ranks have come here: none of them may wait for this one."""
+    (FOLDER / f"done{rank()}").touch()
+    end = time.monotonic() + 60
+    while len([*FOLDER.glob("done*")]) < world_size() and time.monotonic() < end:
+        time.sleep(0.05)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+torch.nn.Module.__call__ = watched_call
+for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+    for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
+        if hasattr(module, name):
+            setattr(module, name, before_clipping(getattr(module, name)))
+register_optimizer_step_pre_hook(before_step)
+register_optimizer_step_post_hook(after_step)
+FOLDER.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,323 @@
+"""Shows which rank waits in which collective, and where the ranks parted.
+
+    python tools/where-it-hangs.py "torchrun --standalone --nproc-per-node 2 train.py"
+    HANG_DUMPS=/tmp/dumps launch/run.sh 02 --demo     # a rank that waits leaves a dump there
+    python tools/where-it-hangs.py /tmp/dumps
+
+Given a command, the tool runs it until all ranks wait (tools/preload/hangs.py), and ends it. Given
+a folder, it reads the dumps there: those of the preload, and those that NCCL leaves at a timeout
+(TORCH_NCCL_DUMP_ON_TIMEOUT=1). PyTorch numbers the collectives of each process group. The ranks
+must call the same collective under the same number, so the first number where they differ is the
+place of the mistake.
+
+Exit status: 0 if nothing hangs, 1 if ranks wait for each other, 2 if there is nothing to read.
+"""
+
+import argparse
+import ast
+import json
+import os
+import pickle
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+
+PRELOAD = Path(__file__).resolve().parent / "preload"
+# Frames of these files are no lines of the user's script.
+LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
+
+
+def fail(sentence):
+    print(f"error: {sentence}", file=sys.stderr)
+    sys.exit(2)
+
+
+# -- Dumps -----------------------------------------------------------------------------------------
+
+
+class PlainUnpickler(pickle.Unpickler):
+    """For the dumps of NCCL, which have only numbers, texts, lists and dicts: runs no code."""
+
+    def find_class(self, module, name):
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a dump")
+
+
+def read_dumps(folder):
+    """By rank: what a rank has left. A dump of NCCL has no stack of the main thread."""
+    dumps = {}
+    for file in sorted(folder.iterdir()):
+        try:
+            if re.fullmatch(r"rank-\d+\.json", file.name):
+                dump = json.loads(file.read_text())
+                dumps[dump["rank"]] = dump
+            elif (number := re.search(r"(\d+)$", file.name)) and file.is_file():
+                if "incomplete" in file.name:
+                    continue
+                with file.open("rb") as stream:
+                    trace = PlainUnpickler(stream).load()
+                dumps.setdefault(int(number[1]), from_nccl(int(number[1]), trace))
+        except (ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
+            fail(f"{file} is no dump of collectives: {error}")
+    return dict(sorted(dumps.items()))
+
+
+def from_nccl(rank, trace):
+    groups = {}
+    for group in trace.get("pg_config", {}).values():
+        ranks = group["ranks"]
+        groups[group["name"]] = json.loads(ranks) if isinstance(ranks, str) else ranks
+    size = 1 + max((r for ranks in groups.values() for r in ranks), default=0)
+    dump = {"rank": rank, "world_size": size, "state": "waits", "note": "", "stack": []}
+    return dump | {"groups": groups, "entries": trace["entries"]}
+
+
+def line_of(frames):
+    """The innermost line of the user's code: (file, line, function)."""
+    for file, line, function in frames:
+        if not any(part in file for part in LIBRARIES):
+            return file, line, function
+    return frames[0] if frames else None
+
+
+class Call:
+    """A collective that a rank has begun."""
+
+    def __init__(self, entry):
+        self.operation = entry["profiling_name"].split(":")[-1].lstrip("_")
+        self.sizes = entry["input_sizes"]
+        self.frames = [(f["filename"], f["line"], f["name"]) for f in entry["frames"]]
+        self.line = line_of(self.frames)
+        self.done = entry.get("retired") or entry["state"] == "completed"
+
+    def __str__(self):
+        shapes = ", ".join("×".join(map(str, size)) or "1" for size in self.sizes)
+        shapes = f" of {shapes} numbers" if shapes else ""
+        return f"{self.operation}{shapes} at {place(self.line)}"
+
+
+def place(line):
+    if line is None:
+        return "an unknown line"
+    file, number, function = line
+    inside = "" if function == "<module>" else f" ({function})"
+    return f"{os.path.basename(file)}:{number}{inside}"
+
+
+class Group:
+    """The calls of each rank of a process group, by their number."""
+
+    def __init__(self, name, description, dumps):
+        self.name, self.description = name, description
+        self.calls = defaultdict(dict)
+        members = set()
+        for rank, dump in dumps.items():
+            members |= set(dump["groups"].get(name, []))
+            for entry in dump["entries"]:
+                if entry["process_group"][0] == name and not entry["is_p2p"]:
+                    members.add(rank)
+                    self.calls[rank][entry["collective_seq_id"]] = Call(entry)
+        self.ranks = sorted(members & dumps.keys())
+
+    def first_difference(self):
+        """The first number under which the ranks have different calls, or None."""
+        begin = max((min(self.calls[r]) for r in self.ranks if self.calls[r]), default=1)
+        end = max((max(self.calls[r]) for r in self.ranks if self.calls[r]), default=0)
+        for number in range(begin, end + 1):
+            calls = [self.calls[r].get(number) for r in self.ranks]
+            if None in calls or len({(c.operation, differing_sizes(c)) for c in calls}) > 1:
+                if all(c is None or c.done for c in calls):
+                    continue  # some ranks have gone on to another call, and nobody waits here
+                return number
+        return None
+
+
+def differing_sizes(call):
+    """Ranks must agree on sizes in these collectives. In others, sizes may differ."""
+    same = call.operation in ("all_reduce", "allreduce", "broadcast", "all_gather", "allgather")
+    return str(call.sizes) if same else ""
+
+
+# -- The report ------------------------------------------------------------------------------------
+
+
+def text(ranks):
+    ranks = sorted(ranks)
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def stands(dump):
+    """Where the main thread of a rank is."""
+    if dump["state"] == "has ended":
+        return "has ended"
+    return f"stands at {place(line_of(dump['stack'][::-1]))}"
+
+
+def show(group, number, dumps):
+    """Prints the last common call of a group, and the next call of each rank."""
+    print(f"\nProcess group {group.name} ({group.description}), {text(group.ranks)}")
+    common = group.calls[group.ranks[0]].get(number - 1)
+    print(f"  {number - 1:6}  all   {common}" if common else "          no common call")
+    for rank in group.ranks:
+        call = group.calls[rank].get(number)
+        print(f"> {number:6}  rank {rank}: {call or 'no call, ' + stands(dumps[rank])}")
+
+
+def left_the_loop(call, line):
+    """Is the call outside of the innermost loop around this line, as far as the file tells?"""
+    if line is None:
+        return False
+    file, number, _ = line
+    try:
+        tree = ast.parse(Path(file).read_text())
+    except (OSError, ValueError, SyntaxError):
+        return False  # the dumps may come from another machine
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+    around = [loop for loop in loops if loop.lineno <= number <= loop.end_lineno]
+    if not around:
+        return False
+    loop = max(around, key=lambda loop: loop.lineno)
+    numbers = [number for frame_file, number, _ in call.frames if frame_file == file]
+    return not any(loop.lineno <= number <= loop.end_lineno for number in numbers)
+
+
+def explain(group, number, dumps, waiting_for):
+    """One sentence about the first difference of a group."""
+    same_call = defaultdict(list)
+    for rank in group.ranks:
+        call = group.calls[rank].get(number)
+        same_call[(call.operation, call.line, differing_sizes(call)) if call else None].append(rank)
+
+    def before(rank, line):
+        """How often the rank has called this line before."""
+        calls = group.calls[rank].items()
+        return sum(n < number and call.line == line for n, call in calls)
+
+    def usualness(key):
+        """The usual call is that of most ranks; of two halves, that of a line called before."""
+        ranks = same_call[key]
+        return key is not None, len(ranks), before(ranks[0], key[1]) if key else 0
+
+    odd, *_, usual = sorted(same_call, key=usualness)
+    rank, usual_rank = same_call[odd][0], same_call[usual][0]
+    who, others = text(same_call[odd]), text(same_call[usual])
+    operation, line, _ = usual
+    rounds = before(usual_rank, line)
+    verb = "wait" if len(same_call[usual]) > 1 else "waits"
+    wait = f"{others} {verb} in {operation} at {place(line)}"
+    if odd is None and rank in waiting_for:
+        other, other_number = waiting_for[rank]
+        call = other.calls[rank][other_number]
+        return (
+            f"{who} waits in group {other.name} ({other.description}) in {call}; {wait} in group "
+            f"{group.name} ({group.description}): the ranks call the groups in another order."
+        )
+    if odd is None:
+        after = f" after {rounds} calls" if rounds else ""
+        return f"{who} {stands(dumps[rank])}, and never made this call; {wait}{after}."
+    call = group.calls[rank][number]
+    if odd[:2] == usual[:2]:
+        sizes = f"{call.sizes} and {group.calls[usual_rank][number].sizes}"
+        return f"{who} and {others} make the same call with other sizes, {sizes}: {place(line)}."
+    now = f"{call.operation} at {place(call.line)}"
+    after = f" after {rounds} calls of {place(line)}" if rounds else ""
+    if rounds and left_the_loop(call, line):
+        return f"{who} left the loop{after}, and is in {now}; {wait}."
+    return f"{who} went to {now}{after}; {wait}."
+
+
+def report(dumps):
+    """Prints what the dumps show. Returns the exit status."""
+    size = max(dump["world_size"] for dump in dumps.values())
+    for note in {dump["note"] for dump in dumps.values()} - {""}:
+        print(f"Note: {note}")
+    missing = set(range(size)) - dumps.keys()
+    if missing:
+        print(f"No dump of {text(missing)}: dead, on another node, or busy without waiting.")
+    for rank, dump in dumps.items():
+        print(f"rank {rank} {stands(dump)}")
+    names = {tuple(entry["process_group"]) for d in dumps.values() for entry in d["entries"]}
+    groups = [Group(name, description, dumps) for name, description in sorted(names)]
+    found = [(group, group.first_difference()) for group in groups]
+    found = [(group, number) for group, number in found if number is not None]
+    for group, number in found:
+        show(group, number, dumps)
+    # In which group and call a rank waits
+    waiting_for = {
+        rank: (group, number)
+        for group, number in found
+        for rank in group.ranks
+        if (call := group.calls[rank].get(number)) and not call.done
+    }
+    if found:
+        print("\n" + explain(*found[0], dumps, waiting_for))
+        return 1
+    running = [dump for dump in dumps.values() if dump["state"] != "has ended"]
+    if not running:
+        print("All ranks have ended, and made the same calls.")
+        return 0
+    print(
+        "\nAll ranks have made the same collective calls. Compare the lines above: messages of a "
+        "pipeline (send and recv) leave no record on CPUs, and all ranks at one line mean a "
+        "network that does not answer."
+    )
+    return 1
+
+
+# -- Run a command until it hangs ------------------------------------------------------------------
+
+
+def run(command, folder, seconds):
+    """The dumps, when all ranks wait or have ended. None if the command ends by itself."""
+    env = os.environ | {"HANG_DUMPS": str(folder), "HANG_SECONDS": str(seconds)}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PRELOAD), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(shlex.split(command), env=env)
+    try:
+        while process.poll() is None:
+            time.sleep(0.2)
+            if all_wait(folder, seconds):
+                dumps = read_dumps(folder)
+                process.kill()  # first, so that torchrun writes no report about its workers
+                for dump in dumps.values():
+                    with suppress(ProcessLookupError):
+                        os.kill(dump["pid"], signal.SIGKILL)
+                return dumps
+        print(f"The command ended with status {process.returncode}: it does not hang.")
+        return None
+    finally:
+        process.terminate()  # after Ctrl-C, torchrun ends its workers
+        process.wait()
+
+
+def all_wait(folder, seconds):
+    dumps = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
+    waiting = [dump for dump in dumps if dump["state"] == "waits"]
+    recent = [dump for dump in waiting if time.time() - dump["written"] < seconds]
+    complete = dumps and len(dumps) == dumps[0]["world_size"]
+    return complete and waiting and len(recent) == len(waiting)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", help="a command that hangs, or a folder with dumps")
+    text = "a rank waits if it begins no collective for so long (default: 20)"
+    parser.add_argument("--seconds", type=float, default=20, help=text)
+    args = parser.parse_args()
+    if Path(args.what).is_dir():
+        dumps = read_dumps(Path(args.what))
+        if not dumps:
+            fail(f"no dumps in {args.what}: is HANG_DUMPS set, and do the ranks wait?")
+        sys.exit(report(dumps))
+    with tempfile.TemporaryDirectory() as folder:
+        dumps = run(args.what, Path(folder), args.seconds)
+        sys.exit(report(dumps) if dumps else 0)
+
+
+if __name__ == "__main__":
+    main()
