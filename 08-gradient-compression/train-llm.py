@@ -250,7 +250,7 @@ def main():
             if run_log:
                 run_log.metrics(state, metrics)
         if memory_file and save_now:
-            torch.save(compression.memory, memory_file)
+            torch.save([*compression.memory, args.powersgd_rank], memory_file)
             # COMPRESSION 2: Each rank decodes for itself, so check that all weights are equal.
             # After `gather`, all files are written, so rank 0 can move them into the checkpoint.
             hashes = gather([torch.hash_tensor(p).item() for p in model.parameters()])
@@ -419,7 +419,9 @@ class Compression:
         # COMPRESSION 5: With another number of ranks, each begins with the mean of all files.
         for file in files:
             with fail_on_error(f"{file.name} is damaged: {remedy}"):
-                saved_memory = torch.load(file, device)
+                *saved_memory, powersgd_rank = torch.load(file, device)
+            if powersgd_rank != self.args.powersgd_rank:
+                fail(f"--powersgd-rank was {powersgd_rank} in this run: keep it or take another -e")
             for memory, saved in zip(self.memory, saved_memory, strict=True):
                 for key, tensor in saved.items():
                     memory[key] = memory.get(key, 0) + tensor / len(files)
@@ -692,7 +694,6 @@ def evaluate(model, samples, args, device):
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
-LASTING += ["powersgd_rank"]  # COMPRESSION: a checkpoint has matrices with so many columns
 
 
 # Folders with other names, such as step-final.bak, are no checkpoints.

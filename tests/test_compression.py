@@ -462,6 +462,7 @@ def test_resume_on_the_same_ranks_is_exact(interrupted, method):
     for rank in range(2):
         file = f"memory-{rank}-of-2.pt"
         a, b = (torch.load(run.folder / step / file) for run in (origin, resumed))
+        assert a.pop() == b.pop() == 4  # --powersgd-rank
         counts = [len(memory) for memory in a]
         assert counts == [len(memory) for memory in b]
         assert (counts[0] > 0) == (method in ("powersgd", "dct", "dct-topk"))
@@ -515,6 +516,17 @@ def test_chapter_2_goes_on_here_and_the_other_way_round(trainer, first):
     run = trainer(*flags, *method[second], script=second, **options)
     assert "Continuing from" in run.output
     assert run.column("step") == [1, 2, 3, 4]
+
+
+@pytest.mark.rest
+def test_another_powersgd_rank_is_refused(trainer):
+    """The matrices of a checkpoint have as many columns as before."""
+    flags = ["--compress", "powersgd", "--eval-freq", 0, "--ckpt-freq", 1]
+    options = {"name": "run", "processes": 2, **COMPRESSION}
+    trainer(*flags, "--max-steps", 1, **options)
+    flags += ["--max-steps", 2, "--powersgd-rank", 8]
+    result = trainer(*flags, status=1, **options)
+    assert_one_sentence(result.run.ranks[0].output, "--powersgd-rank was 4 in this run: keep it")
 
 
 @pytest.mark.rest

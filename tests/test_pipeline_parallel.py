@@ -465,7 +465,7 @@ TOO_FEW = "3 layers are too few for 4 stages: "
 # Ranks, flags, the model, and a part of the sentence
 REFUSED = {
     "ranks": (3, ["--pipeline-parallel", 2], SMALL, "2 does not divide the 3 ranks"),
-    "1f1b": (2, [ACCUMULATE, 1], SMALL, "--schedule 1f1b cannot have 1 micro-batches on 2 ranks"),
+    "1f1b": (2, [ACCUMULATE, 1], SMALL, "--schedule 1f1b cannot run 1 micro-batches: "),
     "interleaved": (2, ["--schedule", "interleaved", ACCUMULATE, 5], SMALL, "multiple"),
     "zbv": (2, ["--schedule", "zbv", ACCUMULATE, 3], SMALL, "needs 4 micro-batches"),
     "zbv, compiled": (2, ["--schedule", "zbv", "--compile"], SMALL, "--no-compile"),
