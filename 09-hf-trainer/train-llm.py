@@ -392,7 +392,10 @@ class Run(transformers.TrainerCallback):
         wait_for_everyone()
         if args.should_save:
             self.record["checkpoint"] = f"{args.output_dir}/checkpoint-{state.global_step}"
-            self.file.write_text(json.dumps(self.record))
+            # A kill leaves the old record or the new one, never a half-written file.
+            new_file = self.file.with_suffix(".new")
+            new_file.write_text(json.dumps(self.record))
+            new_file.replace(self.file)
 
 
 def leave(trainer):
