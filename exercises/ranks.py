@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -39,7 +40,7 @@ class Part:
     sent: int  # bytes, counted at the collectives
     said: int  # bytes, as the list `sent` of the solution has them
     peak: int  # the most bytes of tensors that are alive when a collective begins
-    events: list[str]  # collectives, matrix products and backward passes, in order
+    events: list[str]  # collectives, matrix products, backward passes, late gradients, in order
 
 
 @dataclass
@@ -100,7 +101,20 @@ def collective(name: str, args, rank: int, n: int) -> tuple[str, int]:
         return "recv", 0
     if name == "barrier":
         return "barrier", 0
+    if name in ("reduce_", "broadcast_", "gather_", "scatter_"):
+        raise NotImplementedError(
+            f"in {name.strip('_')}, one rank is special: all must do the same"
+        )
     raise NotImplementedError(f"the check cannot count the bytes of {name}: use another collective")
+
+
+def place(tensor: torch.Tensor) -> range:
+    """The addresses of its bytes, for tensors without gaps."""
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+def overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
 
 
 class Watch(TorchDispatchMode):
@@ -113,6 +127,7 @@ class Watch(TorchDispatchMode):
         self.alive = {}  # weak references to the memory of tensors, and its bytes
         self.sent = self.peak = 0
         self.events = []
+        self.sent_places = []  # of the tensors whose all-reduce began in this backward pass
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._opname
@@ -123,10 +138,14 @@ class Watch(TorchDispatchMode):
             self.sent += sent
             self.events.append(plain)
             self.peak = max(self.peak, self.bytes_alive())
+            if plain == "all_reduce":
+                self.sent_places += map(place, tensors_in(args[0]))
             if self.rank == self.n - 1:
                 time.sleep(0.01)  # a slow rank: who does not wait for it, has wrong numbers
         elif name in ("mm", "bmm", "addmm"):
             self.events.append("compute")
+        elif name == "add_" and any(overlap(place(args[0]), sent) for sent in self.sent_places):
+            self.events.append("late gradient")  # autograd adds a gradient to `.grad`
         result = function(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
@@ -143,10 +162,12 @@ class Watch(TorchDispatchMode):
 
         def backward(*args, **options):
             self.events.append("backward begins")
+            self.sent_places.clear()
             try:
                 return original(*args, **options)
             finally:
                 self.events.append("backward ends")
+                self.sent_places.clear()
 
         self.patch = mock.patch.object(torch.autograd, "_engine_run_backward", backward)
         self.patch.start()
@@ -188,6 +209,7 @@ def a_rank(connection, files, rank: int, n: int, port: int, solution: str, path:
     stack = (files / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of old names of collectives, on each rank
     addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, **addresses}
     os.environ.update({name: str(value) for name, value in variables.items()})
@@ -232,10 +254,13 @@ def describe(error: BaseException, solution: str, path: str, rank: int) -> str:
     """An exception, with the learner's own line."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     lines = own_lines(frames, path)
-    place = f"rank {rank}"
+    where = f"rank {rank}"
     if lines:
-        place += f", line {lines[-1]}: `{solution.splitlines()[lines[-1] - 1].strip()}`"
-    return f"{place}\n{type(error).__name__}: {error}"
+        where += f", line {lines[-1]}: `{solution.splitlines()[lines[-1] - 1].strip()}`"
+    text = f"{where}\n{type(error).__name__}: {error}"
+    if isinstance(error, AttributeError) and "'NoneType' object" in str(error):
+        text += "\na function has returned nothing: return what the comment of its blank asks for"
+    return text
 
 
 def free_port() -> int:

@@ -56,6 +56,8 @@ def ddp_order(function, events, rank, n):
         if len(reductions) != 4 or reductions[0] < end:
             return "four all-reduces after the backward pass are expected, one per gradient"
         return None
+    if "late gradient" in events:
+        return "an all-reduce begins before both gradients of its bucket are complete"
     inside = [i for i in reductions if begin < i < end]
     if not inside:
         return "no all-reduce begins during the backward pass: nothing overlaps"
@@ -130,6 +132,11 @@ DDP = Technique(
             "one of the two buckets was never sent",
         ),
         Mistake(
+            "average(buckets.pop())",
+            "average(buckets.pop(0))",
+            "an all-reduce begins before both gradients of its bucket are complete",
+        ),
+        Mistake(
             "dist.ReduceOp.AVG",
             "dist.ReduceOp.SUM",
             "the sum was not divided by the number of ranks",
@@ -163,7 +170,7 @@ def fsdp_memory(function, rank, n):
 
 
 def fsdp_order(function, events, rank, n):
-    order = [event for event in events if event in ("all_gather", "reduce_scatter")]
+    order = [event for event in events if event in ("all_gather", "reduce_scatter", "all_reduce")]
     if order == 4 * ["all_gather"] + 4 * ["all_gather", "reduce_scatter"]:
         return None
     if order[4:].count("reduce_scatter") == 4 and "all_gather" not in order[-4:]:
@@ -204,7 +211,8 @@ FSDP = Technique(
                 "        dist.reduce_scatter(",
                 "        sent.append((world_size - 1) * shards.grad[layer].nbytes)",
                 "Add up `weight_grad` (8 * world_size, 8 * world_size) over all ranks, so that "
-                "`shards.grad[layer]` (8, 8 * world_size) gets the rows of this rank only.",
+                "`shards.grad[layer]` (8, 8 * world_size) gets the rows of this rank only. `grad` was "
+                "divided by the number of all samples before, so this is a sum.",
             ),
         ],
         2: [BACKWARD],

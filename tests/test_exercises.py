@@ -123,6 +123,10 @@ def test_faked_solutions(tmp_path):
         assert lines[-1] is False
 
 
+REDUCE_SCATTER = "dist.reduce_scatter(shards.grad[layer], list(weight_grad.chunk(world_size)))"
+ROWS_OF_RANK_0 = "dist.all_reduce(weight_grad)\n        shards.grad[layer] = weight_grad[:8]"
+
+
 # The same mistakes, made in other words
 @pytest.mark.rest
 def test_mistakes_of_others(tmp_path):
@@ -143,6 +147,10 @@ def test_mistakes_of_others(tmp_path):
         changed(
             "tensor_parallel", ("torch.empty(4, 16)  #", "torch.empty(4, 16) #\n    print(7) #")
         ),
+        changed("ddp", ("average(buckets.pop())", "average(buckets.pop(0))")),
+        changed("ddp", ("    return dist.all_reduce(tensor", "    dist.all_reduce(tensor")),
+        changed("fsdp", ("dist.all_gather(whole, shard)", "dist.broadcast(shard, 0)")),
+        changed("fsdp", (REDUCE_SCATTER, ROWS_OF_RANK_0)),
     )
     texts = ["\n".join(map(str, printed)) for printed in lines]
     assert lines[0][-1] is True, texts[0]
@@ -153,7 +161,13 @@ def test_mistakes_of_others(tmp_path):
     assert "has to return a dictionary" in texts[5]
     assert '"A": the function does not return this tensor' in texts[6]
     assert lines[7][-1] is True
-    assert all(not printed[-1] for printed in lines[1:7])
+    assert "an all-reduce begins before both gradients of its bucket are complete" in texts[8]
+    assert "a rank number" not in texts[8]
+    assert "a function has returned nothing: return what" in texts[9]
+    assert "in broadcast, one rank is special: all must do the same" in texts[10]
+    assert 'rank 1, "gradients": these are the numbers of rank 0' in texts[11]
+    assert "all_gather, all_reduce" in texts[11]
+    assert all(not printed[-1] for printed in lines[1:7] + lines[8:])
 
 
 def start(folder, exercise, *flags, text=None):
@@ -195,7 +209,9 @@ def test_an_untouched_blank_says_not_yet(tmp_path, monkeypatch, capsys, exercise
     compile(file.read_text(), str(file), "exec")
     places = [i for i, line in enumerate(lines, 1) if "raise NotImplementedError" in line]
     assert len(places) == len(TECHNIQUES[name].levels[int(level)]) > 0
-    assert output.splitlines() == [f"not yet: {file}, line {place}" for place in places]
+    written, *told = output.splitlines()
+    assert written.startswith(f"written: {file}. ")
+    assert told == [f"not yet: {file}, line {place}" for place in places]
     assert status == 1
     assert all(len(line) <= 100 for line in lines)
     added = set(lines) - set(check.complete(exercise).splitlines())
@@ -208,7 +224,9 @@ def test_a_file_is_kept(tmp_path, monkeypatch, capsys):
     _, first = command(monkeypatch, capsys, "ddp-1", *folder)
     blanks = file.read_text()
     file.write_text(mine := blanks.replace("# Given", "# Mine: Given"))
-    assert command(monkeypatch, capsys, "ddp-1", *folder) == (1, first)
+    assert first.startswith("written: ")
+    again = first[first.index("not yet") :]
+    assert command(monkeypatch, capsys, "ddp-1", *folder) == (1, again)
     assert file.read_text() == mine
     with pytest.raises(SystemExit, match="not a terminal"):
         command(monkeypatch, capsys, "ddp-1", "--reset", *folder)
