@@ -211,8 +211,8 @@ FSDP = Technique(
                 "        dist.reduce_scatter(",
                 "        sent.append((world_size - 1) * shards.grad[layer].nbytes)",
                 "Add up `weight_grad` (8 * world_size, 8 * world_size) over all ranks, so that "
-                "`shards.grad[layer]` (8, 8 * world_size) gets the rows of this rank only. `grad` was "
-                "divided by the number of all samples before, so this is a sum.",
+                "`shards.grad[layer]` (8, 8 * world_size) gets the rows of this rank only. `grad` "
+                "was divided by the number of all samples before, so this is a sum.",
             ),
         ],
         2: [BACKWARD],
