@@ -191,13 +191,14 @@ for case in json.loads(sys.argv[3]):
     results[json.dumps(case)] = (averages, residuals, compression.volume)
 
 # The memory of a job with one rank more, and then that of a job with as many ranks as this one.
-# The last number of each is what PowerSGD keeps of bucket 0.
+# Each also has what PowerSGD keeps of bucket 0, and its rank.
 folder = Path(sys.argv[4])
 names = [name for name, _ in Model().named_parameters()]
 for what, others in (("mean", size + 1), ("own", size)):
     for other in range(others) if rank == 0 else []:
         memory = {name: torch.full(shape, 10.0**other) for name, shape in zip(names, SHAPES)}
         saved = [memory, {0: torch.tensor(10.0**other)}, {0: torch.tensor(10.0**other)}]
+        saved.append(args.powersgd_rank)
         torch.save(saved, folder / f"memory-{other}-of-{others}.pt")
     dist.barrier()
     memory = chapter.Compression(Model(), args, folder).memory
