@@ -151,7 +151,8 @@ class Comet:
             print(f"comet upload {self.archive}")
             return
         command = [sys.executable, "-m", "comet_ml.scripts.comet", "upload", self.archive]
-        done = subprocess.run(command, capture_output=True, text=True)
+        env = os.environ | {"COMET_LOGGING_CONSOLE": "info"}  # or there is no address to read below
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode:
             reasons = re.findall(r"^\S*(?:Error|Exception): .*", done.stderr, re.MULTILINE)
             reason = reasons[-1] if reasons else done.stderr
