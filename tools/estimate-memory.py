@@ -5,12 +5,13 @@
     python tools/estimate-memory.py --devices 32 --shard-size 8 --tensor-parallel 8
     python tools/estimate-memory.py -m my-model --devices 8 --context-parallel 8 -b 1 -s 131072
 
-Only the config of the model is needed, and no GPU. A forward and a backward pass run on fake
-tensors, which have shapes and no memory, with the settings of the chapters, and every allocation
-and release is noted down. Of layers of a kind one is traced, in between others, and stands for
-all. What FSDP gathers and scatters is added by its rules. Chapters 6, 11, 12 and 14 change layers
-or attention. Their traces use the code of the chapter itself, on one rank of a process group that
-does not exist. Pipelines follow PyTorch's order of the passes on each rank.
+Only the config of the model is needed, and no GPU. tools/models.json has those of some models. A
+forward and a backward pass run on fake tensors, which have shapes and no memory, with the settings
+of the chapters, and every allocation and release is noted down. Of layers of a kind one is traced,
+in between others, and stands for all. What FSDP gathers and scatters is added by its rules.
+Chapters 6, 11, 12 and 14 change layers or attention. Their traces use the code of the chapter
+itself, on one rank of a process group that does not exist. Pipelines follow PyTorch's order of the
+passes on each rank.
 
 GB are 1e9 bytes. A place in the model is a number: -1 for the embeddings, 0 for the first layer,
 and the number of layers for the head, which is all that comes behind the last layer. -2 stands for
@@ -51,14 +52,12 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+sys.path.append(str(Path(__file__).resolve().parent))
+from models import load_config
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 aten = torch.ops.aten
@@ -981,7 +980,7 @@ def main(argv=None) -> None:
     logging.disable()  # of PyTorch, whose errors come with a sentence of ours
     problem, name, remedy = "load the config of", args.model_name, ""
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = load_config(name)
         problem = "build a causal LM from"
         traces = Traces(config, args)
         check(config, args)

@@ -7,11 +7,11 @@
 
 Nothing is measured here. Give the rate that your devices reach on one node, and the speed of your
 links; the rest follows from formulae, which --explain prints. Only the config of the model is
-needed. The methods are those of the chapters: DDP (2), FSDP (3), HSDP, which shards within a node
-and averages between nodes (5), and tensor (TP, 6) and pipeline parallelism (PP, 7), each with FSDP
-between its groups. Flags add context (CP, 11) and expert parallelism (EP, 12), pipelines of
-tensor groups (3D, 13), and rounds of local steps (LOCAL, 15). All methods train on the same number
-of samples per device.
+needed, and tools/models.json has those of some models. The methods are those of the chapters:
+DDP (2), FSDP (3), HSDP, which shards within a node and averages between nodes (5), and tensor (TP,
+6) and pipeline parallelism (PP, 7), each with FSDP between its groups. Flags add context (CP, 11)
+and expert parallelism (EP, 12), pipelines of tensor groups (3D, 13), and rounds of local steps
+(LOCAL, 15). All methods train on the same number of samples per device.
 
 --choose prints the layouts of a model on so many devices that fit, the fastest first, and why the
 others fall out. tools/choose-layout.py does this.
@@ -21,13 +21,14 @@ GB are 1e9 bytes, Gbit/s are 1e9 bits per second.
 
 import argparse
 import importlib
-import json
 import math
 import os
 import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+
+from models import load_config
 
 # Microseconds for each hop of a collective, and for its launch: NCCL's own constants for its
 # "simple" protocol, in src/graph/tuning.cc (baseLatencies, hwLatencies; June 2026).
@@ -685,16 +686,6 @@ def fail(message: str) -> None:
     sys.exit(f"error: {message}")
 
 
-def load_config(name: str):
-    """The config of a model on the Hub, in a folder, or of a config.json."""
-    from transformers import AutoConfig
-
-    if not os.path.isfile(name):
-        return AutoConfig.from_pretrained(name)
-    values = json.loads(Path(name).read_text())
-    return AutoConfig.for_model(values.pop("model_type"), **values)
-
-
 def load_model(name: str) -> Model:
     """The sizes of a model on the Hub, in a folder, or of a config.json."""
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "10")
@@ -867,7 +858,6 @@ def main() -> None:
         batch = f"{args.global_batch_size} × {args.seq_length} tokens per step"
         memory = f"{args.devices[0]} devices, {args.gpu_memory:g} GB each"
         print(f"Computed, not measured. {size}, {memory}, {batch}, {args.dtype}.\n{links}.\n")
-        sys.path.append(str(Path(__file__).resolve().parent))
         print(importlib.import_module("choose-layout").report(model, args))
         return
     nodes = sorted(dict.fromkeys(args.nodes))
