@@ -65,6 +65,7 @@ from transformers.utils import is_flash_attn_2_available
 
 # DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
 RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 # DDP: Only rank 0 prints, because all ranks have the same progress bar and the same log.
 CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
@@ -93,12 +94,12 @@ def main():
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
-    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    is_first_of_node = os.environ["LOCAL_RANK"] == "0"
-    if not is_first_of_node:
+    limit = timedelta(days=1)
+    patient_group = dist.new_group(backend="gloo", timeout=limit, group_desc="patient")
+    if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # until the first ranks of all nodes call it below
     train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
-    if is_first_of_node:
+    if LOCAL_RANK == 0:
         dist.barrier(patient_group)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
@@ -191,17 +192,16 @@ def main():
         progress.update()
 
         at_end = state.step == total_steps
-        stop_signal = max(stop_signals, default=0)
+        stop_signal = stop_signals[-1] if stop_signals else 0
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(stop_signal)
+        stop = torch.tensor(stop_signal)  # on the CPU, so that no rank waits for its GPU
         dist.all_reduce(stop, dist.ReduceOp.MAX)
         stop_signal = stop.item()
         eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
         # DDP: If a node vanishes, the other ranks give up after 5 minutes. The first step, which
         # compiles, evaluations and saves may take longer. They have PyTorch's 30 minutes.
-        limit = timedelta(minutes=30 if eval_now or save_now else 5)
-        dist.distributed_c10d._set_pg_timeout(limit)
+        set_time_limit(timedelta(minutes=30 if eval_now or save_now else 5))
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
             # `.item()` waits until the GPU has computed the number. Between two logged steps the
@@ -218,8 +218,9 @@ def main():
             }
             if run_log:
                 run_log.metrics(state, metrics)
-            numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
-            say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
+            speed = f"{metrics['tokens_per_second']:,.0f} tokens/s"
+            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}  {speed}"
+            say(f"step {state.step}/{total_steps}  {numbers}")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
             gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
             if not math.isfinite(mean_loss) or not gradient_is_normal:
@@ -264,6 +265,7 @@ def build_model(args, config, device, checkpoint):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    # FSDP asks this function which dimension of a weight it shall cut.
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # NODES 2: Ranks form a table: a row holds one copy of the model, a column holds equal shards.
@@ -299,13 +301,16 @@ def build_model(args, config, device, checkpoint):
     for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
         buffer.data = buffer.to(device)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
-    if args.attention is None and use_flash and model._supports_flash_attn:
+    # A family with `_compatible_flash_implementations` needs another version of FlashAttention.
+    has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
+    if args.attention is None and use_flash and has_flash:
         args.attention = "flash_attention_2"
     if args.attention:
-        with fail_on_error(f"--attention {args.attention} does not work here: try sdpa"):
+        with fail_on_error(f"--attention {args.attention} does not work for {config.model_type}"):
             model.set_attn_implementation(args.attention)
-    if args.attention not in (None, model.config._attn_implementation):
-        fail(f"{config.model_type} cannot change its attention to {args.attention}: leave it out")
+            used = model.config._attn_implementation
+            if used != args.attention:
+                raise ValueError(f"it would be {used}")
     # Transformers looks for borders of packed documents in each batch, and Python waits until the
     # GPU has the answer. Here a sample is one sequence, so the answer is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -333,14 +338,14 @@ def from_files(name):
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    unfit = report["missing_keys"] | report["mismatched_keys"]  # names, or names with shapes
+    unfit = [*report["missing_keys"], *report["mismatched_keys"]]
     if unfit:
-        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
+        fail(f"the files of {name} lack a tensor, or its shape differs: {unfit[0]}")
     # Transformers does not tie weights that differ, so the model would not be that of the config.
-    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
-        remedy = "set tie_word_embeddings to false in config.json"
-        own = f"the files of {name} hold an output matrix of their own (lm_head.weight)"
-        fail(f"{own}, but its config ties it to the embeddings: {remedy}")
+    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if model.all_tied_weights_keys != tied_by_config:
+        tied = f"the config of {name} ties lm_head to the embeddings"
+        fail(f"{tied}, its files do not: set tie_word_embeddings to false in config.json")
     return model
 
 
@@ -351,8 +356,9 @@ def even_shards(shape, ranks):
     FSDP shards dimension 0 by default. The weights of 8 experts are (8, ...), so 64 ranks would get
     8 shards, and 56 ranks would have nothing. Other dimensions must divide evenly.
     """
-    largest_shard = math.ceil(shape[0] / ranks)
-    if largest_shard * ranks <= 1.1 * shape[0]:
+    even_share = shape[0] / ranks
+    largest_share = math.ceil(even_share)
+    if largest_share <= 1.1 * even_share:
         return Shard(0)
     for dimension, size in enumerate(shape):
         if size % ranks == 0:
@@ -385,19 +391,16 @@ def lr_schedule(args, optimizer, total_steps):
 
 # -- Data ------------------------------------------------------------------------------------------
 
-# How `datasets` calls the format of a file
+# The endings of files, and how `datasets` calls their formats
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_config_and_tokenizer(args):
     name = args.model_name
-    if os.path.isdir(name) or name.startswith(("/", ".", "~")):
-        remedy = "check that this folder has config.json and the files of a tokenizer"
-    else:
-        gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
-        remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
-    with fail_on_error(f"cannot load the model {name}: {remedy}"):
+    remedy = "check the path, or name and network; --demo needs no network"
+    gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
+    with fail_on_error(f"cannot load {name}: {remedy}; if the model is gated, {gated}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
@@ -418,12 +421,16 @@ def load_documents(name, subset):
         fail(f"no file matches {name}")
     if files and not any(os.path.getsize(file) for file in files):
         fail(f"{name} is empty")
-    file_format = next((FORMATS[ending] for ending in FORMATS if name.endswith(ending)), None)
+    file_format = None
+    for ending in FORMATS:
+        if name.endswith(ending):
+            file_format = FORMATS[ending]
     if files and not file_format and not os.path.isdir(name):
         fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
     options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
     if file_format:
-        options = {"path": file_format, "data_files": files or name}  # or an address
+        # An address has no local files, so `datasets` gets its name.
+        options = {"path": file_format, "data_files": files or name}
     if file_format == "text":
         options |= {"sample_by": "document", "encoding_errors": "replace"}
     if file_format == "json":
@@ -432,8 +439,8 @@ def load_documents(name, subset):
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
         splits = datasets.load_dataset(**options)
-    is_folder_of_text = "text" in {split.info.builder_name for split in splits.values()}
-    if is_folder_of_text and os.path.isdir(name):  # `datasets` makes a document of each line
+    builder = next(iter(splits.values())).info.builder_name
+    if os.path.isdir(name) and builder == "text":  # `datasets` makes a document of each line
         fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
     return splits
 
@@ -452,10 +459,11 @@ def tokenize(rows, tokenizer, column, vocab_size):
 
 def tokenized(documents, tokenizer, config, args):
     """The token ids of the documents of a split."""
-    column = documents.features.get(args.text_column)
-    if "string" not in getattr(column, "dtype", ""):  # lists have no dtype
-        columns = ", ".join(documents.column_names)
-        fail(f"no text in column {args.text_column!r}: choose --text-column among {columns}")
+    text_types = (datasets.Value("string"), datasets.Value("large_string"))
+    columns = [name for name, kind in documents.features.items() if kind in text_types]
+    if args.text_column not in columns:
+        remedy = f"choose --text-column among {', '.join(columns)}"
+        fail(f"{args.text_column!r} is no column of text: {remedy}")
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
@@ -522,8 +530,11 @@ def sample_order(first, count, dataset_size, seed):
     A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
     depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
     """
-    numbers = (divmod(n, dataset_size) for n in range(first, first + count))
-    return [int(permutation(seed, epoch, dataset_size)[i]) for epoch, i in numbers]
+    indices = []
+    for number in range(first, first + count):
+        epoch, place = divmod(number, dataset_size)
+        indices.append(int(permutation(seed, epoch, dataset_size)[place]))
+    return indices
 
 
 def read_batch(samples, indices, device):
@@ -550,7 +561,7 @@ def evaluate(model, samples, args, device):
     rounds = math.ceil(len(samples) / (WORLD_SIZE * size))
     for n in range(rounds):
         begin = (n * WORLD_SIZE + RANK) * size
-        indices = range(len(samples))[begin : begin + size]
+        indices = range(begin, min(begin + size, len(samples)))
         has_batch = len(indices) > 0
         input_ids = read_batch(samples, indices if has_batch else [0], device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
@@ -566,7 +577,6 @@ def evaluate(model, samples, args, device):
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
-
 
 # Folders with other names, such as step-final.bak, are no checkpoints.
 CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
@@ -593,18 +603,17 @@ def new_folder(folder):
     """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
     # NODES: With `local`, each rank makes and renames the folders inside its own folder.
-    is_local = folder.parent.name == RANK_FOLDER
-    if RANK > 0 and not is_local:  # FSDP: one makes the folder, and renames it
-        dist.barrier(writer_group())  # until rank 0 has made the folder
-        with fail_on_error(f"cannot write {folder}"):
-            yield temporary
-        return
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)  # NODES: also the folder of this rank
-    dist.barrier(writer_group())  # FSDP: the other ranks wait for the folder
+    is_owner = RANK == 0 or folder.parent.name == RANK_FOLDER
+    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
+    if is_owner:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)  # NODES: also the folder of this rank
+    dist.barrier(writer_group())
     free = shutil.disk_usage(temporary).free / 1e9
     with fail_on_error(f"cannot write {folder}; the disk had {free:.1f} GB left"):
         yield temporary
+        if not is_owner:
+            return
         for path in [*temporary.rglob("*"), temporary]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)  # all is on the disk before the folder gets its name
@@ -669,7 +678,7 @@ UNFINISHED = []
 @cache  # the first call makes the group
 def writer_group():
     """All ranks, for messages of the thread that writes, since training sends others meanwhile."""
-    return dist.new_group(backend="gloo")
+    return dist.new_group(backend="gloo", group_desc="patient")
 
 
 def wait_for_checkpoint():
@@ -716,7 +725,7 @@ def write_checkpoint(folder, parts, texts, model, tokenizer, args):
             alone = args.checkpoint_format != "shard"  # without other ranks
             dcp.save(parts, checkpoint_id=incomplete, process_group=writer_group(), no_dist=alone)
         if RANK > 0 and not is_local:
-            return
+            return  # rank 0 does the rest
         save_model(incomplete, model, tokenizer)  # the config and the tokenizer, no weights
         for name, text in texts.items():
             (incomplete / name).write_text(text)
@@ -832,7 +841,7 @@ def lock(run_folder):
 
 def load_training_state(checkpoint, stateful, model):
     """Restores optimizer, scheduler and scaler in place."""
-    # FSDP: Each rank reads the rows of its shards, whatever the number of ranks that saved them.
+    # FSDP: Each rank reads the parts of its shards, whatever the number of ranks that saved them.
     state = sharded_state(model, stateful)
     read_state(checkpoint, state)  # NODES: of any format
     state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
@@ -885,6 +894,7 @@ def init_weights(model, draw):
     # fully_shard has put "FSDP" before the name of the model's class. Transformers needs the old
     # name to initialise the model, and to name its tensors.
     type(model).__name__ = type(model).__name__.removeprefix("FSDP")
+    # In a class that is not its own, Transformers would skip modules that have buffers only.
     model.is_custom_code = lambda: False
     for parameter in model.parameters():
         parameter._is_hf_initialized = not draw  # Transformers leaves such parameters as they are
@@ -904,8 +914,9 @@ class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
         fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
         if not fills or dist.tensor.DTensor not in types:
             return op(*args, **kwargs)
-        whole = op(torch.empty(args[0].shape, device=args[0].device), *args[1:], **kwargs)
-        return args[0].copy_(dist.tensor.DTensor.from_local(whole, args[0].device_mesh))
+        target, *numbers = args
+        whole = op(torch.empty(target.shape, device=target.device), *numbers, **kwargs)
+        return target.copy_(dist.tensor.DTensor.from_local(whole, target.device_mesh))
 
 
 def weights_of(model):
@@ -928,14 +939,16 @@ def load_weights(model, name, checkpoint):
         if checkpoint is not None:
             return
         # A tied weight has two names. If the files have both, the two tensors must be equal.
-        tied = {n: first for n, first in model.all_tied_weights_keys.items() if n in saved}
-        seconds = {n: torch.empty_like(shards[first]) for n, first in tied.items()}
-        dcp.load(shards | seconds, storage_reader=files)
-        for n, first in tied.items():
-            if not torch.equal(seconds[n].to_local(), shards[first].to_local()):
-                own = f"the files of {name} hold an output matrix of their own ({n})"
-                remedy = "set tie_word_embeddings to false in config.json"
-                fail(f"{own}, but its config ties it to the embeddings: {remedy}")
+        second_tensors = {}
+        for second_name, first_name in model.all_tied_weights_keys.items():
+            if second_name in saved:
+                second_tensors[second_name] = torch.empty_like(shards[first_name])
+        dcp.load(shards | second_tensors, storage_reader=files)
+        for second_name, second in second_tensors.items():
+            first = shards[model.all_tied_weights_keys[second_name]]
+            if not torch.equal(second.to_local(), first.to_local()):
+                tied = f"the config of {name} ties {second_name} to the embeddings"
+                fail(f"{tied}, its files do not: set tie_word_embeddings to false in config.json")
         return
     # Some families have other names in the files, or merge tensors (the experts of a layer).
     # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
@@ -956,7 +969,8 @@ def save_weights(folder, model, args):  # NODES: the format decides who writes
     dcp.save(weights, storage_writer=hub)
     if RANK == 0:
         # Rewrite the tensors with the names of the Hub. `load_file` maps the file into memory.
-        model.save_pretrained(folder, state_dict=load_file(*joined.glob("*.safetensors")))
+        [file] = joined.glob("*.safetensors")
+        model.save_pretrained(folder, state_dict=load_file(file))
         shutil.rmtree(joined)
 
 
@@ -968,7 +982,7 @@ def join_process_group():
     gpus = torch.cuda.device_count()
     if "LOCAL_RANK" not in os.environ:
         fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
-    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
+    device = torch.device(f"cuda:{LOCAL_RANK}" if gpus else "cpu")
     if gpus:
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
     # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
@@ -983,6 +997,13 @@ def join_process_group():
     return device
 
 
+def set_time_limit(limit):
+    """How long a rank waits for the others, in all process groups but the patient ones."""
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.group_desc != "patient":
+            dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
 def gather(value):
     """The values of all ranks, in the order of the ranks. Every rank gets all values."""
     values = [None] * WORLD_SIZE
@@ -995,7 +1016,8 @@ def of_all_ranks(metrics):
     by_rank = gather(metrics)
     result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
     for rank, of_rank in enumerate(by_rank):
-        result |= {name.replace("/", f"/rank{rank}/"): value for name, value in of_rank.items()}
+        for name, value in of_rank.items():
+            result[name.replace("/", f"/rank{rank}/")] = value
     return result
 
 
@@ -1099,10 +1121,11 @@ class RunLog:
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
             with fail_if_damaged(checkpoint):
-                lines = (checkpoint / "metrics.jsonl").read_text().splitlines()
-                for line in lines:
-                    json.loads(line)  # fails if the file was cut
-            (run_folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+                records = (checkpoint / "metrics.jsonl").read_text()
+                newest = json.loads(records.splitlines()[-1])
+                if newest["step"] != state.step or not records.endswith("\n"):
+                    raise ValueError("metrics.jsonl was cut")
+            (run_folder / "metrics.jsonl").write_text(records)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.parameters_file = run_folder / "parameters.json"
         self.comet = start_comet(run_folder / "comet", state, args)
@@ -1149,8 +1172,9 @@ def say(message):
 def fail(message):
     """Exits with a one-line message about a mistake that the user can fix."""
     # DDP: If all ranks find the same mistake, the first rank of a node says so, and torchrun ends
-    # the other ranks while they wait here.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    # the other ranks by SIGTERM while they wait here.
+    if LOCAL_RANK > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
     sys.exit(f"error: {message}")
 
@@ -1161,7 +1185,7 @@ def fail_on_error(message):
     try:
         yield
     except dcp.CheckpointException as error:  # FSDP: it has an error and its stack for each rank
-        [(cause, _), *_] = error.failures.values()
+        cause, _ = next(iter(error.failures.values()))
         fail(f"{message} ({cause!r:.300})")
     except Exception as error:
         cause = error.__cause__ or error
@@ -1211,7 +1235,7 @@ def at_least(minimum, kind=int, below=math.inf):
     def number(text):
         value = kind(text)
         if not minimum <= value < below:
-            limits = f"{minimum} or larger and below {below}"
+            limits = f"at least {minimum}" if below == math.inf else f"from {minimum} to {below}"
             raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
@@ -1220,11 +1244,12 @@ def at_least(minimum, kind=int, below=math.inf):
 
 def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
-    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
+    with fail_on_error(f"cannot read {path} as lines such as batch-size: 8"):
         text = path.read_text()
-        values = yaml.safe_load(text)
-        names = [name.value for name, _ in yaml.compose(text).value]  # also those that stand twice
-    if "config" in names or len(names) > len(values) or None in values.values():
+        values = yaml.safe_load(text)  # of a flag that stands twice, the last value
+        names = [name.value for name, _ in yaml.compose(text).value]  # such a flag twice
+    has_duplicates = len(names) > len(values)
+    if has_duplicates or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
     for name, value in values.items():
@@ -1294,8 +1319,10 @@ def parse_args():
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
-    config = parser.parse_known_args()[0].config
-    given = read_config(config) if config else []
+    if LOCAL_RANK > 0:
+        parser.error = fail  # DDP: it leaves the report of a wrong flag to the first rank
+    known, _ = parser.parse_known_args()
+    given = read_config(known.config) if known.config else []
     if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
@@ -1327,7 +1354,7 @@ def parse_args():
         parser.error("--experiment-name must not begin with rank-, as folders of ranks do")
     name = args.experiment_name
     if name is not None and ("/" in name or name in ("", ".", "..")):
-        parser.error("--experiment-name must be a plain folder name, without slashes")
+        parser.error("--experiment-name must be a folder name, not empty and without slashes")
     return args
 
 
@@ -1335,6 +1362,6 @@ if __name__ == "__main__":
     try:
         main()
     except torch.OutOfMemoryError:
-        remedy = "lower --batch-size, raise --gradient-accumulation-steps by the same factor, try"
+        remedy = "try --activation-checkpointing, a lower --batch-size with more"
         # FSDP: more devices help, too, because each device then has a smaller shard.
-        fail(f"out of GPU memory: {remedy} --activation-checkpointing, more GPUs, --cpu-offload")
+        fail(f"out of GPU memory: {remedy} --gradient-accumulation-steps, more GPUs, --cpu-offload")

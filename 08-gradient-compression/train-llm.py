@@ -59,6 +59,7 @@ from transformers.utils import is_flash_attn_2_available
 
 # DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
 RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 # DDP: Only rank 0 prints, because all ranks have the same progress bar and the same log.
 CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
@@ -87,12 +88,12 @@ def main():
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
-    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    is_first_of_node = os.environ["LOCAL_RANK"] == "0"
-    if not is_first_of_node:
+    limit = timedelta(days=1)
+    patient_group = dist.new_group(backend="gloo", timeout=limit, group_desc="patient")
+    if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # until the first ranks of all nodes call it below
     train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
-    if is_first_of_node:
+    if LOCAL_RANK == 0:
         dist.barrier(patient_group)
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
@@ -204,17 +205,16 @@ def main():
         progress.update()
 
         at_end = state.step == total_steps
-        stop_signal = max(stop_signals, default=0)
+        stop_signal = stop_signals[-1] if stop_signals else 0
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(stop_signal)
+        stop = torch.tensor(stop_signal)  # on the CPU, so that no rank waits for its GPU
         dist.all_reduce(stop, dist.ReduceOp.MAX)
         stop_signal = stop.item()
         eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
         # DDP: If a node vanishes, the other ranks give up after 5 minutes. The first step, which
         # compiles, evaluations and saves may take longer. They have PyTorch's 30 minutes.
-        limit = timedelta(minutes=30 if eval_now or save_now else 5)
-        dist.distributed_c10d._set_pg_timeout(limit)
+        set_time_limit(timedelta(minutes=30 if eval_now or save_now else 5))
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
             # `.item()` waits until the GPU has computed the number. Between two logged steps the
@@ -232,8 +232,9 @@ def main():
             }
             if run_log:
                 run_log.metrics(state, metrics)
-            numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
-            say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
+            speed = f"{metrics['tokens_per_second']:,.0f} tokens/s"
+            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}  {speed}"
+            say(f"step {state.step}/{total_steps}  {numbers}")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
             gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
             if not math.isfinite(mean_loss) or not gradient_is_normal:
@@ -293,13 +294,16 @@ def build_model(args, config, device, checkpoint):
             model = from_files(args.model_name)
     model.to(device)  # files are read into CPU memory first
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
-    if args.attention is None and use_flash and model._supports_flash_attn:
+    # A family with `_compatible_flash_implementations` needs another version of FlashAttention.
+    has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
+    if args.attention is None and use_flash and has_flash:
         args.attention = "flash_attention_2"
     if args.attention:
-        with fail_on_error(f"--attention {args.attention} does not work here: try sdpa"):
+        with fail_on_error(f"--attention {args.attention} does not work for {config.model_type}"):
             model.set_attn_implementation(args.attention)
-    if args.attention not in (None, model.config._attn_implementation):
-        fail(f"{config.model_type} cannot change its attention to {args.attention}: leave it out")
+            used = model.config._attn_implementation
+            if used != args.attention:
+                raise ValueError(f"it would be {used}")
     # Transformers looks for borders of packed documents in each batch, and Python waits until the
     # GPU has the answer. Here a sample is one sequence, so the answer is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -327,14 +331,14 @@ def from_files(name):
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    unfit = report["missing_keys"] | report["mismatched_keys"]  # names, or names with shapes
+    unfit = [*report["missing_keys"], *report["mismatched_keys"]]
     if unfit:
-        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit, key=str)}")
+        fail(f"the files of {name} lack a tensor, or its shape differs: {unfit[0]}")
     # Transformers does not tie weights that differ, so the model would not be that of the config.
-    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
-        remedy = "set tie_word_embeddings to false in config.json"
-        own = f"the files of {name} hold an output matrix of their own (lm_head.weight)"
-        fail(f"{own}, but its config ties it to the embeddings: {remedy}")
+    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+    if model.all_tied_weights_keys != tied_by_config:
+        tied = f"the config of {name} ties lm_head to the embeddings"
+        fail(f"{tied}, its files do not: set tie_word_embeddings to false in config.json")
     return model
 
 
@@ -518,19 +522,16 @@ class Compression:
 
 # -- Data ------------------------------------------------------------------------------------------
 
-# How `datasets` calls the format of a file
+# The endings of files, and how `datasets` calls their formats
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_config_and_tokenizer(args):
     name = args.model_name
-    if os.path.isdir(name) or name.startswith(("/", ".", "~")):
-        remedy = "check that this folder has config.json and the files of a tokenizer"
-    else:
-        gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
-        remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
-    with fail_on_error(f"cannot load the model {name}: {remedy}"):
+    remedy = "check the path, or name and network; --demo needs no network"
+    gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
+    with fail_on_error(f"cannot load {name}: {remedy}; if the model is gated, {gated}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
@@ -551,12 +552,16 @@ def load_documents(name, subset):
         fail(f"no file matches {name}")
     if files and not any(os.path.getsize(file) for file in files):
         fail(f"{name} is empty")
-    file_format = next((FORMATS[ending] for ending in FORMATS if name.endswith(ending)), None)
+    file_format = None
+    for ending in FORMATS:
+        if name.endswith(ending):
+            file_format = FORMATS[ending]
     if files and not file_format and not os.path.isdir(name):
         fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
     options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
     if file_format:
-        options = {"path": file_format, "data_files": files or name}  # or an address
+        # An address has no local files, so `datasets` gets its name.
+        options = {"path": file_format, "data_files": files or name}
     if file_format == "text":
         options |= {"sample_by": "document", "encoding_errors": "replace"}
     if file_format == "json":
@@ -565,8 +570,8 @@ def load_documents(name, subset):
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
         splits = datasets.load_dataset(**options)
-    is_folder_of_text = "text" in {split.info.builder_name for split in splits.values()}
-    if is_folder_of_text and os.path.isdir(name):  # `datasets` makes a document of each line
+    builder = next(iter(splits.values())).info.builder_name
+    if os.path.isdir(name) and builder == "text":  # `datasets` makes a document of each line
         fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
     return splits
 
@@ -585,10 +590,11 @@ def tokenize(rows, tokenizer, column, vocab_size):
 
 def tokenized(documents, tokenizer, config, args):
     """The token ids of the documents of a split."""
-    column = documents.features.get(args.text_column)
-    if "string" not in getattr(column, "dtype", ""):  # lists have no dtype
-        columns = ", ".join(documents.column_names)
-        fail(f"no text in column {args.text_column!r}: choose --text-column among {columns}")
+    text_types = (datasets.Value("string"), datasets.Value("large_string"))
+    columns = [name for name, kind in documents.features.items() if kind in text_types]
+    if args.text_column not in columns:
+        remedy = f"choose --text-column among {', '.join(columns)}"
+        fail(f"{args.text_column!r} is no column of text: {remedy}")
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
@@ -655,8 +661,11 @@ def sample_order(first, count, dataset_size, seed):
     A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
     depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
     """
-    numbers = (divmod(n, dataset_size) for n in range(first, first + count))
-    return [int(permutation(seed, epoch, dataset_size)[i]) for epoch, i in numbers]
+    indices = []
+    for number in range(first, first + count):
+        epoch, place = divmod(number, dataset_size)
+        indices.append(int(permutation(seed, epoch, dataset_size)[place]))
+    return indices
 
 
 def read_batch(samples, indices, device):
@@ -679,7 +688,7 @@ def evaluate(model, samples, args, device):
     size = args.batch_size
     # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
     for begin in range(RANK * size, len(samples), WORLD_SIZE * size):
-        indices = range(len(samples))[begin : begin + size]
+        indices = range(begin, min(begin + size, len(samples)))
         input_ids = read_batch(samples, indices, device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
@@ -694,7 +703,6 @@ def evaluate(model, samples, args, device):
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
-
 
 # Folders with other names, such as step-final.bak, are no checkpoints.
 CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
@@ -815,7 +823,7 @@ def join_process_group():
     gpus = torch.cuda.device_count()
     if "LOCAL_RANK" not in os.environ:
         fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
-    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if gpus else "cpu")
+    device = torch.device(f"cuda:{LOCAL_RANK}" if gpus else "cpu")
     if gpus:
         torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
     # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
@@ -830,6 +838,13 @@ def join_process_group():
     return device
 
 
+def set_time_limit(limit):
+    """How long a rank waits for the others, in all process groups but the patient ones."""
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.group_desc != "patient":
+            dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
 def gather(value):
     """The values of all ranks, in the order of the ranks. Every rank gets all values."""
     values = [None] * WORLD_SIZE
@@ -842,7 +857,8 @@ def of_all_ranks(metrics):
     by_rank = gather(metrics)
     result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
     for rank, of_rank in enumerate(by_rank):
-        result |= {name.replace("/", f"/rank{rank}/"): value for name, value in of_rank.items()}
+        for name, value in of_rank.items():
+            result[name.replace("/", f"/rank{rank}/")] = value
     return result
 
 
@@ -946,10 +962,11 @@ class RunLog:
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
             with fail_if_damaged(checkpoint):
-                lines = (checkpoint / "metrics.jsonl").read_text().splitlines()
-                for line in lines:
-                    json.loads(line)  # fails if the file was cut
-            (run_folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+                records = (checkpoint / "metrics.jsonl").read_text()
+                newest = json.loads(records.splitlines()[-1])
+                if newest["step"] != state.step or not records.endswith("\n"):
+                    raise ValueError("metrics.jsonl was cut")
+            (run_folder / "metrics.jsonl").write_text(records)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.parameters_file = run_folder / "parameters.json"
         self.comet = start_comet(run_folder / "comet", state, args)
@@ -996,8 +1013,9 @@ def say(message):
 def fail(message):
     """Exits with a one-line message about a mistake that the user can fix."""
     # DDP: If all ranks find the same mistake, the first rank of a node says so, and torchrun ends
-    # the other ranks while they wait here.
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    # the other ranks by SIGTERM while they wait here.
+    if LOCAL_RANK > 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
     sys.exit(f"error: {message}")
 
@@ -1055,7 +1073,7 @@ def at_least(minimum, kind=int, below=math.inf):
     def number(text):
         value = kind(text)
         if not minimum <= value < below:
-            limits = f"{minimum} or larger and below {below}"
+            limits = f"at least {minimum}" if below == math.inf else f"from {minimum} to {below}"
             raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
@@ -1064,11 +1082,12 @@ def at_least(minimum, kind=int, below=math.inf):
 
 def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
-    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
+    with fail_on_error(f"cannot read {path} as lines such as batch-size: 8"):
         text = path.read_text()
-        values = yaml.safe_load(text)
-        names = [name.value for name, _ in yaml.compose(text).value]  # also those that stand twice
-    if "config" in names or len(names) > len(values) or None in values.values():
+        values = yaml.safe_load(text)  # of a flag that stands twice, the last value
+        names = [name.value for name, _ in yaml.compose(text).value]  # such a flag twice
+    has_duplicates = len(names) > len(values)
+    if has_duplicates or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
     for name, value in values.items():
@@ -1130,14 +1149,16 @@ def parse_args():
     add("--powersgd-rank", type=positive, default=4, help="columns of the matrices of powersgd")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
-    config = parser.parse_known_args()[0].config
-    given = read_config(config) if config else []
+    if LOCAL_RANK > 0:
+        parser.error = fail  # DDP: it leaves the report of a wrong flag to the first rank
+    known, _ = parser.parse_known_args()
+    given = read_config(known.config) if known.config else []
     if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
     name = args.experiment_name
     if name is not None and ("/" in name or name in ("", ".", "..")):
-        parser.error("--experiment-name must be a plain folder name, without slashes")
+        parser.error("--experiment-name must be a folder name, not empty and without slashes")
     # COMPRESSION: Refuse useless flags. For each number of a gradient, dct-topk sends keep * N
     # numbers, and chapter 2 sends 2 numbers, both times (N - 1) / N.
     if not 1 / CHUNK <= args.keep <= 1:
@@ -1153,5 +1174,5 @@ if __name__ == "__main__":
     try:
         main()
     except torch.OutOfMemoryError:
-        remedy = "lower --batch-size, raise --gradient-accumulation-steps by the same factor, try"
-        fail(f"out of GPU memory: {remedy} --activation-checkpointing, then a lower --seq-length")
+        remedy = "try --activation-checkpointing, a lower --batch-size with more"
+        fail(f"out of GPU memory: {remedy} --gradient-accumulation-steps, a lower --seq-length")

@@ -144,7 +144,7 @@ def main():
         progress.update()
 
         at_end = state.step == total_steps
-        stop_signal = max(stop_signals, default=0)
+        stop_signal = stop_signals[-1] if stop_signals else 0
         eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
         save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = state.step % args.log_freq == 0 or save_now
@@ -161,8 +161,9 @@ def main():
             }
             if run_log:
                 run_log.metrics(state, metrics)
-            numbers = "loss {loss:.4f}  lr {learning_rate:.2e}  {tokens_per_second:,.0f} tokens/s"
-            say(f"step {state.step}/{total_steps}  {numbers.format(**metrics)}")
+            speed = f"{metrics['tokens_per_second']:,.0f} tokens/s"
+            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}  {speed}"
+            say(f"step {state.step}/{total_steps}  {numbers}")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
             gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
             if not math.isfinite(mean_loss) or not gradient_is_normal:
@@ -208,13 +209,16 @@ def build_model(args, config, device, checkpoint):
     model.init_weights()  # as Transformers does, but directly on the GPU
     set_weights(model, args, checkpoint)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
-    if args.attention is None and use_flash and model._supports_flash_attn:
+    # A family with `_compatible_flash_implementations` needs another version of FlashAttention.
+    has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
+    if args.attention is None and use_flash and has_flash:
         args.attention = "flash_attention_2"
     if args.attention:
-        with fail_on_error(f"--attention {args.attention} does not work here: try sdpa"):
+        with fail_on_error(f"--attention {args.attention} does not work for {config.model_type}"):
             model.set_attn_implementation(args.attention)
-    if args.attention not in (None, model.config._attn_implementation):
-        fail(f"{config.model_type} cannot change its attention to {args.attention}: leave it out")
+            used = model.config._attn_implementation
+            if used != args.attention:
+                raise ValueError(f"it would be {used}")
     # Transformers looks for borders of packed documents in each batch, and Python waits until the
     # GPU has the answer. Here a sample is one sequence, so the answer is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -417,19 +421,16 @@ def merged_weights(model):
 
 # -- Data ------------------------------------------------------------------------------------------
 
-# How `datasets` calls the format of a file
+# The endings of files, and how `datasets` calls their formats
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def load_config_and_tokenizer(args):
     name = args.model_name
-    if os.path.isdir(name) or name.startswith(("/", ".", "~")):
-        remedy = "check that this folder has config.json and the files of a tokenizer"
-    else:
-        gated = f"if it is gated, accept its licence at https://huggingface.co/{name} and run"
-        remedy = f"check name and network; {gated} `hf auth login`; --demo needs no network"
-    with fail_on_error(f"cannot load the model {name}: {remedy}"):
+    remedy = "check the path, or name and network; --demo needs no network"
+    gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
+    with fail_on_error(f"cannot load {name}: {remedy}; if the model is gated, {gated}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
@@ -450,12 +451,16 @@ def load_documents(name, subset):
         fail(f"no file matches {name}")
     if files and not any(os.path.getsize(file) for file in files):
         fail(f"{name} is empty")
-    file_format = next((FORMATS[ending] for ending in FORMATS if name.endswith(ending)), None)
+    file_format = None
+    for ending in FORMATS:
+        if name.endswith(ending):
+            file_format = FORMATS[ending]
     if files and not file_format and not os.path.isdir(name):
         fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
     options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
     if file_format:
-        options = {"path": file_format, "data_files": files or name}  # or an address
+        # An address has no local files, so `datasets` gets its name.
+        options = {"path": file_format, "data_files": files or name}
     if file_format == "text":
         options |= {"sample_by": "document", "encoding_errors": "replace"}
     if file_format == "json":
@@ -464,8 +469,8 @@ def load_documents(name, subset):
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
         splits = datasets.load_dataset(**options)
-    is_folder_of_text = "text" in {split.info.builder_name for split in splits.values()}
-    if is_folder_of_text and os.path.isdir(name):  # `datasets` makes a document of each line
+    builder = next(iter(splits.values())).info.builder_name
+    if os.path.isdir(name) and builder == "text":  # `datasets` makes a document of each line
         fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
     return splits
 
@@ -484,10 +489,11 @@ def tokenize(rows, tokenizer, column, vocab_size):
 
 def tokenized(documents, tokenizer, config, args):
     """The token ids of the documents of a split."""
-    column = documents.features.get(args.text_column)
-    if "string" not in getattr(column, "dtype", ""):  # lists have no dtype
-        columns = ", ".join(documents.column_names)
-        fail(f"no text in column {args.text_column!r}: choose --text-column among {columns}")
+    text_types = (datasets.Value("string"), datasets.Value("large_string"))
+    columns = [name for name, kind in documents.features.items() if kind in text_types]
+    if args.text_column not in columns:
+        remedy = f"choose --text-column among {', '.join(columns)}"
+        fail(f"{args.text_column!r} is no column of text: {remedy}")
     return documents.map(
         tokenize,
         batched=True,  # 1,000 documents per call
@@ -554,8 +560,11 @@ def sample_order(first, count, dataset_size, seed):
     A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
     depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
     """
-    numbers = (divmod(n, dataset_size) for n in range(first, first + count))
-    return [int(permutation(seed, epoch, dataset_size)[i]) for epoch, i in numbers]
+    indices = []
+    for number in range(first, first + count):
+        epoch, place = divmod(number, dataset_size)
+        indices.append(int(permutation(seed, epoch, dataset_size)[place]))
+    return indices
 
 
 def read_batch(samples, indices, device):
@@ -577,7 +586,7 @@ def evaluate(model, samples, args, device):
     loss_sum = torch.zeros((), device=device)
     size = args.batch_size
     for begin in range(0, len(samples), size):
-        indices = range(len(samples))[begin : begin + size]
+        indices = range(begin, min(begin + size, len(samples)))
         input_ids = read_batch(samples, indices, device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
@@ -592,7 +601,6 @@ LASTING = ["model_name", "dataset_name", "dataset_subset", "seq_length", "dtype"
 LASTING += ["rank", "density", "alpha"]  # SL: other values would give another W
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
-
 
 # Folders with other names, such as step-final.bak, are no checkpoints.
 CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
@@ -804,10 +812,11 @@ class RunLog:
     def __init__(self, run_folder, checkpoint, state, args):
         if checkpoint:  # drops later records, which a killed run may have left
             with fail_if_damaged(checkpoint):
-                lines = (checkpoint / "metrics.jsonl").read_text().splitlines()
-                for line in lines:
-                    json.loads(line)  # fails if the file was cut
-            (run_folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+                records = (checkpoint / "metrics.jsonl").read_text()
+                newest = json.loads(records.splitlines()[-1])
+                if newest["step"] != state.step or not records.endswith("\n"):
+                    raise ValueError("metrics.jsonl was cut")
+            (run_folder / "metrics.jsonl").write_text(records)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         self.parameters_file = run_folder / "parameters.json"
         self.comet = start_comet(run_folder / "comet", state, args)
@@ -909,7 +918,7 @@ def at_least(minimum, kind=int, below=math.inf):
     def number(text):
         value = kind(text)
         if not minimum <= value < below:
-            limits = f"{minimum} or larger and below {below}"
+            limits = f"at least {minimum}" if below == math.inf else f"from {minimum} to {below}"
             raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 
@@ -918,11 +927,12 @@ def at_least(minimum, kind=int, below=math.inf):
 
 def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
-    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
+    with fail_on_error(f"cannot read {path} as lines such as batch-size: 8"):
         text = path.read_text()
-        values = yaml.safe_load(text)
-        names = [name.value for name, _ in yaml.compose(text).value]  # also those that stand twice
-    if "config" in names or len(names) > len(values) or None in values.values():
+        values = yaml.safe_load(text)  # of a flag that stands twice, the last value
+        names = [name.value for name, _ in yaml.compose(text).value]  # such a flag twice
+    has_duplicates = len(names) > len(values)
+    if has_duplicates or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
     for name, value in values.items():
@@ -985,14 +995,14 @@ def parse_args():
     add("--device", choices=devices, default=devices[0], help="where to train")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
-    config = parser.parse_known_args()[0].config
-    given = read_config(config) if config else []
+    known, _ = parser.parse_known_args()
+    given = read_config(known.config) if known.config else []
     if "--demo" in given + sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args(given + sys.argv[1:])
     name = args.experiment_name
     if name is not None and ("/" in name or name in ("", ".", "..")):
-        parser.error("--experiment-name must be a plain folder name, without slashes")
+        parser.error("--experiment-name must be a folder name, not empty and without slashes")
     return args
 
 
@@ -1000,5 +1010,5 @@ if __name__ == "__main__":
     try:
         main()
     except torch.OutOfMemoryError:
-        remedy = "lower --batch-size, raise --gradient-accumulation-steps by the same factor, try"
-        fail(f"out of GPU memory: {remedy} --activation-checkpointing, then a lower --seq-length")
+        remedy = "try --activation-checkpointing, a lower --batch-size with more"
+        fail(f"out of GPU memory: {remedy} --gradient-accumulation-steps, a lower --seq-length")
