@@ -356,7 +356,7 @@ def from_files(name):
     )
     unfit = [*report["missing_keys"], *report["mismatched_keys"]]
     if unfit:
-        fail(f"the files of {name} lack a tensor, or its shape differs: {unfit[0]}")
+        fail(f"the files of {name} lack this tensor, or its shape differs: {unfit[0]}")
     # Transformers does not tie weights that differ, so the model would not be that of the config.
     tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
     if model.all_tied_weights_keys != tied_by_config:
@@ -416,7 +416,7 @@ def load_config_and_tokenizer(args):
     name = args.model_name
     remedy = "check the path, or name and network; --demo needs no network"
     gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
-    with fail_on_error(f"cannot load {name}: {remedy}; if the model is gated, {gated}"):
+    with fail_on_error(f"cannot load the model {name}: {remedy}; if it is gated, {gated}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
@@ -794,8 +794,8 @@ def new_folder(folder):
     free = shutil.disk_usage(temporary).free / 1e9
     with fail_on_error(f"cannot write {folder}; the disk had {free:.1f} GB left"):
         yield temporary
-        if not is_owner:
-            return
+        if not is_owner:  # NODES: with `local`, each rank renames its own folder
+            return  # FSDP: rank 0 waits for the disk, and renames the folder
         for path in [*temporary.rglob("*"), temporary]:
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)  # all is on the disk before the folder gets its name
@@ -1411,7 +1411,9 @@ def at_least(minimum, kind=int, below=math.inf):
     def number(text):
         value = kind(text)
         if not minimum <= value < below:
-            limits = f"at least {minimum}" if below == math.inf else f"from {minimum} to {below}"
+            limits = f"{minimum} or larger"
+            if below < math.inf:
+                limits += f" and below {below}"
             raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
         return value
 

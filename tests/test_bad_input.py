@@ -44,9 +44,9 @@ CASES = {
     "too small for the batch": (["-b", 10_000], 1, "--batch-size"),
     # model
     "no weights": (["--no-from-scratch"], 1, "--from-scratch"),
-    "mistyped folder": (["-m", "{tmp}/lama"], 1, "check that this folder has config.json"),
-    "mistyped relative folder": (["-m", "./lama"], 1, "check that this folder has config.json"),
-    "folder without a model": (["-m", "{tmp}/empty"], 1, "check that this folder has config.json"),
+    "mistyped folder": (["-m", "{tmp}/lama"], 1, "check the path, or name and network"),
+    "mistyped relative folder": (["-m", "./lama"], 1, "check the path, or name and network"),
+    "folder without a model": (["-m", "{tmp}/empty"], 1, "check the path, or name and network"),
     "beyond the positions": (["-s", 129], 1, "128 positions"),
     "no end of text": (["-m", "{tmp}/endless"], 1, "has no end-of-text token"),
     "quantized": (["-m", "{tmp}/quantized"], 1, "is quantized (quantization_config in its config)"),

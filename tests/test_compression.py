@@ -622,7 +622,7 @@ REFUSED = {
         ["--compress", "dct", "--dtype", "fp16"],
         "--dtype bf16",
     ),
-    "rank 0": (2, ["--powersgd-rank", 0], "must be a number, 1 or larger and below inf, not 0"),
+    "rank 0": (2, ["--powersgd-rank", 0], "must be a number, 1 or larger, not 0"),
     "an unknown method": (2, ["--compress", "zip"], "invalid choice"),
 }
 

@@ -106,7 +106,7 @@ def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path):
         train, _ = load(chapter_1, tokenizer, tmp_path / name, text_column="story")
         assert stream(train) == expected[: len(train) * 32]
     for column in ("text", "n"):  # absent, and not a text
-        sentence = f"no text in column '{column}': choose --text-column among n, story"
+        sentence = f"'{column}' is no column of text: choose --text-column among story"
         with pytest.raises(SystemExit, match=sentence):
             load(chapter_1, tokenizer, tmp_path / "a.jsonl", text_column=column)
     # Text files: one document each, in the order of their names, whatever the bytes

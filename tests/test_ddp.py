@@ -4,6 +4,7 @@ import json
 import re
 import signal
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from conftest import (
@@ -15,7 +16,7 @@ from conftest import (
     take_over,
     write_model,
 )
-from runner import CHAPTER_2, CHAPTER_8, Run
+from runner import CHAPTER_2, CHAPTER_5, CHAPTER_6, CHAPTER_8, CHAPTER_15, Run
 
 pytestmark = pytest.mark.rest
 
@@ -313,3 +314,46 @@ def test_steps_have_a_short_time_limit_and_saves_a_long_one(trainer):
     limits = re.findall(r"^minutes (\S+)", run.run.ranks[0].output, re.MULTILINE)
     assert [round(float(limit)) for limit in limits] == [5, 30, 5, 30, 30]
     assert run.checkpoints == ["step-00000004", "step-00000005"]
+
+
+# The limits of all process groups in minutes, at the end of each step
+ALL_LIMITS = """
+import torch
+from torch.distributed import distributed_c10d
+
+def end_of_step(*unused):
+    for group in distributed_c10d._world.pg_map:
+        options = group._get_backend(torch.device("cpu")).options
+        print("\\nlimit", group.group_desc, options._timeout.total_seconds() / 60)
+
+zero_grad = torch.optim.AdamW.zero_grad
+
+def watched(optimizer, **options):
+    end_of_step()
+    return zero_grad(optimizer, **options)
+
+torch.optim.AdamW.zero_grad = watched
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("chapter", "flags"),
+    [
+        (CHAPTER_5, ["--shard-size", 2, "--async-checkpoint"]),
+        (CHAPTER_6, ["--tensor-parallel", 2]),
+        (CHAPTER_15, ["--replicas", 2, "--checkpoint-format", "local"]),
+    ],
+    ids=lambda value: value.parent.name if isinstance(value, Path) else "",
+)
+def test_all_groups_have_the_short_limit(trainer, chapter, flags):
+    """Also those of a mesh, but not the groups that wait for tokens, a disk or a slow link."""
+    flags += ["--max-steps", 3, "--eval-freq", 0, "--ckpt-freq", 9]
+    job = trainer(*flags, script=chapter, processes=4, before=ALL_LIMITS)
+    found = re.findall(r"^limit (\S+) (\S+)", job.run.ranks[0].output, re.MULTILINE)
+    limits = {name: float(minutes) for name, minutes in found}  # of the last step
+    meshes = {name for name in limits if name.startswith("mesh_")}
+    assert len(meshes) >= 2, limits
+    patient = {"patient", "mesh_replica", "default_pg"} if chapter == CHAPTER_15 else {"patient"}
+    for name, minutes in limits.items():
+        assert minutes >= 30 if name in patient else minutes == 5, limits

@@ -556,7 +556,7 @@ REFUSED = {
     "experts": (3, 3, "mixtral", {}, "3 does not divide 4 experts of a layer and 3 ranks"),
     "another mixture": (1, 1, "granitemoe", {"num_local_experts": 4}, "granitemoe is not among"),
     "a nested family": (2, 2, "qwen3_5_moe", {}, "2 does not divide 5 experts of a layer"),
-    "no number": (1, 0, "mixtral", {}, "must be a number, 1 or larger and below inf, not 0"),
+    "no number": (1, 0, "mixtral", {}, "must be a number, 1 or larger, not 0"),
 }
 
 

@@ -571,8 +571,8 @@ def test_tools_refuse_step_folders(origin, dataset, tmp_path):
 REFUSED = {
     "density 0": (2, ["--density", 0], "must be a number, 0.001 or larger and below 0.5, not 0"),
     "density 0.5": (2, ["--density", 0.5], "must be a number, 0.001 or larger and below 0.5"),
-    "alpha 0": (2, ["--alpha", 0], "must be a number, 0.001 or larger and below inf, not 0"),
-    "rank 0": (2, ["--rank", 0], "must be a number, 1 or larger and below inf, not 0"),
+    "alpha 0": (2, ["--alpha", 0], "must be a number, 0.001 or larger, not 0"),
+    "rank 0": (2, ["--rank", 0], "must be a number, 1 or larger, not 0"),
     "a high rank": (1, ["--rank", 64], "would become smaller: lower --rank or --density"),
     "pretrained weights": (2, ["--from-scratch"], "unrecognized arguments: --from-scratch"),
 }
