@@ -434,7 +434,8 @@ class OuterOptimizer:
         self.momentum = {p: torch.zeros_like(w) for p, w in self.weights.items()}
         # Tied weights are one parameter with two names.
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.metrics = {}
+        self.own_norm = None
+        self.mean_norm = None  # of the last round, until `read`
         self.sent_bytes = 0
 
     @torch.no_grad()
@@ -442,42 +443,42 @@ class OuterOptimizer:
         """Moves the shared weights, and starts the next round with them on all replicas."""
         # LOCAL 6: A gradient points uphill, so it is the start of the round minus its end.
         gradients = {p: shared - p for p, shared in self.weights.items()}
-        own_norm = total_norm(gradients)
-        # LOCAL 7: Send one message, because each message waits for the delay of the slow link.
+        self.own_norm = total_norm(gradients)  # of this replica; it stays on the device
+        # LOCAL 7: Join all tensors to one message, because each message waits for the slow link.
         shards = [gradient.to_local() for gradient in gradients.values()]
         message = torch.cat([shard.flatten() for shard in shards]).to(DTYPES[self.args.outer_dtype])
         dist.all_reduce(message, dist.ReduceOp.AVG, self.group)
         means = message.split([shard.numel() for shard in shards])
         for shard, mean in zip(shards, means, strict=True):
-            shard.copy_(mean.view_as(shard))  # in the memory of `gradients`
-        self.measure(own_norm, total_norm(gradients), message.nbytes)
+            shard.copy_(mean.view_as(shard))  # `gradients` are now the means over the replicas
+        self.mean_norm = total_norm(gradients)
+        # In an all-reduce, a rank sends the sums of its part, and then the means of its part.
+        self.sent_bytes += 2 * message.nbytes * (self.args.replicas - 1) / self.args.replicas
         beta = self.args.outer_momentum
         for p, gradient in gradients.items():
             update = gradient
             if not averages_only:
                 # LOCAL 8: The momentum remembers earlier rounds. Nesterov looks one round ahead.
-                momentum = self.momentum[p].mul_(beta).add_(gradient)
+                momentum = self.momentum[p]
+                momentum.mul_(beta).add_(gradient)
                 update = self.args.outer_lr * (gradient + beta * momentum)
             self.weights[p].sub_(update)
             # LOCAL 9: All replicas continue from the shared weights. AdamW keeps its own moments.
             p.copy_(self.weights[p])
 
-    def measure(self, own_norm, norm, message_bytes):
-        """Keeps the numbers of a round. They stay on the device until `read`."""
-        # The mean square distance of the replicas from their mean, by the formula of a variance.
-        mean_square = own_norm.square()
-        dist.all_reduce(mean_square, dist.ReduceOp.AVG, self.group)
-        drift = (mean_square - norm.square()).clamp(min=0).sqrt()
-        self.metrics = {"outer/grad_norm": norm, "outer/drift": drift}
-        # In an all-reduce, a rank sends the sums of its part, and then the means of its part.
-        self.sent_bytes += 2 * message_bytes * (self.args.replicas - 1) / self.args.replicas
-
     def read(self, steps):
-        """Numbers of the last round, and bytes per step, since the last read."""
-        metrics = {name: value.item() for name, value in self.metrics.items()}
-        metrics["communication/bytes_per_step"] = self.sent_bytes / steps
-        self.metrics = {}
+        """Numbers of the last round, and bytes per step, since the last read. All ranks call it."""
+        metrics = {"communication/bytes_per_step": self.sent_bytes / steps}
         self.sent_bytes = 0
+        if self.mean_norm is not None:
+            # The mean square distance of the replicas from their mean, by the formula of a
+            # variance. Rounding may make it negative.
+            mean_square = self.own_norm.square()
+            dist.all_reduce(mean_square, dist.ReduceOp.AVG, self.group)
+            variance = (mean_square - self.mean_norm.square()).clamp(min=0)
+            metrics["outer/grad_norm"] = self.mean_norm.item()
+            metrics["outer/drift"] = variance.sqrt().item()
+            self.mean_norm = None
         return metrics
 
     @torch.no_grad()
@@ -812,7 +813,6 @@ def wait_for_checkpoint():
         UNFINISHED.pop().result()
 
 
-# LOCAL: `outer` has what the replicas share.
 def save_checkpoint(run_folder, model, tokenizer, stateful, state, args, outer):
     """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
     # NODES 5: One checkpoint at a time, so a killed run loses one checkpoint at most.
@@ -937,9 +937,12 @@ def open_run(args):
     unknown = saved.keys() - asdict(new_state).keys()
     unknown |= saved["flags"].keys() - flags.keys()
     is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
-    of_one_replica = "replicas" not in saved  # LOCAL: as in chapters 3 and 5
-    if unknown or is_whole or of_one_replica:
-        fail(f"{newest} is from another chapter: choose another --experiment-name")
+    is_without_replicas = "replicas" not in saved  # LOCAL: as in chapters 3 and 5
+    if unknown or is_whole or is_without_replicas:
+        remedy = (
+            "choose another --experiment-name, or take its weights by --skip-optimizer"  # LOCAL
+        )
+        fail(f"{newest} is from another chapter: {remedy}")
     state = RunState(**saved)
     if begins_elsewhere:
         state.comet_key = new_state.comet_key  # NODES: a new run is a new experiment

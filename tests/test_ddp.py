@@ -342,7 +342,7 @@ torch.optim.AdamW.zero_grad = watched
     [
         (CHAPTER_5, ["--shard-size", 2, "--async-checkpoint"]),
         (CHAPTER_6, ["--tensor-parallel", 2]),
-        (CHAPTER_15, ["--replicas", 2, "--checkpoint-format", "local"]),
+        (CHAPTER_15, ["--replicas", 2, "--shard-size", 2, "--log-freq", 9]),
     ],
     ids=lambda value: value.parent.name if isinstance(value, Path) else "",
 )
