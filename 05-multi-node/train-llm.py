@@ -265,7 +265,6 @@ def build_model(args, config, device, checkpoint):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
-    # FSDP asks this function which dimension of a weight it shall cut.
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # NODES 2: Ranks form a table: a row holds one copy of the model, a column holds equal shards.
@@ -351,10 +350,11 @@ def from_files(name):
 
 @lru_cache  # FSDP: so it prints its sentence once per shape
 def even_shards(shape, ranks):
-    """FSDP: The dimension to shard: dimension 0, or another one if its shards are more even.
+    """FSDP: The dimension of a weight that FSDP cuts: 0, or another one with more even shards.
 
-    FSDP shards dimension 0 by default. The weights of 8 experts are (8, ...), so 64 ranks would get
-    8 shards, and 56 ranks would have nothing. Other dimensions must divide evenly.
+    FSDP asks for each weight. By default, it would cut dimension 0. The weights of 8 experts are
+    (8, ...), so 64 ranks would get 8 shards, and 56 ranks would have nothing. Other dimensions must
+    divide evenly.
     """
     even_share = shape[0] / ranks
     largest_share = math.ceil(even_share)

@@ -264,7 +264,8 @@ def expert_parallel(experts, tokens, chosen, shares):
     chosen = chosen.flatten()
     order = chosen.argsort(stable=True)
     copies = tokens[order // per_token]
-    # EP 2: First tell each rank how many copies will come for each of its experts.
+    # EP 2: First tell each rank how many copies will come for each of its experts. So count how
+    # often each expert was chosen.
     counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
     arriving_counts = torch.empty_like(counts)
     dist.all_to_all_single(arriving_counts, counts, group=experts.group)
@@ -287,7 +288,7 @@ def expert_parallel(experts, tokens, chosen, shares):
     # The shares stay on the rank of the token, so here each result gets the share 1.
     ones = arrived.new_ones(len(arrived), 1)
     compute = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
-    results = compute(ExpertsOfRank(experts), arrived, numbers[:, None], ones)
+    results = compute(ExpertsOfRank(experts), arrived, numbers.unsqueeze(1), ones)
     # EP 4: Send the results back, put them into the old order, and add them up for each token.
     # Result i belongs to place order[i], so order.argsort() lists the results of place 0, 1, 2, ...
     returned = all_to_all_single_autograd(results, send_counts, receive_counts, experts.group)
@@ -328,7 +329,8 @@ def load_metrics(model):
         experts.received_tokens.zero_()
     metrics = {}
     for name, load in {"expert": of_experts.float(), "rank": of_ranks.float()}.items():
-        metrics[f"load/{name}"] = (load.amax(1) / load.mean(1)).max().item()
+        of_layers = load.amax(1) / load.mean(1)
+        metrics[f"load/{name}"] = of_layers.max().item()
     return metrics
 
 
@@ -348,7 +350,6 @@ def build_model(args, config, device, checkpoint):
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("groups", "experts"))
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
-    # FSDP asks this function which dimension of a weight it shall cut.
     policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, WORLD_SIZE)
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -463,10 +464,11 @@ def from_files(name):
 
 @lru_cache  # FSDP: so it prints its sentence once per shape
 def even_shards(shape, ranks):
-    """FSDP: The dimension to shard: dimension 0, or another one if its shards are more even.
+    """FSDP: The dimension of a weight that FSDP cuts: 0, or another one with more even shards.
 
-    FSDP shards dimension 0 by default. The weights of 8 experts are (8, ...), so 64 ranks would get
-    8 shards, and 56 ranks would have nothing. Other dimensions must divide evenly.
+    FSDP asks for each weight. By default, it would cut dimension 0. The weights of 8 experts are
+    (8, ...), so 64 ranks would get 8 shards, and 56 ranks would have nothing. Other dimensions must
+    divide evenly.
     """
     even_share = shape[0] / ranks
     largest_share = math.ceil(even_share)

@@ -506,12 +506,13 @@ def build_model(args, config, device, checkpoint):
     stages, stage_modules, tied_head = make_stages(model, unit_names, args, device, mesh)
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
-    # FSDP asks this function which dimension of a weight it shall cut.
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # TP 9: FSDP works along the columns: it shards the parts again, and averages gradients there.
     policy["mesh"] = mesh["dp"]
-    policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, mesh["dp"].size())
+    policy["shard_placement_fn"] = lambda weight: even_shards(
+        weight.to_local().shape, mesh["dp"].size()
+    )
     # PP 9: Weights stay gathered in a step, unless a flag lets each micro-batch gather them again.
     # The embeddings or the head belong to the root of their stage.
     policy["reshard_after_forward"] = args.reshard_after_forward
@@ -597,10 +598,11 @@ def from_files(name):
 
 @lru_cache  # FSDP: so it prints its sentence once per shape
 def even_shards(shape, ranks):
-    """FSDP: The dimension to shard: dimension 0, or another one if its shards are more even.
+    """FSDP: The dimension of a weight that FSDP cuts: 0, or another one with more even shards.
 
-    FSDP shards dimension 0 by default. The weights of 8 experts are (8, ...), so 64 ranks would get
-    8 shards, and 56 ranks would have nothing. Other dimensions must divide evenly.
+    FSDP asks for each weight. By default, it would cut dimension 0. The weights of 8 experts are
+    (8, ...), so 64 ranks would get 8 shards, and 56 ranks would have nothing. Other dimensions must
+    divide evenly.
     """
     even_share = shape[0] / ranks
     largest_share = math.ceil(even_share)
