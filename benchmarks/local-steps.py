@@ -11,7 +11,9 @@ one. The table has the mean over the seeds, and the difference from DDP: of each
 DDP               chapter 2 on two ranks
 half of the data  chapter 2 with half of the samples per step: one replica alone
 H = 10            chapter 15 with rounds of 10 steps, outer learning rate 1, no momentum
-trap: ...         H = 30, with a mistake in the script; `resume` stops in step 315, within a round
+trap: ...         H = 30, with a mistake in the script; `resume` stops in step 315, within a round;
+                  `within a round` has the held-out loss of step 585, and `next loss` the training
+                  loss of the step after this evaluation, of a model with a head of its own
 """
 
 import argparse
@@ -79,7 +81,24 @@ TRAPS = {
     "trap: resume without momentum": {'state | {"outer momentum": momentum}': "state"},
     "trap: resume with a replica's weights as the shared ones": {"weights | shared}": "weights}"},
     "trap: resume from replica 0": {"outer.replica % saved_replicas": "0"},
+    "trap: resume with equal names": {
+        "{name} of replica {replica}": "{name} of replica",
+        "optimizer of replica {replica}": "optimizer of replica",
+    },
+    "trap: scheduler once per round": {
+        "            scheduler.step()  # once": "            if (state.step + 1) % args.inner_steps == 0:\n"
+        "                scheduler.step()  # once"
+    },
+    "trap: within a round as it is": {},
+    "trap: within a round, a replica's weights": {
+        "            outer.swap(model)\n            with autocast": "            with autocast",
+        "            outer.swap(model)  # LOCAL: each": "            # LOCAL: each",
+    },
+    "trap: next loss as it is": {},
+    "trap: next loss without reshard": {"module.reshard()": "pass"},
 }
+# Steps after which the held-out loss, or the training loss of an untied model, is taken
+WITHIN_ROUND, NEXT = 585, 586
 for name in TRAPS:
     METHODS[name] = METHODS["H = 30"]
     if "Nesterov" in name or "resume" in name:
@@ -137,13 +156,13 @@ def start(ranks: int, script: Path, flags: list, folder: Path, method: str) -> N
         sys.exit(f"{outputs[0].read_text()}\nerror: {method} failed")
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, tied: bool) -> None:
     """The model of the demo, with fewer and smaller layers."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((REPOSITORY / "tiny-llama" / name).read_bytes())
     config = json.loads((REPOSITORY / "tiny-llama" / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | SMALL))
+    (folder / "config.json").write_text(json.dumps(config | SMALL | {"tie_word_embeddings": tied}))
 
 
 def train(method: str, seed: int) -> dict:
@@ -157,10 +176,13 @@ def train(method: str, seed: int) -> dict:
         ends = [315, STEPS]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        write_model(folder / "model")
+        write_model(folder / "model", tied="next loss" not in method)
         flags = ["--demo", "-e", "run", "--save-dir", folder, "-m", folder / "model", "-s", 64]
         flags += ["-b", samples // ranks, "--max-steps", STEPS, "--lr", 1e-2, "--seed", seed]
-        flags += ["--eval-freq", STEPS, "--ckpt-freq", STEPS, *(more or [])]
+        evaluated = WITHIN_ROUND if "within" in method or "next" in method else STEPS
+        flags += ["--eval-freq", evaluated, "--ckpt-freq", STEPS, *(more or [])]
+        if "next loss" in method:
+            flags += ["--log-freq", 1]
         if method in TRAPS:
             script = damaged(script, folder / chapter, TRAPS[method])
         for end in ends:
@@ -171,7 +193,11 @@ def train(method: str, seed: int) -> dict:
                 shutil.rmtree(folder / "run" / f"step-{step:08d}", ignore_errors=True)
         records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open()]
         parameters = json.loads((folder / "run" / "parameters.json").read_text())
-    return {"parameters": parameters["parameters_total"], "held_out": records[-1]["eval/loss"]}
+    losses = {record["step"]: record["eval/loss"] for record in records if "eval/loss" in record}
+    if "next loss" in method:
+        losses = {record["step"]: record["loss"] for record in records if "loss" in record}
+        evaluated = NEXT
+    return {"parameters": parameters["parameters_total"], "held_out": losses[evaluated]}
 
 
 def main() -> None:

@@ -119,7 +119,8 @@ METHODS = [
     Method("PP over the link", "07-pipeline-parallel", ["--pipeline-parallel", 2], groups=2),
     Method("DDP, bf16", "08-gradient-compression", ["--compress", "bf16"]),
     Method("DDP, PowerSGD", "08-gradient-compression", ["--compress", "powersgd"]),
-    Method("local steps", "15-local-steps", ["--inner-steps", 10]),
+    # It logs once per round, since each log crosses the link, too.
+    Method("local steps", "15-local-steps", ["--inner-steps", 10, "--log-freq", 10]),
 ]
 # Compression rounds the gradients, and replicas with local steps differ, so these losses are
 # compared with their own.
