@@ -86,8 +86,7 @@ TRAPS = {
         "optimizer of replica {replica}": "optimizer of replica",
     },
     "trap: scheduler once per round": {
-        "            scheduler.step()  # once": "            if (state.step + 1) % args.inner_steps == 0:\n"
-        "                scheduler.step()  # once"
+        "            scheduler.step()": "            if (state.step + 1) % 30 == 0: scheduler.step()"
     },
     "trap: within a round as it is": {},
     "trap: within a round, a replica's weights": {
