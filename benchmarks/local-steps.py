@@ -86,7 +86,7 @@ TRAPS = {
         "optimizer of replica {replica}": "optimizer of replica",
     },
     "trap: scheduler once per round": {
-        "            scheduler.step()": "            if (state.step + 1) % 30 == 0: scheduler.step()"
+        "            scheduler.step()": "            if state.step % 30 == 29: scheduler.step()"
     },
     "trap: within a round as it is": {},
     "trap: within a round, a replica's weights": {
