@@ -408,11 +408,12 @@ def lr_schedule(args, optimizer, total_steps):
     options = {}
     if args.lr_scheduler == "warmup_stable_decay":
         # The rate falls to zero at the end, by default in the last fifth of the steps.
-        options["num_decay_steps"] = args.decay_steps or total_steps // 5
+        decay_steps = args.decay_steps or total_steps // 5
+        if args.warmup_steps + decay_steps > total_steps:
+            fail(f"--warmup-steps and --decay-steps add up to more than {total_steps} steps")
+        options["num_decay_steps"] = decay_steps
     elif args.decay_steps:
         fail("--decay-steps needs --lr-scheduler warmup_stable_decay")
-    if args.decay_steps and args.warmup_steps + args.decay_steps > total_steps:
-        fail(f"--warmup-steps and --decay-steps add up to more than {total_steps} steps")
     return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
 
 

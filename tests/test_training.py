@@ -430,14 +430,16 @@ def test_attention(trainer):
     assert "Attention eager, compute precision fp32" in eager.output
     sdpa = trainer(*flags, "--attention", "sdpa", name="sdpa")
     assert sdpa.column("loss") == pytest.approx(eager.column("loss"), rel=1e-5)
-    for name in ("flash_attention_2", "quadratic"):
-        result = trainer(*flags, "--attention", name, name=name, status=1)
+    for name in ("flash_attention_2", "quadratic", "paged|sdpa"):  # the last one becomes sdpa
+        result = trainer(*flags, "--attention", name, name="refused", status=1)
         assert_one_sentence(result.output, f"--attention {name} does not work for llama")
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("supports", [True, False])
-def test_default_attention_on_a_gpu_with_flash_attention(chapter_1, monkeypatch, supports):
+@pytest.mark.parametrize(
+    ("supports", "others"), [(True, None), (False, None), (True, ["kernels-community/flash-attn3"])]
+)
+def test_default_attention_on_a_gpu_with_flash_attention(chapter_1, monkeypatch, supports, others):
     """The default asks the model, which is built on the meta device in place of a GPU."""
     config = AutoConfig.for_model(**LLAMA)
     chosen = []
@@ -449,6 +451,7 @@ def test_default_attention_on_a_gpu_with_flash_attention(chapter_1, monkeypatch,
     monkeypatch.setattr(chapter_1, "is_flash_attn_2_available", lambda: True)
     model_class = type(AutoModelForCausalLM.from_config(config))
     monkeypatch.setattr(model_class, "_supports_flash_attn", supports)
+    monkeypatch.setattr(model_class, "_compatible_flash_implementations", others)
     monkeypatch.setattr(model_class, "set_attn_implementation", set_attn_implementation)
     monkeypatch.setattr(model_class, "to_empty", lambda self, device: self)
     monkeypatch.setattr(model_class, "to", lambda self, device: self)
@@ -457,8 +460,9 @@ def test_default_attention_on_a_gpu_with_flash_attention(chapter_1, monkeypatch,
     args = chapter_1.parse_args()
     args.compile = False
     model = chapter_1.build_model(args, config, torch.device("cuda"), None)
-    assert chosen == ["flash_attention_2"] * supports
-    assert model.config._attn_implementation == ("flash_attention_2" if supports else "sdpa")
+    expected = "flash_attention_2" if supports and not others else "sdpa"
+    assert chosen == [expected] * (expected != "sdpa")
+    assert model.config._attn_implementation == expected
 
 
 def test_what_a_run_without_a_name_says(trainer):
