@@ -599,7 +599,7 @@ def test_traffic():
     assert expected["FSDP"] == ["8 P", "12 P"]
     rows = re.findall(
         r"^\| (DDP|FSDP[^,]*), per (?:optimizer step|micro-batch) \| (\d+ P)[^|]*\| (\d+ P)",
-        section(MEMORY, "Computed: the traffic of chapters 2 and 3"),
+        section(MEMORY, "Computed: the traffic of chapters 2, 3 and 5"),
         re.MULTILINE,
     )
     assert {method: cells for method, *cells in rows} == expected
