@@ -331,16 +331,18 @@ def test_bad_input(tmp_path, monkeypatch, estimate, flags, part, status):
 
 # -- Figures in the READMEs ------------------------------------------------------------------------
 
-# Chapter 1 has its table in the README, chapters 2 and 3 have theirs in the record.
+# The record has the tables of chapters 1 to 3.
 README_1, RECORD = "01-single-gpu/README.md", "benchmarks/records/memory.md"
+OF_CHAPTER_1 = "Estimated only: chapter 1"
 COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m meta-llama/(\S+) (.*)$"
 
 
-@pytest.mark.parametrize(("page", "count"), [(README_1, [1]), (RECORD, [1, 2])])
-def test_tables_in_the_texts(tmp_path, estimate, page, count):
-    text = (REPOSITORY / page).read_text()
-    if page == RECORD:
-        text = section(page, "Estimated only: the tables of chapters 2 and 3")
+@pytest.mark.parametrize(
+    ("heading", "count"),
+    [(OF_CHAPTER_1, [1]), ("Estimated only: the tables of chapters 2 and 3", [1, 2])],
+)
+def test_tables_in_the_record(tmp_path, estimate, heading, count):
+    text = section(RECORD, heading)
     _, *parts = re.split(COMMAND, text, flags=re.MULTILINE)
     for number, part in enumerate(count):
         name, options, rest = parts[3 * number : 3 * number + 3]
@@ -356,8 +358,9 @@ def test_tables_in_the_texts(tmp_path, estimate, page, count):
 
 
 def test_what_helps_in_chapter_1():
-    """The rows of its table, and the figure in the text."""
-    text = (REPOSITORY / README_1).read_text()
+    """The rows of its table in the record, and the figures that its page repeats."""
+    text = section(RECORD, OF_CHAPTER_1)
+    page = section(README_1, "Where the memory of a step goes")
     rows = {
         "--no-compile -b 4 --gradient-accumulation-steps 2": r"^\| `-b 4`.*? \| ([\d.]+) \|",
         "--no-compile --activation-checkpointing": r"^\| `--activation-[a-z]+` \| ([\d.]+) \|",
@@ -370,6 +373,7 @@ def test_what_helps_in_chapter_1():
         method, devices = ("FSDP", 8) if "shards" in pattern else ("chapter 1", 1)
         (said,) = re.findall(pattern, text, re.MULTILINE)
         assert said == f"{total(traces, method, devices) / 1e9:.1f}", options
+        assert f"{said} GB" in page or "shards" in pattern or options == "--compile"
 
 
 @pytest.mark.parametrize("method", ["HSDP", "tensor parallel", "pipeline"])

@@ -23,7 +23,7 @@ from runner import CHAPTER_1, CHAPTER_9, REPOSITORY, Job, Run
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_fsdp import save_weights
-from test_readme import Estimator, parameters
+from test_readme import Estimator, parameters, section
 from transformers import AutoConfig, AutoModelForCausalLM
 
 CONF = CHAPTER_9.parent / "conf"
@@ -408,9 +408,11 @@ def test_a_gpu_that_does_not_shard_ends_the_run(chapter_9, runs):
         run.on_train_begin(args, SimpleNamespace(global_step=0), None, torch.nn.Linear(1, 1))
 
 
-def test_memory_in_the_readme():
-    """The formula and tools/estimate-memory.py, for Pythia-1B."""
-    text = (CHAPTER_9.parent / "README.md").read_text().partition("## Memory")[2]
+def test_memory_in_the_record():
+    """The formula and tools/estimate-memory.py, for Pythia-1B. The README repeats two rows."""
+    heading = "2026-11-23, estimated only: Pythia-1B for chapter 9"
+    text = section("benchmarks/records/memory.md", heading)
+    readme = " ".join(section("09-hf-trainer/README.md", "Memory").split())
     shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
     shape |= {"num_attention_heads": 8, "vocab_size": 50304, "tie_word_embeddings": False}
     config = AutoConfig.for_model("gpt_neox", **shape)
@@ -425,6 +427,8 @@ def test_memory_in_the_readme():
         total = Estimator().trace(config, "--no-compile", *flags)
         cells = [f"{total(method, 2):.1f}" for method in ("DDP", "FSDP")]
         assert f"| {name} | {' | '.join(cells)} |" in text
+        assert f"{cells[0]} GB" in readme
+        assert f"and {cells[1]} GB" in readme
 
 
 # -- Logs ------------------------------------------------------------------------------------------
