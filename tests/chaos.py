@@ -33,7 +33,7 @@ from conftest import (
     exact,
     write_model,
 )
-from runner import REPOSITORY, Run
+from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Run
 from safetensors.torch import load_file
 from test_fsdp import assert_same_checkpoint
 from test_hf_trainer import Runs
@@ -45,10 +45,8 @@ TEXT = ["--max-steps", STEPS, "--ckpt-freq", 1, "--keep-checkpoints", 2 * STEPS,
 ROWS = [*TEXT, "--eval-freq", 0, "--shuffle-window", 10, "-b", 2, "--num-epochs", 99]
 SMALL = ["--keep", 0.1, "--min-compress", 600]
 ROUNDS = ["--replicas", 2, "--shard-size", 1, "--inner-steps", 5, "--outer-momentum", 0.5]
-# Chapters, and the flags of their runs. A round takes one of the lists.
-CHAPTERS = {
-    "02-ddp": [[]],
-    "03-fsdp": [[]],
+# The flags of the runs of a chapter. A round takes one of the lists.
+FLAGS = {
     "04-streaming": [["--packing", "overflow"], []],
     "05-multi-node": [
         ["--shard-size", 1, "--async-checkpoint"],
@@ -56,17 +54,14 @@ CHAPTERS = {
         ["--checkpoint-format", "local", "--async-checkpoint"],
         ["--checkpoint-format", "full"],
     ],
-    "06-tensor-parallel": [[]],
     "07-pipeline-parallel": [["-b", 2], ["-b", 1, "--schedule", "interleaved"]],
     "08-gradient-compression": [
         ["--compress", "dct-topk", *SMALL],
         ["--compress", "powersgd", *SMALL],
         [],
     ],
-    "09-hf-trainer": [[]],
     "10-mds-shards": [["--async-checkpoint"], []],
     "11-context-parallel": [[], ["--exchange", "tokens"]],
-    "12-expert-parallel": [[]],
     "13-3d-parallel": [
         ["-b", 4, "--pipeline-parallel", 1, "--tensor-parallel", 2],
         ["-b", 2, "--pipeline-parallel", 2, "--tensor-parallel", 1],
@@ -75,6 +70,12 @@ CHAPTERS = {
         [*ROUNDS, "--async-checkpoint"],
         [*ROUNDS, "--checkpoint-format", "local"],
     ],
+}
+SINGLE = {"01", "14"}  # on one device
+CHAPTERS = {
+    script.parent.name: FLAGS.get(script.parent.name, [[]])
+    for number, script in CHAPTERS_BY_NUMBER.items()
+    if number not in SINGLE
 }
 # A worker that gets SIGUSR1 prints where each of its threads stands.
 SAY_WHERE = "import faulthandler, signal; faulthandler.register(signal.SIGUSR1, all_threads=True)\n"

@@ -28,6 +28,7 @@ CP = "test_context_parallel.py::test_one_group_trains_what_chapter_1_trains"
 EP = "test_expert_parallel.py::test_losses_evaluation_and_resume"
 THREE = "test_3d_parallel.py::test_one_pipeline_of_groups"
 SL = "test_sparse_low_rank.py::"
+LOCAL = "test_local_steps.py::"
 # For each chapter: what is wrong, a part of the script, what takes its place, the test
 DAMAGES = {
     "01-single-gpu": [
@@ -84,6 +85,12 @@ DAMAGES = {
             "max_norm = args.max_grad_norm or math.inf",
             "max_norm = math.inf",
             "test_training.py::test_clipping_decay_and_schedule",
+        ),
+        (
+            "gradients are clipped before they are unscaled",
+            "            scaler.unscale_(optimizer)\n",
+            "",  # then the scaler unscales in its step
+            "test_training.py::test_a_gradient_scaler_changes_nothing",
         ),
         (
             "the logged loss is a sum",
@@ -590,6 +597,88 @@ DAMAGES = {
             "while missing > 0:",
             "while missing == count:",
             f"{SL}test_places_are_different_and_equally_likely[50-24]",
+        ),
+    ],
+    "15-local-steps": [
+        (
+            "replicas have equal names in a checkpoint, so it keeps the state of one",
+            'self.replica = mesh.get_local_rank("replica")',
+            "self.replica = 0",
+            f"{LOCAL}test_one_job",
+        ),
+        (
+            "the outer momentum is not saved",
+            'return state | {"outer momentum": momentum}',
+            "return state",
+            f"{LOCAL}test_one_job",
+        ),
+        (
+            "the pseudo-gradient has the wrong sign",
+            "gradients = {p: shared - p for",
+            "gradients = {p: p - shared for",
+            f"{LOCAL}test_one_job",
+        ),
+        (
+            "replicas add up their pseudo-gradients",
+            "dist.all_reduce(message, dist.ReduceOp.AVG, self.group)",
+            "dist.all_reduce(message, dist.ReduceOp.SUM, self.group)",
+            f"{LOCAL}test_one_job",
+        ),
+        (
+            "momentum without Nesterov",
+            "(gradient + beta * momentum)",
+            "momentum",
+            f"{LOCAL}test_one_job",
+        ),
+        (
+            "AdamW's moments begin anew in each round",
+            "                outer.step(averages_only)\n",
+            "                outer.step(averages_only)\n                optimizer.state.clear()\n",
+            f"{LOCAL}test_one_job",
+        ),
+        (
+            "replicas average AdamW's moments at the end of a round",
+            "                outer.step(averages_only)\n",
+            """                outer.step(averages_only)
+                for moments in optimizer.state.values():
+                    shard = moments["exp_avg"].to_local()
+                    dist.all_reduce(shard, dist.ReduceOp.AVG, outer.group)
+""",
+            f"{LOCAL}test_one_job",
+        ),
+        (
+            "each replica evaluates its own weights",
+            """            outer.swap(model)
+            with autocast:
+                eval_loss = evaluate(model, eval_samples, args, device)
+            outer.swap(model)""",
+            """            with autocast:
+                eval_loss = evaluate(model, eval_samples, args, device)""",
+            f"{LOCAL}test_one_job",
+        ),
+        (
+            "units that stay whole keep the old weights in an evaluation",
+            "                module.reshard()\n",
+            "                pass\n",
+            f"{LOCAL}test_units_that_stay_whole[more0]",
+        ),
+        (
+            "all replicas read the same samples",
+            "(micro_step * WORLD_SIZE + RANK) * args.batch_size",
+            "(micro_step * WORLD_SIZE + RANK % args.shard_size) * args.batch_size",
+            f"{LOCAL}test_one_job",
+        ),
+        (
+            "the last round is not ended",
+            "state.step % args.inner_steps == 0 or at_end",
+            "state.step % args.inner_steps == 0",
+            f"{LOCAL}test_one_job",
+        ),
+        (
+            "with more replicas, all begin with the state of the first",
+            "replica = outer.replica % saved_replicas",
+            "replica = 0",
+            f"{LOCAL}test_another_number_of_replicas",
         ),
     ],
 }

@@ -22,24 +22,17 @@ from pathlib import Path
 from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CHAPTER_1 = REPOSITORY / "01-single-gpu" / "train-llm.py"
-CHAPTER_2 = REPOSITORY / "02-ddp" / "train-llm.py"
-CHAPTER_3 = REPOSITORY / "03-fsdp" / "train-llm.py"
-CHAPTER_4 = REPOSITORY / "04-streaming" / "train-llm.py"
-CHAPTER_5 = REPOSITORY / "05-multi-node" / "train-llm.py"
-CHAPTER_6 = REPOSITORY / "06-tensor-parallel" / "train-llm.py"
-CHAPTER_7 = REPOSITORY / "07-pipeline-parallel" / "train-llm.py"
-CHAPTER_8 = REPOSITORY / "08-gradient-compression" / "train-llm.py"
-CHAPTER_9 = REPOSITORY / "09-hf-trainer" / "train-llm.py"
-CHAPTER_10 = REPOSITORY / "10-mds-shards" / "train-llm.py"
-CHAPTER_11 = REPOSITORY / "11-context-parallel" / "train-llm.py"
-CHAPTER_12 = REPOSITORY / "12-expert-parallel" / "train-llm.py"
-CHAPTER_13 = REPOSITORY / "13-3d-parallel" / "train-llm.py"
-CHAPTER_14 = REPOSITORY / "14-sparse-low-rank" / "train-llm.py"
-CHAPTER_15 = REPOSITORY / "15-local-steps" / "train-llm.py"
 CHAPTERS_BY_NUMBER = {
     path.parent.name[:2]: path for path in sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 }
+
+
+def __getattr__(name: str) -> Path:
+    """The scripts are CHAPTER_1, CHAPTER_2 and so on."""
+    number = name.removeprefix("CHAPTER_").zfill(2)
+    if name.startswith("CHAPTER_") and number in CHAPTERS_BY_NUMBER:
+        return CHAPTERS_BY_NUMBER[number]
+    raise AttributeError(name)
 
 
 def load(script: Path):

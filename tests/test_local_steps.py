@@ -23,7 +23,7 @@ from conftest import (
 )
 from runner import CHAPTER_2, CHAPTER_5, CHAPTER_15, REPOSITORY, Run, load
 from safetensors.torch import load_file
-from test_fsdp import save_weights, told, whole_state
+from test_fsdp import assert_same_checkpoint, save_weights, told, whole_state
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 PAPER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -454,6 +454,30 @@ def test_its_weights_in_other_chapters(train, trainer):
     flags = ["--max-steps", 1, "--lr", 0, "-m", folder, "--no-from-scratch"]
     other = train(*flags, script=CHAPTER_5, name="hub-run")
     assert other.column("eval/loss") == pytest.approx(held_out, rel=1e-6)
+
+
+@pytest.mark.rest
+def test_its_checkpoints_become_another_format(train, trainer):
+    """The state of each replica, too: a run goes on exactly."""
+    origin = train(name="origin", ranks=2)
+    local = train("--checkpoint-format", "local", name="local", ranks=2)
+    tool = REPOSITORY / "tools" / "convert-checkpoint.py"
+
+    def convert(to: str) -> Run:
+        paths = [local.folder / "step-00000004", trainer.folder / to / "step-00000004"]
+        run = Run(tool, [*paths, "--to", to], trainer.folder / f"{to}.txt")
+        run.wait()
+        return run
+
+    run = convert("shard")
+    assert "wrote" in run.output, run.output
+    checkpoint = "step-00000004"
+    assert_same_checkpoint(trainer.folder / "shard" / checkpoint, origin.folder / checkpoint)
+    resumed = train(name="shard", ranks=2)
+    assert "Continuing from" in resumed.output
+    assert exact(resumed.records) == exact(origin.records)
+    assert_same_model(resumed, origin)
+    assert_one_sentence(convert("single").output, "its state is one of replicas")
 
 
 @pytest.mark.rest

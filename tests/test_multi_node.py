@@ -19,13 +19,15 @@ from conftest import (
     assert_one_sentence,
     assert_same_losses,
     assert_same_model,
+    damaged,
     exact,
     require,
     take_over,
+    write_model,
 )
 from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run, load, outcome
 from safetensors.torch import load_file
-from test_fsdp import OFF, assert_same_checkpoint, told
+from test_fsdp import FAMILIES, OFF, assert_same_checkpoint, told, whole_state
 from test_torchrun import OWN_STORE, nodes
 
 pytestmark = pytest.mark.rest
@@ -416,6 +418,61 @@ def test_formats_become_each_other(train, trainer, convert):
     for taken in ("origin/3", "own/3"):  # the second one in another format
         output = convert("origin/6", taken, "--to", "full", status=1)
         assert_one_sentence(output, "step-00000003 exists")
+
+
+PLACEMENT = (
+    'policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, args.shard_size)'
+)
+BY_ROWS = {PLACEMENT: "pass"}  # as in older checkpoints
+
+
+@pytest.mark.parametrize("cut", ["along another dimension", "by rows"])
+def test_shards_of_three_experts(train, trainer, convert, tmp_path, cut):
+    """Three experts on two ranks: chapter 5 cuts another dimension. Old checkpoints have rows."""
+    config = FAMILIES["mixtral"] | {"num_local_experts": 3}
+    flags = ["-m", write_model(tmp_path / "mixture", model_type="mixtral", **config)]
+    flags += ["--max-steps", 4, "--ckpt-freq", 2, "--keep-checkpoints", 9]
+    by_rows = cut == "by rows"
+    script = damaged(CHAPTER_5, tmp_path / "rows", BY_ROWS) if by_rows else CHAPTER_5
+    origin = train(*flags, name="origin", script=script)
+    local = train(*flags, "--checkpoint-format", "local", name="local", script=script)
+
+    assert_same_checkpoint(
+        convert("local/2", "full/2", "--to", "full"), origin.folder / "step-00000002"
+    )
+    convert("full/2", "own/2", "--to", "local", "--ranks", 2)
+    name = "model.model.layers.0.mlp.experts.gate_up_proj"
+    shapes = []
+    for rank in range(2):
+        path = f"rank-{rank}/step-00000002"
+        shapes.append(tuple(whole_state(trainer.folder / "own" / path)[name].shape))
+        if not by_rows:
+            assert_same_checkpoint(trainer.folder / "own" / path, local.folder / path)
+    assert shapes == [(3, config["intermediate_size"], config["hidden_size"])] * 2
+    again = convert("own/2", "again/2", "--to", "full")
+    assert_same_checkpoint(again, origin.folder / "step-00000002")
+
+    resumed = train(*flags, "--checkpoint-format", "local", name="own")
+    assert "step-00000002" in resumed.output
+    if by_rows:  # sums over shards have another order
+        assert_same_losses(origin, resumed, 4, **OFF)
+    else:
+        assert exact(resumed.records) == exact(origin.records)
+        assert_same_model(resumed, origin)
+
+
+def test_shards_that_do_not_fit_together(train, trainer, convert, tmp_path):
+    """One rank has its experts by rows, and the other one along another dimension."""
+    config = FAMILIES["mixtral"] | {"num_local_experts": 3}
+    flags = ["-m", write_model(tmp_path / "mixture", model_type="mixtral", **config)]
+    flags += ["--max-steps", 1, "--checkpoint-format", "local"]
+    rows = train(*flags, name="rows", script=damaged(CHAPTER_5, tmp_path / "rows", BY_ROWS))
+    even = train(*flags, name="even")
+    shutil.rmtree(even.folder / "rank-1")
+    shutil.copytree(rows.folder / "rank-1", even.folder / "rank-1")
+    output = convert("even/1", "no/1", "--to", "full", status=1)
+    assert_one_sentence(output, "cannot be joined to model.layers.0.mlp.")
+    assert not (trainer.folder / "no").exists()
 
 
 def test_checkpoints_of_chapters_1_and_3(trainer, convert):

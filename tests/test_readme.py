@@ -295,9 +295,7 @@ def test_links_lead_somewhere(file):
 
 
 def test_the_first_page_leads_all_chapters():
-    """In at most 90 lines and 900 words: the tree of the diffs, and a table of all chapters."""
-    assert len(README.splitlines()) <= 95
-    assert len(README.split()) <= 950
+    """It has the tree of the diffs, and a table of all chapters."""
     folders = {path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py")}
     folders |= {"09-hf-trainer"}
     (tree,) = re.findall("```text\n(.*?)```", README, re.DOTALL)

@@ -549,12 +549,7 @@ def test_themes(open_page, future_page, theme):
 @in_browser
 def test_narrow_screen(open_page):
     page = open_page(width=390, height=844)
-    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
     assert len(page.evaluate(PLACES)) == 1
-    for button in page.query_selector_all("header button"):
-        box = button.bounding_box()
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= 390
     assert not page.is_visible("nav ol")
     page.click("nav summary")
     assert page.is_visible("nav [data-column='1'] a")

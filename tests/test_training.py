@@ -240,6 +240,28 @@ def test_clipping_decay_and_schedule(trainer):
     assert clipped.column("loss")[-1] != result.column("loss")[-1]
 
 
+SCALER = """
+import torch
+
+class Scaler(torch.amp.GradScaler):
+    def __init__(self, device, enabled):
+        super().__init__(device, enabled=True)
+
+torch.amp.GradScaler = Scaler
+"""
+
+
+@pytest.mark.rest
+def test_a_gradient_scaler_changes_nothing(trainer):
+    """Gradients are divided by its scale before they are clipped."""
+    flags = ["--max-steps", 4, "--eval-freq", 0, "--max-grad-norm", 0.1]
+    plain = trainer(*flags, name="plain")
+    scaled = trainer(*flags, name="scaled", before=SCALER)
+    assert min(plain.column("grad_norm")) > 0.1
+    for name in ("loss", "grad_norm"):
+        assert scaled.column(name) == pytest.approx(plain.column(name), rel=1e-5)
+
+
 @pytest.mark.rest
 def test_second_beta_of_adam(trainer):
     """The second update differs, and the optimizer has the value."""

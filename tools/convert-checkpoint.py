@@ -7,26 +7,31 @@
 
 | format | of chapters | files |
 |---|---|---|
-| shard | 3 to 7, 10 to 13 | one file for each of --ranks, and an index |
+| shard | 3 to 7, 10 to 13, 15 | one file for each of --ranks, and an index |
 | full | 5, 10 | one file with all tensors, and an index |
-| local | 5, 10 | a folder of the run for each of --ranks, with the same step in each |
+| local | 5, 10, 15 | a folder of the run for each of --ranks, with the same step in each |
 | single | 1, 2 and 8 | a Transformers folder and training_state.pt |
 | transformers | none | a Transformers folder: nothing to resume from |
 
 A *local* checkpoint is named like the others: `outputs/a/step-00000500` stands for the folders
-`outputs/a/rank-*/step-00000500`. Collect those of all nodes first. The tool holds the whole state
-in memory, 12 bytes per parameter. A copy of `state.json` tells where the run stands. Chapters 1, 2,
-3 and 5 read the same samples, so each of them can go on with a run of the others. Chapters 4 and 10
-read other rows, and refuse such a run.
+`outputs/a/rank-*/step-00000500`. Collect those of all nodes first. Shards are cut as chapter 5 cuts
+them: by rows, or along another dimension if the rows are too few, such as three experts. The tool
+holds the whole state in memory, 12 bytes per parameter. A copy of `state.json` tells where the run
+stands. Chapters 1, 2, 3 and 5 read the same samples, so each of them can go on with a run of the
+others. Chapters 4 and 10 read other rows, and refuse such a run. Chapter 15 has weights and moments
+of each replica, which chapters 1 and 2 cannot read.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
 import sys
 import tempfile
 import warnings
+from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -102,25 +107,44 @@ def read_local(folders: list[Path]) -> dict:
         sys.exit(incomplete)
     parts = [read_dcp(folder) for folder in folders]
     shapes = {name: x.shape for name, x in empty_model(folders[0]).state_dict().items()}
+    try:
+        return joined(parts, shapes)
+    except LookupError:
+        sys.exit(incomplete)
 
-    def joined(name: str, shards: list) -> torch.Tensor:
-        """The first ranks have the rows of the first copy of the model, and the rest has more."""
-        rows, missing = [], shapes[name][0]
-        while missing > 0:
-            if not shards:
-                sys.exit(incomplete)
-            rows.append(shards.pop(0))
-            missing -= len(rows[-1])
-        return torch.cat(rows)
 
-    whole = parts[0]
-    for name in whole["model"]:
-        whole["model"][name] = joined(name, [part["model"][name] for part in parts])
-    for name, moments in whole["optimizer"]["state"].items():
-        for key in ("exp_avg", "exp_avg_sq"):
-            shards = [part["optimizer"]["state"][name][key] for part in parts]
-            moments[key] = joined(name, shards)
-    return whole
+def joined(values: list, shapes: dict, parameter: str = ""):
+    """The whole of these values, one of each rank. Below a parameter's name are its moments."""
+    if isinstance(values[0], dict):
+        whole = {}
+        for name in dict.fromkeys(chain(*values)):  # chapter 15: replicas have names of their own
+            own = name if name in shapes else parameter
+            whole[name] = joined([value[name] for value in values if name in value], shapes, own)
+        return whole
+    if isinstance(values[0], torch.Tensor) and values[0].dim() > 0:
+        return join_shards(values, parameter, shapes[parameter])
+    return values[0]
+
+
+def join_shards(shards: list[torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
+    """The tensor of this shape. The first ranks hold the first copy of the model.
+
+    A shard is as large as the whole tensor, except in the dimension that is cut.
+    """
+    pairs = enumerate(zip(shards[0].shape, shape, strict=True))
+    dimension = next((number for number, (part, whole) in pairs if part != whole), 0)
+    missing = shape[dimension]
+    taken = []
+    while missing > 0:
+        if len(taken) == len(shards):
+            raise LookupError
+        taken.append(shards[len(taken)])
+        missing -= taken[-1].shape[dimension]
+    sizes = [tuple(shard.shape) for shard in taken]
+    expected = {(*shape[:dimension], size[dimension], *shape[dimension + 1 :]) for size in sizes}
+    if missing < 0 or set(sizes) != expected:
+        sys.exit(f"error: shards of {sizes} cannot be joined to {name} of {tuple(shape)}")
+    return torch.cat(taken, dimension)
 
 
 def read_single(checkpoint: Path) -> dict:
@@ -154,16 +178,29 @@ def write_dcp(state: dict, folder: Path, files: int = 1) -> None:
     dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-def shard(state: dict, number: int, count: int) -> dict:
-    """The rows of one rank, as `fully_shard` cuts them."""
+@lru_cache
+def chapter_5():
+    """The script as a module, for the dimension along which it cuts a tensor."""
+    script = Path(__file__).resolve().parents[1] / "05-multi-node" / "train-llm.py"
+    spec = importlib.util.spec_from_file_location("chapter_5", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # for its dataclass
+    spec.loader.exec_module(module)
+    return module
 
-    def rows(tensor: torch.Tensor) -> torch.Tensor:
+
+def shard(state: dict, number: int, count: int) -> dict:
+    """The shards of one rank, cut as chapter 5 cuts them with `even_shards`."""
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0:  # AdamW's count of steps
             return tensor
-        parts = torch.chunk(tensor, count)
-        return (parts[number] if number < len(parts) else tensor[:0]).clone()
+        dimension = chapter_5().even_shards(tensor.shape, count).dim
+        parts = torch.chunk(tensor, count, dimension)
+        part = parts[number] if number < len(parts) else tensor.narrow(dimension, 0, 0)
+        return part.clone(memory_format=torch.contiguous_format)
 
-    return tree_map_only(torch.Tensor, rows, state)
+    return tree_map_only(torch.Tensor, part, state)
 
 
 def write_transformers(state: dict, folder: Path, source: Path) -> None:
@@ -230,6 +267,9 @@ def main() -> None:
     if args.destination.exists() or local_folders(args.destination):
         sys.exit(f"error: {args.destination} exists, in this or in another format")
     state = read(args.source)
+    if args.to == "single" and "optimizer" not in state:
+        reason = "its state is one of replicas, of chapter 15"
+        sys.exit(f"error: {args.source} cannot become `single`: {reason}")
     source = args.source if args.source.exists() else local_folders(args.source)[0]
     folders = [args.destination]
     if args.to == "local":

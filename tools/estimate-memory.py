@@ -75,10 +75,10 @@ ROOT = -2
 
 
 def numel(shapes, devices: int = 1) -> int:
-    """Of the fullest rank: FSDP cuts every parameter along its first dimension."""
+    """Numbers on the fullest rank. Chapter 3 chooses the dimension along which a tensor is cut."""
     total = 0
     for shape in shapes:
-        cut = shape[chapter(3)["even_shards"](shape, devices).dim]  # the dimension that is cut
+        cut = shape[chapter(3)["even_shards"](shape, devices).dim]
         total += math.prod(shape) // cut * math.ceil(cut / devices)
     return total
 
