@@ -99,7 +99,9 @@ def reference(name: str, n: int):
 
 
 def run_exercise(name: str, text: str, path: Path, n: int, seconds: float) -> Outcome:
-    return run(text, path, lambda: reference(name, n), n, seconds)
+    memory = TECHNIQUES[name].memory
+    limit = None if isinstance(memory, str) else memory
+    return run(text, path, lambda: reference(name, n), n, seconds, limit)
 
 
 def judge(name: str, n: int, outcome: Outcome) -> list[Line]:

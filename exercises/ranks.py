@@ -19,6 +19,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
@@ -120,6 +121,10 @@ def overlap(a: range, b: range) -> bool:
     return a.start < b.stop and b.start < a.stop
 
 
+def no_limit(*_) -> float:
+    return float("inf")
+
+
 def own_line(path: str) -> int:
     """The line of the solution that runs now."""
     frame = sys._getframe()
@@ -144,9 +149,10 @@ class Note:
 class Watch(TorchDispatchMode):
     """Sees every operation of PyTorch, also those of hooks and of the backward pass."""
 
-    def __init__(self, rank: int, n: int, given, path: str, note: Note):
+    def __init__(self, rank: int, n: int, given, limit, path: str, note: Note):
         super().__init__()
         self.rank, self.n, self.path, self.note = rank, n, path, note
+        self.limit = limit  # (collective, sizes of tensors) -> the most bytes
         self.given = {tensor.untyped_storage()._cdata for tensor in given}
         self.storages = {}  # weak references to the memory of tensors, and its bytes
         self.alive, self.events = [], []
@@ -178,8 +184,7 @@ class Watch(TorchDispatchMode):
         name, sent = collective(function._opname, args, self.rank, self.n)
         self.sent += sent
         self.events.append(name)
-        self.storages = {key: x for key, x in self.storages.items() if not x[0].expired()}
-        self.alive.append([size for _, size in self.storages.values()])
+        self.alive.append(self.sizes_in_memory())
         if name == "all_reduce":
             self.sent_places += map(place, tensors_in(args[0]))
         line = own_line(self.path)
@@ -191,6 +196,20 @@ class Watch(TorchDispatchMode):
             request = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
             self.on_the_way[request] = name, line, [place(x) for x in tensors_in(args[0])]
         return result
+
+    def sizes_in_memory(self) -> list[int]:
+        """A thread of gloo holds the tensors of a collective for a moment after the wait. So if
+        there are too many bytes, this looks again for half a second."""
+        end = time.monotonic() + 0.5
+        while True:
+            self.storages = {key: x for key, x in self.storages.items() if not x[0].expired()}
+            sizes = [size for _, size in self.storages.values()]
+            if sum(sizes) <= self.limit(len(self.alive), sizes):
+                return sizes
+            if time.monotonic() > end:
+                self.limit = no_limit  # one look is enough
+                return sizes
+            time.sleep(0.01)
 
     def find_early_use(self, tensors) -> None:
         for name, line, places in self.on_the_way.values():
@@ -276,7 +295,7 @@ def reference(connection, script: str, n: int, seed: int) -> None:
     connection.recv()
 
 
-def a_rank(connection, files, rank: int, n: int, port: int, solution: str, path: str):
+def a_rank(connection, files, rank: int, n: int, port: int, solution: str, path: str, memory):
     """One rank. It ends when the process that has started it ends it."""
     os.dup2(os.open(files / f"printed-{rank}", os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say when they end a process
@@ -294,7 +313,9 @@ def a_rank(connection, files, rank: int, n: int, port: int, solution: str, path:
         names = {"__file__": path, "__name__": "solution"}
         exec(compile(solution, path, "exec"), names)
         for function, data in parts:
-            watch = Watch(rank, n, tensors_in(own := pickle.loads(data)), path, note)
+            own = pickle.loads(data)
+            limit = partial(memory, function, rank, n) if memory else no_limit
+            watch = Watch(rank, n, tensors_in(own), limit, path, note)
             connection.send((function, run_part(names, function, own, watch)))
         connection.send(("", None))
     except BaseException as error:
@@ -372,8 +393,9 @@ def compute_reference(script: str, n: int, seed: int):
     return [(name, data, pickle.loads(expected)) for name, data, expected in parts]
 
 
-def run(text: str, path: Path, compute_parts, n: int, seconds: float) -> Outcome:
-    """Runs the solution on `n` ranks. `compute_parts` gives data, when the ranks have started."""
+def run(text: str, path: Path, compute_parts, n: int, seconds: float, memory=None) -> Outcome:
+    """Runs the solution on `n` ranks. `compute_parts` gives data, when the ranks have started.
+    `memory` is the limit of a technique: (function, rank, ranks, collective, sizes) -> bytes."""
     solution = given_and_yours(text)
     port = free_port()
     ranks = []
@@ -381,7 +403,7 @@ def run(text: str, path: Path, compute_parts, n: int, seconds: float) -> Outcome
         files = Path(folder)
         for rank in range(n):
             here, there = processes.Pipe()
-            args = (there, files, rank, n, port, solution, str(path))
+            args = (there, files, rank, n, port, solution, str(path), memory)
             process = processes.Process(target=a_rank, args=args, daemon=True)
             process.start()
             there.close()

@@ -120,6 +120,14 @@ DDP = Technique(
     },
     mistakes=[
         Mistake(
+            "    loss_of(samples, weights).backward()\n",
+            "    for weight in weights:\n"
+            "        (weight._post_accumulate_grad_hooks or {}).clear()\n"
+            "    loss_of(samples, weights).backward()\n"
+            "    send_bucket(None)\n    send_bucket(None)\n",
+            "no all-reduce begins during the backward pass",
+        ),
+        Mistake(
             "average(gradient).wait()",
             "pass",
             "these are the gradients of each rank's own samples: nothing was sent",
@@ -148,14 +156,6 @@ DDP = Technique(
             "dist.ReduceOp.AVG",
             "dist.ReduceOp.SUM",
             "the sum was not divided by the number of ranks",
-        ),
-        Mistake(
-            "    loss_of(samples, weights).backward()\n",
-            "    for weight in weights:\n"
-            "        (weight._post_accumulate_grad_hooks or {}).clear()\n"
-            "    loss_of(samples, weights).backward()\n"
-            "    send_bucket(None)\n    send_bucket(None)\n",
-            "no all-reduce begins during the backward pass",
         ),
     ],
 )
@@ -247,6 +247,14 @@ FSDP = Technique(
     },
     mistakes=[
         Mistake(
+            "    for shard in shards:\n        weight = all_gather(shard)\n"
+            "        x.append(x[-1] @ weight)\n        del weight\n",
+            "    replica = [all_gather(shard) for shard in shards]\n"
+            "    for weight in replica:\n        x.append(x[-1] @ weight)\n"
+            "    del replica, weight\n",
+            "all weights are gathered before the first layer computes: every rank has a replica",
+        ),
+        Mistake(
             "    dist.all_gather(whole, shard)",
             "    whole = world_size * [shard]",
             "the weight is put together from the shard of this rank alone",
@@ -286,14 +294,6 @@ FSDP = Technique(
             "    return torch.cat(whole)",
             "    globals().setdefault('kept', []).append(torch.cat(whole))\n    return kept[-1]",
             "no weight was freed: every rank has the whole weights of several layers",
-        ),
-        Mistake(
-            "    for shard in shards:\n        weight = all_gather(shard)\n"
-            "        x.append(x[-1] @ weight)\n        del weight\n",
-            "    replica = [all_gather(shard) for shard in shards]\n"
-            "    for weight in replica:\n        x.append(x[-1] @ weight)\n"
-            "    del replica, weight\n",
-            "all weights are gathered before the first layer computes: every rank has a replica",
         ),
         Mistake(
             "        grad = grad @ weight.T\n",

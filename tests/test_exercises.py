@@ -164,11 +164,10 @@ def assert_only_memory_is_wrong(lines):
 
 def test_faked_solutions(tmp_path):
     """Right gradients are not enough."""
-    forward, afterwards, waits, reference = graded(
+    forward, afterwards, reference = graded(
         tmp_path,
         changed("fsdp", (WHOLE_LIST.code, WHOLE_LIST.instead)),
         solution("ddp", "bucket_by_bucket", AFTERWARDS),
-        solution("ddp", "average", WAITS),
         solution("ddp", "gradient_by_gradient", "    return one_process()\n\n"),
     )
     assert_only_memory_is_wrong(forward)
@@ -177,26 +176,27 @@ def test_faked_solutions(tmp_path):
     assert "WRONG  rank 0: no all-reduce begins during the backward pass" in text
     assert "gradients  WRONG" not in text
     assert "bytes      WRONG" not in text
-    (wrong,) = [line for line in waits[:-1] if "WRONG" in line]
-    assert "order      WRONG  rank 0: the backward pass waits until the first all-reduce" in wrong
     assert any("NameError" in line for line in reference[:-1])
-    for lines in (afterwards, waits, reference):
-        assert lines[-1] is False
+    assert afterwards[-1] is reference[-1] is False
 
 
 @pytest.mark.rest
-def test_replicas(tmp_path):
-    """A replica for the whole step, a replica in one tensor, and made-up gradients."""
-    replica, buffer, constant = graded(
+def test_other_faked_solutions(tmp_path):
+    """A replica for the whole step, a replica in one tensor, made-up gradients, and an all-reduce
+    that the backward pass waits for."""
+    replica, buffer, constant, waits = graded(
         tmp_path,
         solution("fsdp", "train", REPLICA),
         changed("fsdp", (FORWARD, WHOLE_FORWARD)),
         solution("ddp", "gradient_by_gradient", CONSTANT),
+        solution("ddp", "average", WAITS),
     )
     assert_only_memory_is_wrong(replica)
     assert_only_memory_is_wrong(buffer)
     assert any("gradients  WRONG" in line for line in constant[:-1])
-    assert constant[-1] is False
+    (wrong,) = [line for line in waits[:-1] if "WRONG" in line]
+    assert "order      WRONG  rank 0: the backward pass waits until the first all-reduce" in wrong
+    assert constant[-1] is waits[-1] is False
 
 
 def test_no_rank_has_the_results(tmp_path):
