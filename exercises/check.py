@@ -10,7 +10,9 @@ import argparse
 import difflib
 import pickle
 import re
+import secrets
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -85,9 +87,21 @@ class Line:
         return f"    {self.check:<10} {mark:<6} {self.text}"
 
 
+def draw_seed() -> int:
+    """Other numbers in each check, so that no solution can know them."""
+    return secrets.randbits(48)
+
+
 @cache
 def reference(name: str, n: int):
-    return compute_reference(original(name), n)
+    """For each function: its name, the data of each rank, and the results of each rank."""
+    return compute_reference(original(name), n, draw_seed())
+
+
+def run_exercise(name: str, text: str, path: Path, n: int, seconds: float) -> Outcome:
+    memory = TECHNIQUES[name].memory
+    limit = None if isinstance(memory, str) else memory
+    return run(text, path, lambda: reference(name, n), n, seconds, limit)
 
 
 def judge(name: str, n: int, outcome: Outcome) -> list[Line]:
@@ -103,6 +117,9 @@ def judge(name: str, n: int, outcome: Outcome) -> list[Line]:
             memory_line(technique, function, parts, n),
             order_line(technique, function, parts, n),
         ]
+        all_wrong = checks[0][1] is False and checks[2][1] is False
+        if all_wrong and any(part.early for part in parts):
+            checks[2] = "memory", None, "not told: requests hold memory, so wait for all of them"
         for label, good, text in checks:
             lines.append(Line(function, label, good, text))
     return lines
@@ -110,6 +127,9 @@ def judge(name: str, n: int, outcome: Outcome) -> list[Line]:
 
 def results_line(parts, expected, n):
     for rank, (part, right) in enumerate(zip(parts, expected, strict=True)):
+        if part.changed_later:
+            text = f"rank {rank}: numbers still arrived after the function had returned"
+            return "gradients", False, f"{text}: {part.early or 'a request was not waited for'}"
         for name, tensor in right.items():
             wrong = wrong_result(part.results.get(name), tensor, n)
             for other_rank in range(n) if wrong else []:
@@ -117,11 +137,7 @@ def results_line(parts, expected, n):
                 if not wrong_result(part.results.get(name), other, n):
                     wrong = f"these are the numbers of rank {other_rank}"
             if wrong:
-                return "gradients", False, f'rank {rank}, "{name}": {wrong}'
-        if part.changed_later:
-            wrong = "numbers still arrived after the function had returned: "
-            wrong += "a request was not waited for"
-            return "gradients", False, f"rank {rank}: {wrong}"
+                return "gradients", False, f'rank {rank}, "{name}": {part.early or wrong}'
     return "gradients", True, f"equal to one process: {', '.join(expected[0])}"
 
 
@@ -168,14 +184,19 @@ def memory_line(technique, function, parts, n):
     if isinstance(technique.memory, str):
         return "memory", None, technique.memory
     for rank, part in enumerate(parts):
-        limit = technique.memory(function, rank, n)
-        if part.peak > limit:
-            text = (
-                f"rank {rank} has {part.peak} bytes when a collective begins, the formula {limit}"
-            )
-            return "memory", False, f"{technique.memory_mistake} ({text})"
-    limit = technique.memory(function, 0, n)
-    return "memory", True, f"rank 0 has {parts[0].peak} bytes at most, the formula {limit}"
+        for number, sizes in enumerate(part.alive):
+            limit = technique.memory(function, rank, n, number, sizes)
+            if sum(sizes) > limit:
+                text = f"rank {rank} has {as_sum(sizes)} bytes when collective {number + 1} begins"
+                return "memory", False, f"{text}, the formula {limit}: {technique.memory_text}"
+    return "memory", True, f"rank 0 has {max(map(sum, parts[0].alive), default=0)} bytes at most"
+
+
+def as_sum(sizes: list[int]) -> str:
+    """3 x 2048 + 256 = 6400"""
+    groups = sorted(Counter(sizes).items(), reverse=True)
+    terms = [f"{count} x {size}" if count > 1 else f"{size}" for size, count in groups]
+    return f"{' + '.join(terms)} = {sum(sizes)}"
 
 
 def order_line(technique, function, parts, n):
@@ -198,28 +219,26 @@ def replaced(text: str, mistake: Mistake) -> str:
 
 
 @cache
-def outcomes_of_mistakes(name: str) -> list[tuple[Mistake, Outcome]]:
-    """Each known mistake, made in the original and run on two processes."""
-    found = []
-    for mistake in TECHNIQUES[name].mistakes:
-        text = replaced(original(name), mistake)
-        outcome = run(text, Path(name), reference(name, 2), 2, seconds=20)
-        if not outcome.problem:
-            found.append((mistake, outcome))
-    return found
+def outcome_of_mistake(name: str, number: int) -> Outcome:
+    """A known mistake, made in the original and run on two processes."""
+    text = replaced(original(name), TECHNIQUES[name].mistakes[number])
+    return run_exercise(name, text, Path(name), 2, seconds=20)
 
 
 def known_mistake(name: str, outcome: Outcome) -> str:
-    """The sentence of a mistake with the same wrong results, bytes and checks. Empty if none."""
+    """The sentence of a mistake with the same wrong results, bytes, memory and order."""
     wrong = failures(name, outcome)
-    for mistake, other in outcomes_of_mistakes(name):
-        if wrong == failures(name, other) and alike(outcome, other):
+    for number, mistake in enumerate(TECHNIQUES[name].mistakes):
+        other = outcome_of_mistake(name, number)
+        if not other.problem and wrong == failures(name, other) and alike(outcome, other):
             return mistake.sentence
     return ""
 
 
 def failures(name: str, outcome: Outcome) -> set:
-    return {(x.function, x.check) for x in judge(name, 2, outcome) if x.good is False}
+    """The failed checks with their texts. `alike` compares the results."""
+    lines = [line for line in judge(name, 2, outcome) if line.good is False]
+    return {(x.function, x.check, "" if x.check == "gradients" else x.text) for x in lines}
 
 
 def alike(a: Outcome, b: Outcome) -> bool:
@@ -241,26 +260,24 @@ def alike(a: Outcome, b: Outcome) -> bool:
 def grade(name: str, text: str, path: Path, seconds: float):
     """Yields what to print. The last item is True if everything is right."""
     given_and_yours(text)
-    outcome_of, fine = {}, {}
+    fine = {}
     for n in TECHNIQUES[name].processes:
         yield f"{n} processes"
-        outcome = outcome_of[n] = run(text, path, reference(name, n), n, seconds)
-        if outcome.problem:
-            fine[n] = False
-            yield from (f"    {line}" for line in outcome.problem.splitlines())
-        else:
-            lines = judge(name, n, outcome)
-            fine[n] = all(line.good is not False for line in lines)
-            yield from report(lines)
+        outcome = run_exercise(name, text, path, n, seconds)
+        lines = [] if outcome.problem else judge(name, n, outcome)
+        fine[n] = not outcome.problem and all(line.good is not False for line in lines)
         if not fine[n]:
             yield from printed(outcome)
+        yield from (f"    {line}" for line in outcome.problem.splitlines())
+        yield from report(lines)
+        if not fine[n]:
             break
-    if not fine[n] and n == 4 and not is_race(outcome):
+    if not fine[n] and n == 4 and not is_race(outcome) and not only_memory(lines):
         yield (
             "4 ranks are wrong and 2 are right: a rank number is written down somewhere, or the "
             "number of ranks"
         )
-    elif not fine[n] and not outcome.problem:
+    elif not fine[n] and n == 2 and not outcome.problem and not is_race(outcome):
         sentence = known_mistake(name, outcome)
         if sentence:
             yield f"It looks like this mistake: {sentence}."
@@ -270,7 +287,11 @@ def grade(name: str, text: str, path: Path, seconds: float):
 def is_race(outcome: Outcome) -> bool:
     """Whether a number was sent too early, or used too early: such a run may also be right."""
     parts = [part for function in outcome.parts.values() for part in function if part]
-    return any(part.changed_later or "late gradient" in part.events for part in parts)
+    return any(part.changed_later or part.early or "late gradient" in part.events for part in parts)
+
+
+def only_memory(lines: list[Line]) -> bool:
+    return {line.check for line in lines if line.good is False} == {"memory"}
 
 
 def report(lines: list[Line]):
@@ -288,21 +309,17 @@ def printed(outcome: Outcome):
             yield f"    rank {rank} printed: {line}"
 
 
-def ask(technique: Technique) -> str:
-    """The answer of the learner, or nothing where nobody can answer."""
+def ask(technique: Technique) -> None:
+    """A question before the check, where somebody can answer."""
     if not sys.stdin.isatty():
-        return ""
-    print(f"Before the check: {technique.question}")
-    return input("Your answer (Enter: skip): ").strip()
-
-
-def compare_answer(technique: Technique, answer: str, name: str, text: str, path: Path) -> None:
-    outcome = run(text, path, reference(name, 2), 2, seconds=20)
-    if outcome.problem:
         return
-    measured = technique.answer(outcome.parts)
-    verdict = "right" if answer == str(measured) else "not the same"
-    print(f"Your answer is {answer}, and your run has {measured}: {verdict}.")
+    print(f"Before the check: {technique.question}")
+    answer = input("Your answer (Enter: skip): ").strip()
+    number = re.match(r"\d+", answer.replace(",", ""))
+    if number and int(number[0]) == technique.answer:
+        print(f"Your answer is {answer}: right.")
+    elif answer:
+        print(f"Your answer is {answer}, and the formula has {technique.answer}.")
 
 
 def parse():
@@ -334,11 +351,13 @@ def agrees(question: str) -> bool:
 
 def main() -> int:
     args = parse()
-    name, _ = args.exercise.rsplit("-", 1)
-    technique = TECHNIQUES[name]
+    name, level = args.exercise.rsplit("-", 1)
     path = args.folder / f"{args.exercise}.py"
     shown = show_path(path)
-    if args.reset and path.exists() and agrees(f"Write over {shown}?"):
+    if args.reset and path.exists():
+        if not agrees(f"Write over {shown}?"):
+            print(f"kept: {shown}")
+            return 0
         path.unlink()
     is_new = not path.exists()
     if is_new:
@@ -354,6 +373,8 @@ def main() -> int:
     blanks = [i for i, line in enumerate(text.splitlines(), start=1) if UNTOUCHED in line]
     for line in blanks:
         print(f"not yet: {shown}, line {line}")
+    if 0 < len(blanks) < len(TECHNIQUES[name].levels[int(level)]):
+        print("the check runs the whole file, so it begins when all blanks are filled")
     if blanks:
         return 1
     try:
@@ -361,9 +382,7 @@ def main() -> int:
     except SyntaxError as error:
         print(f"{shown}, line {error.lineno}: {error.msg}: `{(error.text or '').strip()}`")
         return 1
-    answer = ask(technique)
-    if answer:
-        compare_answer(technique, answer, name, text, path)
+    ask(TECHNIQUES[name])
     for item in grade(name, text, path, args.seconds):
         if isinstance(item, str):
             print(item, flush=True)

@@ -1,10 +1,12 @@
 """Runs a solution on several processes, and watches what it sends, keeps and computes.
 
-Each rank is a process. It gets its own data, and never the results of one process: a process of its
-own computes these. Nothing here judges: `check.py` does.
+Each rank is a process. It gets its own data only. Another process computes the data of all ranks
+and the results of one process. It begins when the ranks have started, so no rank has them in its
+memory. Nothing here judges: `check.py` does.
 """
 
 import faulthandler
+import json
 import multiprocessing
 import os
 import pickle
@@ -17,6 +19,7 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from unittest import mock
@@ -37,10 +40,11 @@ class Part:
 
     results: dict  # tensors by name
     changed_later: bool  # numbers arrived after the function had returned
+    early: str  # a sentence if the function did not wait for numbers. Empty if it did.
     sent: int  # bytes, counted at the collectives
     said: int  # bytes, as the list `sent` of the solution has them
-    peak: int  # the most bytes of tensors that are alive when a collective begins
-    events: list[str]  # collectives, matrix products, backward passes, late gradients, in order
+    alive: list[list[int]]  # when a collective begins: the bytes of each tensor in memory
+    events: list[str]  # collectives, waits, matrix products, backward passes, late gradients
 
 
 @dataclass
@@ -117,71 +121,162 @@ def overlap(a: range, b: range) -> bool:
     return a.start < b.stop and b.start < a.stop
 
 
+def no_limit(*_) -> float:
+    return float("inf")
+
+
+def own_line(path: str) -> int:
+    """The line of the solution that runs now."""
+    frame = sys._getframe()
+    while frame and frame.f_code.co_filename != path:
+        frame = frame.f_back
+    return frame.f_lineno if frame else 0
+
+
+class Note:
+    """A file that says what a rank does, for the case that the rank hangs or is ended."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def write(self, state: str, name: str, line: int = 0) -> None:
+        self.file.write_text(json.dumps([state, name, line]))
+
+    def read(self) -> tuple[str, str, int]:
+        return tuple(json.loads(self.file.read_text())) if self.file.exists() else ("", "", 0)
+
+
 class Watch(TorchDispatchMode):
     """Sees every operation of PyTorch, also those of hooks and of the backward pass."""
 
-    def __init__(self, rank: int, n: int, given):
+    def __init__(self, rank: int, n: int, given, limit, path: str, note: Note):
         super().__init__()
-        self.rank, self.n = rank, n
+        self.rank, self.n, self.path, self.note = rank, n, path, note
+        self.limit = limit  # (collective, sizes of tensors) -> the most bytes
         self.given = {tensor.untyped_storage()._cdata for tensor in given}
-        self.alive = {}  # weak references to the memory of tensors, and its bytes
-        self.sent = self.peak = 0
-        self.events = []
+        self.storages = {}  # weak references to the memory of tensors, and its bytes
+        self.alive, self.events = [], []
+        self.sent = 0
+        self.on_the_way = {}  # requests: name, line, and the places where numbers arrive
+        self.early = ""
         self.sent_places = []  # of the tensors whose all-reduce began in this backward pass
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function._opname
         if function.namespace == "_c10d_functional":
             raise NotImplementedError("use the collectives of torch.distributed")
         if function.namespace == "c10d":
-            plain, sent = collective(name, args, self.rank, self.n)
-            self.sent += sent
-            self.events.append(plain)
-            self.peak = max(self.peak, self.bytes_alive())
-            if plain == "all_reduce":
-                self.sent_places += map(place, tensors_in(args[0]))
-            if self.rank == self.n - 1:
-                time.sleep(0.01)  # a slow rank: who does not wait for it, has wrong numbers
-        elif name in ("mm", "bmm", "addmm"):
+            return self.start_collective(function, args, kwargs or {})
+        name = function._opname
+        if name in ("mm", "bmm", "addmm"):
             self.events.append("compute")
         elif name == "add_" and any(overlap(place(args[0]), sent) for sent in self.sent_places):
             self.events.append("late gradient")  # autograd adds a gradient to `.grad`
+        if not function.is_view and not name.endswith("_like"):  # these read no numbers
+            self.find_early_use(tensors_in(args))
         result = function(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.given:
-                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return result
 
-    def bytes_alive(self) -> int:
-        self.alive = {key: x for key, x in self.alive.items() if not x[0].expired()}
-        return sum(size for _, size in self.alive.values())
+    def start_collective(self, function, args, kwargs):
+        name, sent = collective(function._opname, args, self.rank, self.n)
+        self.sent += sent
+        self.events.append(name)
+        self.alive.append(self.sizes_in_memory())
+        if name == "all_reduce":
+            self.sent_places += map(place, tensors_in(args[0]))
+        line = own_line(self.path)
+        self.note.write("began", name, line)
+        if self.rank == self.n - 1:
+            time.sleep(0.01)  # a slow rank: who does not wait for it, has wrong numbers
+        result = function(*args, **kwargs)
+        if name != "send":  # a message that leaves may be read
+            request = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
+            self.on_the_way[request] = name, line, [place(x) for x in tensors_in(args[0])]
+        return result
+
+    def sizes_in_memory(self) -> list[int]:
+        """A thread of gloo holds the tensors of a collective for a moment after the wait. So if
+        there are too many bytes, this looks again for half a second."""
+        end = time.monotonic() + 0.5
+        while True:
+            self.storages = {key: x for key, x in self.storages.items() if not x[0].expired()}
+            sizes = [size for _, size in self.storages.values()]
+            if sum(sizes) <= self.limit(len(self.alive), sizes):
+                return sizes
+            if time.monotonic() > end:
+                self.limit = no_limit  # one look is enough
+                return sizes
+            time.sleep(0.01)
+
+    def find_early_use(self, tensors) -> None:
+        for name, line, places in self.on_the_way.values():
+            if any(overlap(place(x), arriving) for x in tensors for arriving in places):
+                self.early = self.early or (
+                    f"line {own_line(self.path)} uses a tensor while the {name} of line {line} "
+                    "still writes into it: wait for its request before"
+                )
+
+    def wait_for(self, request, original, *args):
+        """Takes the place of `request.wait`."""
+        line = own_line(self.path)
+        name, begun, _ = self.on_the_way.get(request, ("send", line, None))
+        self.note.write("waits", name, begun)
+        self.events.append("wait")
+        result = original(request, *args)
+        self.on_the_way.pop(request, None)
+        self.note.write("began", name, begun)
+        return result
+
+    def run_backward(self, original, *args, **options):
+        """Takes the place of the function that runs every backward pass."""
+        self.events.append("backward begins")
+        self.sent_places.clear()
+        try:
+            return original(*args, **options)
+        finally:
+            self.events.append("backward ends")
+            self.sent_places.clear()
 
     def __enter__(self):
-        original = torch.autograd._engine_run_backward
-
-        def backward(*args, **options):
-            self.events.append("backward begins")
-            self.sent_places.clear()
-            try:
-                return original(*args, **options)
-            finally:
-                self.events.append("backward ends")
-                self.sent_places.clear()
-
-        self.patch = mock.patch.object(torch.autograd, "_engine_run_backward", backward)
-        self.patch.start()
+        backward, wait = torch.autograd._engine_run_backward, dist.Work.wait
+        self.patches = [
+            mock.patch.object(
+                torch.autograd,
+                "_engine_run_backward",
+                lambda *args, **options: self.run_backward(backward, *args, **options),
+            ),
+            mock.patch.object(
+                dist.Work, "wait", lambda request, *args: self.wait_for(request, wait, *args)
+            ),
+        ]
+        for patch in self.patches:
+            patch.start()
         return super().__enter__()
 
     def __exit__(self, *error):
-        self.patch.stop()
+        for patch in self.patches:
+            patch.stop()
+        for name, line, _ in self.on_the_way.values():
+            self.early = (
+                self.early or f"the request of the {name} of line {line} was not waited for"
+            )
         return super().__exit__(*error)
 
 
 # Processes ---------------------------------------------------------------------------------------
 
 
-def reference(connection, script: str, n: int) -> None:
+def copy(value):
+    """A copy that has its own numbers only. Pickle would send a view with all numbers behind it."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return type(value)(map(copy, value)) if isinstance(value, list | tuple) else value
+
+
+def reference(connection, script: str, n: int, seed: int) -> None:
     """The process that computes alone. It sends the data and the expected results of each rank."""
     torch.set_num_threads(1)
     alone = {"init_process_group": None, "get_rank": lambda: 0, "get_world_size": lambda: n}
@@ -189,23 +284,23 @@ def reference(connection, script: str, n: int) -> None:
     with mock.patch.multiple(dist, **alone), mock.patch.dict(os.environ, WORLD_SIZE=str(n)):
         names = {"__file__": "by-hand", "__name__": "reference"}
         exec(definitions(script), names)
-        torch.manual_seed(1)  # other numbers than those of the script
+        torch.manual_seed(seed)  # other numbers than those of the script
         parts = names["one_process"]()
     each = []
     for function, data, expected in parts:
-        # Without the gradients that tensors carry: pickle leaves them out
-        sent_data = [pickle.dumps(data[rank]) for rank in range(n)]
+        sent_data = [pickle.dumps(copy(data[rank])) for rank in range(n)]
         tensors = [{k: v.detach() for k, v in expected[rank].items()} for rank in range(n)]
         each.append((function.__name__, sent_data, pickle.dumps(tensors)))
     connection.send(each)
     connection.recv()
 
 
-def a_rank(connection, files, rank: int, n: int, port: int, solution: str, path: str, parts):
+def a_rank(connection, files, rank: int, n: int, port: int, solution: str, path: str, memory):
     """One rank. It ends when the process that has started it ends it."""
-    printed = os.open(files / f"printed-{rank}", os.O_WRONLY | os.O_CREAT)
-    for descriptor in (1, 2):
-        os.dup2(printed, descriptor)
+    os.dup2(os.open(files / f"printed-{rank}", os.O_WRONLY | os.O_CREAT), 1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say when they end a process
+    sys.stderr = sys.stdout
+    note = Note(files / f"note-{rank}")
     stack = (files / f"stack-{rank}").open("w")
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
@@ -213,11 +308,15 @@ def a_rank(connection, files, rank: int, n: int, port: int, solution: str, path:
     addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, **addresses}
     os.environ.update({name: str(value) for name, value in variables.items()})
+    parts = connection.recv()
     try:
         names = {"__file__": path, "__name__": "solution"}
         exec(compile(solution, path, "exec"), names)
         for function, data in parts:
-            connection.send((function, run_part(names, function, pickle.loads(data), rank, n)))
+            own = pickle.loads(data)
+            limit = partial(memory, function, rank, n) if memory else no_limit
+            watch = Watch(rank, n, tensors_in(own), limit, path, note)
+            connection.send((function, run_part(names, function, own, watch)))
         connection.send(("", None))
     except BaseException as error:
         connection.send(("problem", describe(error, solution, path, rank)))
@@ -225,11 +324,12 @@ def a_rank(connection, files, rank: int, n: int, port: int, solution: str, path:
     connection.recv()
 
 
-def run_part(names, function: str, data, rank: int, n: int) -> bytes:
+def run_part(names, function: str, data, watch: Watch) -> bytes:
     if function not in names:
         raise LookupError(f"your file has no function `{function}` any more")
-    with Watch(rank, n, tensors_in(data)) as watch:
+    with watch:
         results = names[function](*data)
+    watch.note.write("returned", function)
     if not isinstance(results, dict):
         raise TypeError(f"`{function}` has to return a dictionary, such as the one at its end")
     returned = {name: x.detach() for name, x in results.items() if isinstance(x, torch.Tensor)}
@@ -239,7 +339,8 @@ def run_part(names, function: str, data, rank: int, n: int) -> bytes:
     changed = any(not same(copies[name], x) for name, x in returned.items())
     said = sum(names["sent"])
     names["sent"].clear()
-    return pickle.dumps(Part(copies, changed, watch.sent, said, watch.peak, watch.events))
+    seen = watch.early, watch.sent, said, watch.alive, watch.events
+    return pickle.dumps(Part(copies, changed, *seen))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -256,11 +357,22 @@ def describe(error: BaseException, solution: str, path: str, rank: int) -> str:
     lines = own_lines(frames, path)
     where = f"rank {rank}"
     if lines:
-        where += f", line {lines[-1]}: `{solution.splitlines()[lines[-1] - 1].strip()}`"
+        where += f", line {lines[-1]}: {code_in(solution, lines[-1])}"
     text = f"{where}\n{type(error).__name__}: {error}"
+    if "Pair is not connected" in str(error):  # gloo has no connection of a rank with itself
+        text = f"{where}\na rank cannot send to itself, or receive from itself: use another rank"
     if isinstance(error, AttributeError) and "'NoneType' object" in str(error):
         text += "\na function has returned nothing: return what the comment of its blank asks for"
+        for number, line in enumerate(solution.splitlines(), start=1):
+            found = re.match(r"def (\w+)\(", line)
+            if lines and found and f"{found[1]}(" in code_in(solution, lines[-1]):
+                text += f"\nthis may be the function of line {number}: `{line}`"
     return text
+
+
+def code_in(solution: str, line: int) -> str:
+    lines = solution.splitlines()
+    return f"`{lines[line - 1].strip()}`" if 0 < line <= len(lines) else "``"
 
 
 def free_port() -> int:
@@ -269,10 +381,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def compute_reference(script: str, n: int):
+def compute_reference(script: str, n: int, seed: int):
     """For each function: its name, the data of each rank, and the results of each rank."""
     here, there = processes.Pipe()
-    process = processes.Process(target=reference, args=(there, script, n), daemon=True)
+    process = processes.Process(target=reference, args=(there, script, n, seed), daemon=True)
     process.start()
     there.close()
     parts = here.recv()
@@ -281,8 +393,9 @@ def compute_reference(script: str, n: int):
     return [(name, data, pickle.loads(expected)) for name, data, expected in parts]
 
 
-def run(text: str, path: Path, parts, n: int, seconds: float) -> Outcome:
-    """Runs the solution on `n` ranks, with the data of `parts`."""
+def run(text: str, path: Path, compute_parts, n: int, seconds: float, memory=None) -> Outcome:
+    """Runs the solution on `n` ranks. `compute_parts` gives data, when the ranks have started.
+    `memory` is the limit of a technique: (function, rank, ranks, collective, sizes) -> bytes."""
     solution = given_and_yours(text)
     port = free_port()
     ranks = []
@@ -290,12 +403,14 @@ def run(text: str, path: Path, parts, n: int, seconds: float) -> Outcome:
         files = Path(folder)
         for rank in range(n):
             here, there = processes.Pipe()
-            own = [(function, data[rank]) for function, data, _ in parts]
-            args = (there, files, rank, n, port, solution, str(path), own)
+            args = (there, files, rank, n, port, solution, str(path), memory)
             process = processes.Process(target=a_rank, args=args, daemon=True)
             process.start()
             there.close()
             ranks.append((process, here))
+        parts = compute_parts()
+        for rank, (_, connection) in enumerate(ranks):
+            connection.send([(function, data[rank]) for function, data, _ in parts])
         outcome = collect(ranks, files, solution, path, seconds)
         for process, _ in ranks:
             process.kill()
@@ -320,12 +435,14 @@ def collect(ranks, files, solution: str, path: Path, seconds: float) -> Outcome:
             rank = open_ends[connection]
             try:
                 function, report = connection.recv()
-            except EOFError:
-                outcome.problem = f"rank {rank} has ended without a result"
+            except (EOFError, ConnectionResetError):
+                outcome.problem = how_it_ended(ranks[rank][0], files, rank, solution)
                 return outcome
             if function == "problem":
                 outcome.problem = report
-                return outcome
+                if "by peer" not in report:
+                    return outcome
+                function = ""  # another rank has ended, so look at that rank first
             if not function:
                 del open_ends[connection]
                 continue
@@ -334,8 +451,20 @@ def collect(ranks, files, solution: str, path: Path, seconds: float) -> Outcome:
     return outcome
 
 
+def how_it_ended(process, files, rank: int, solution: str) -> str:
+    process.join()
+    text = f"rank {rank} has ended without a result"
+    state, name, line = Note(files / f"note-{rank}").read()
+    if state in ("began", "waits"):
+        text += f". Its last collective is the {name} of line {line}: {code_in(solution, line)}"
+    if process.exitcode == -signal.SIGABRT:  # the library that sends tensors ends the process
+        text += "\nPyTorch has ended it. In a collective, the tensors of all ranks must have the "
+        text += "size that the other ranks expect"
+    return text
+
+
 def who_waits(ranks, files, waiting, solution: str, path: Path, seconds: float) -> str:
-    """Which rank is where, from the stack of each rank."""
+    """Which rank is where, from the stack and the note of each rank."""
     sentences = [f"not ready after {seconds:g} s, so the processes were ended:"]
     for rank in sorted(waiting):
         os.kill(ranks[rank][0].pid, signal.SIGUSR1)
@@ -344,14 +473,19 @@ def who_waits(ranks, files, waiting, solution: str, path: Path, seconds: float) 
         if rank not in waiting:
             sentences.append(f"rank {rank} is ready")
             continue
+        state, name, begun = Note(files / f"note-{rank}").read()
         stack = (files / f"stack-{rank}").read_text()
         frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', stack)
         lines = own_lines([(file, int(line)) for file, line, _ in frames], str(path))
-        if not lines:  # ready with the function, and waits for the others
-            sentences.append(f"rank {rank} has returned from its function")
-            continue
-        call = solution.splitlines()[lines[0] - 1].strip()
-        inner = [name for file, _, name in frames if file.endswith("distributed_c10d.py")]
-        name = f" in {inner[-1]}" if inner else ""
-        sentences.append(f"rank {rank} waits{name} on line {lines[0]}: `{call}`")
+        if state == "returned" and not lines:
+            sentences.append(f"rank {rank} has returned from `{name}`, and waits for the others")
+        elif not lines:
+            sentences.append(f"rank {rank} has not called a function of yours")
+        elif state != "waits":
+            sentences.append(f"rank {rank} is on line {lines[0]}: {code_in(solution, lines[0])}")
+        else:
+            where = f"line {lines[0]}: {code_in(solution, lines[0])}"
+            if begun != lines[0]:
+                where += f", which began on line {begun}: {code_in(solution, begun)}"
+            sentences.append(f"rank {rank} waits in {name} on {where}")
     return "\n".join(sentences)

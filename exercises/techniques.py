@@ -31,15 +31,15 @@ class Technique:
     """`memory` and `order` are functions, or a sentence that says why the check cannot tell."""
 
     question: str
-    answer: Callable  # of the parts of a run on 2 processes
+    answer: int  # on 2 processes
     bytes_text: str
     bytes_sent: Callable  # (function, rank, ranks, data of all ranks) -> bytes
-    memory: Callable | str  # (function, rank, ranks) -> the most bytes
+    memory: Callable | str  # (function, rank, ranks, collective, sizes of tensors) -> most bytes
     order: Callable | str  # (function, events, rank, ranks) -> a sentence if it is wrong
     levels: dict[int, list[Blank]]
     mistakes: list[Mistake]
     processes: tuple = (2, 4)
-    memory_mistake: str = ""
+    memory_text: str = ""  # why these bytes are enough
 
 
 # DDP ---------------------------------------------------------------------------------------------
@@ -59,12 +59,15 @@ def ddp_order(function, events, rank, n):
     if "late gradient" in events:
         return "an all-reduce begins before both gradients of its bucket are complete"
     inside = [i for i in reductions if begin < i < end]
+    waits = [i for i, event in enumerate(events) if event == "wait" and begin < i < end]
     if not inside:
         return "no all-reduce begins during the backward pass: nothing overlaps"
     if len(reductions) != 2:
         return f"two buckets need two all-reduces, and {len(reductions)} were made"
     if "compute" not in events[inside[0] : end]:
         return "the backward pass is over when the first all-reduce begins: nothing overlaps"
+    if waits and "compute" not in events[inside[0] : waits[0]]:
+        return "the backward pass waits until the first all-reduce is ready: nothing overlaps"
     return None
 
 
@@ -88,7 +91,7 @@ BUCKETS = Blank(
 DDP = Technique(
     question="The 4 gradients have 16 x 16 numbers of 8 bytes each. How many bytes does rank 0 "
     "send in `gradient_by_gradient`, on 2 processes?",
-    answer=lambda parts: parts["gradient_by_gradient"][0].sent,
+    answer=8192,
     bytes_text="2 (N - 1) / N times the gradients",
     bytes_sent=lambda function, rank, n, data: 2 * (n - 1) * GRADIENTS // n,
     memory="not told: with DDP, each rank has all weights and all gradients",
@@ -117,6 +120,14 @@ DDP = Technique(
     },
     mistakes=[
         Mistake(
+            "    loss_of(samples, weights).backward()\n",
+            "    for weight in weights:\n"
+            "        (weight._post_accumulate_grad_hooks or {}).clear()\n"
+            "    loss_of(samples, weights).backward()\n"
+            "    send_bucket(None)\n    send_bucket(None)\n",
+            "no all-reduce begins during the backward pass",
+        ),
+        Mistake(
             "average(gradient).wait()",
             "pass",
             "these are the gradients of each rank's own samples: nothing was sent",
@@ -125,6 +136,11 @@ DDP = Technique(
             "average(buckets.pop())",
             "average(torch.zeros(2))",
             "a tensor was averaged, but not the bucket: the gradients are those of own samples",
+        ),
+        Mistake(
+            "all_reduce(tensor, dist.ReduceOp.AVG",
+            "all_reduce(tensor / world_size, dist.ReduceOp.SUM",
+            "the mean is in another tensor: the all-reduce has to write into `tensor`",
         ),
         Mistake(
             "    weights[0].register_post_accumulate_grad_hook(send_bucket)",
@@ -141,14 +157,6 @@ DDP = Technique(
             "dist.ReduceOp.SUM",
             "the sum was not divided by the number of ranks",
         ),
-        Mistake(
-            "    loss_of(samples, weights).backward()\n",
-            "    for weight in weights:\n"
-            "        (weight._post_accumulate_grad_hooks or {}).clear()\n"
-            "    loss_of(samples, weights).backward()\n"
-            "    send_bucket(None)\n    send_bucket(None)\n",
-            "no all-reduce begins during the backward pass",
-        ),
     ],
 )
 
@@ -162,18 +170,24 @@ def fsdp_sizes(n):
     return shard, n * shard, activation
 
 
-def fsdp_memory(function, rank, n):
-    """Gradients of 4 shards, the output of each layer, two gradients of outputs, and one whole
-    weight with its gradient while the next weight arrives. One shard may have been copied."""
+def fsdp_memory(function, rank, n, collective, sizes):
+    """The output of each layer, two gradients of outputs, and one shard that may be copied. Forward
+    a whole weight while the next one arrives. Backward also the gradient of the weight, and the
+    gradients of 4 shards. These may have their memory before."""
     shard, weight, activation = fsdp_sizes(n)
-    return 4 * shard + 6 * activation + 3 * weight + shard
+    always = 6 * activation + shard
+    if collective < 4:
+        return always + 2 * weight + (4 * shard if 4 * shard in sizes else 0)
+    return always + 3 * weight + 4 * shard
 
 
 def fsdp_order(function, events, rank, n):
     order = [event for event in events if event in ("all_gather", "reduce_scatter", "all_reduce")]
     if order == 4 * ["all_gather"] + 4 * ["all_gather", "reduce_scatter"]:
         return None
-    if order[4:].count("reduce_scatter") == 4 and "all_gather" not in order[-4:]:
+    if order == 4 * ["all_gather"] + 4 * ["reduce_scatter"]:
+        return "the backward pass gathers no weight: the forward pass has to free each weight"
+    if order == 8 * ["all_gather"] + 4 * ["reduce_scatter"]:
         return "the gradients are sent after the whole backward pass, and not layer by layer"
     return (
         "expected: 4 all-gathers forward; backward, for each layer an all-gather and a "
@@ -198,11 +212,12 @@ BACKWARD = Blank(
 FSDP = Technique(
     question="A layer has 16 x 16 numbers of 8 bytes, and each of 2 ranks has a shard of 8 x 16. "
     "How many bytes does rank 0 send in a step with 4 layers?",
-    answer=lambda parts: parts["train"][0].sent,
+    answer=12288,
     bytes_text="3 (N - 1) shards for each of 4 layers",
     bytes_sent=lambda function, rank, n, data: 4 * 3 * (n - 1) * fsdp_sizes(n)[0],
     memory=fsdp_memory,
-    memory_mistake="every rank has the whole weight of several layers: nothing was freed",
+    memory_text="one whole weight and the next one, and in the backward pass a gradient, too. Free "
+    "a weight when its layer has computed",
     order=fsdp_order,
     levels={
         1: [
@@ -231,6 +246,14 @@ FSDP = Technique(
         ],
     },
     mistakes=[
+        Mistake(
+            "    for shard in shards:\n        weight = all_gather(shard)\n"
+            "        x.append(x[-1] @ weight)\n        del weight\n",
+            "    replica = [all_gather(shard) for shard in shards]\n"
+            "    for weight in replica:\n        x.append(x[-1] @ weight)\n"
+            "    del replica, weight\n",
+            "all weights are gathered before the first layer computes: every rank has a replica",
+        ),
         Mistake(
             "    dist.all_gather(whole, shard)",
             "    whole = world_size * [shard]",
@@ -263,14 +286,35 @@ FSDP = Technique(
             "the sum was not divided by the number of ranks",
         ),
         Mistake(
-            "    torch.optim.AdamW([shards]).step()",
-            "    pass",
+            "torch.optim.AdamW([shards]).step()",
+            "",
             "the weights are the old weights: the optimizer made no step",
         ),
         Mistake(
             "    return torch.cat(whole)",
             "    globals().setdefault('kept', []).append(torch.cat(whole))\n    return kept[-1]",
-            "nothing was freed",
+            "no weight was freed: every rank has the whole weights of several layers",
+        ),
+        Mistake(
+            "        grad = grad @ weight.T\n",
+            "",
+            "each layer used the gradient of the last output: `grad` has to go back through each "
+            "layer, so multiply it by the weight",
+        ),
+        Mistake(
+            "grad = grad @ weight.T",
+            "grad = grad @ weight",
+            "on the way back through a layer, `grad` is multiplied by the transposed weight",
+        ),
+        Mistake(
+            "x[layer].T @ grad",
+            "x[layer + 1].T @ grad",
+            "the gradient of a weight needs the input of its layer, and not the output",
+        ),
+        Mistake(
+            "in reversed(range(len(shards)))",
+            "in range(len(shards))",
+            "the backward pass begins with the last layer",
         ),
     ],
 )
@@ -281,7 +325,7 @@ FSDP = Technique(
 TENSOR_PARALLEL = Technique(
     question="A rank has 4 tokens of 16 numbers of 8 bytes. How many bytes does rank 0 send in "
     "`own_tokens`, forward and backward, on 2 processes?",
-    answer=lambda parts: parts["own_tokens"][0].sent,
+    answer=2048,
     bytes_text="4 (N - 1) times the tokens of a rank",
     bytes_sent=lambda function, rank, n, data: 4 * (n - 1) * 4 * 16 * NUMBER,
     memory="not told: a rank gets its own columns and rows only. To have others, it must send more "
@@ -336,6 +380,31 @@ TENSOR_PARALLEL = Technique(
             "the rows of this rank were cut out, but nothing was added up over the ranks",
         ),
         Mistake(
+            "    dist.reduce_scatter(part, list(summand.chunk(world_size)))",
+            "    dist.all_reduce(summand)\n    part = summand.chunk(world_size)[rank]",
+            "an all-reduce gives each rank the rows of all ranks: a reduce-scatter sends half",
+        ),
+        Mistake(
+            "    dist.reduce_scatter(part, list(summand.chunk(world_size)))",
+            "    dist.all_reduce(summand)\n    part = summand.chunk(world_size)[0]",
+            "every rank has the rows of rank 0. And an all-reduce sends twice as much as needed",
+        ),
+        Mistake(
+            "list(summand.chunk(world_size))",
+            "list(summand.chunk(world_size))[::-1]",
+            "a rank got the rows of another rank: part 0 of the list goes to rank 0",
+        ),
+        Mistake(
+            "list(summand.chunk(world_size))",
+            "list(summand.chunk(world_size)), dist.ReduceOp.AVG",
+            "the summands were averaged over the ranks, and not added up",
+        ),
+        Mistake(
+            "torch.cat(parts)",
+            "torch.cat(parts[::-1])",
+            "the rows of the ranks were joined in a wrong order",
+        ),
+        Mistake(
             "grad_y = spread(2 * y)",
             "grad_y = spread(y)",
             "the gradient of the square of y is 2 y, not y",
@@ -366,15 +435,7 @@ def passes(events) -> str:
     return found
 
 
-def most_kept(events) -> int:
-    """The most micro-batches that wait for their backward pass."""
-    order = passes(events)
-    return max(
-        (order[:i].count("F") - order[:i].count("B") for i in range(len(order) + 1)), default=0
-    )
-
-
-def pipeline_memory(function, rank, n):
+def pipeline_memory(function, rank, n, collective, sizes):
     """Rank 0 keeps outputs, and rank 1 keeps inputs and outputs. Two messages, and the gradient of
     the weight (16 x 16)."""
     kept = 4 if function == "gpipe" else 2 - rank
@@ -403,12 +464,11 @@ RUN = Blank(
 PIPELINE = Technique(
     processes=(2,),
     question="How many micro-batches are in memory on rank 0 at most, in `one_f_one_b`?",
-    answer=lambda parts: most_kept(parts["one_f_one_b"][0].events),
+    answer=2,
     bytes_text="4 micro-batches",
     bytes_sent=lambda function, rank, n, data: 4 * MICRO_BATCH,
     memory=pipeline_memory,
-    memory_mistake="more micro-batches are in memory than this order needs: forget inputs, outputs "
-    "and requests after the backward pass",
+    memory_text="forget inputs, outputs and requests after the backward pass",
     order=pipeline_order,
     levels={
         1: [
@@ -452,8 +512,8 @@ PIPELINE = Technique(
     },
     mistakes=[
         Mistake(
-            "    dist.recv(tensor, 1 - rank)",
-            "    dist.recv(torch.empty_like(tensor), 1 - rank)\n    tensor.zero_()",
+            "return tensor.requires_grad_()",
+            "return torch.zeros(32, 16).requires_grad_()",
             "the message went into another tensor, and not into the one that is used",
         ),
         Mistake(
@@ -490,7 +550,7 @@ PIPELINE = Technique(
 GRADIENT_COMPRESSION = Technique(
     question="In each of 5 steps, rank 0 sends 32 numbers and their 32 indices to the other rank, "
     "8 bytes each. How many bytes does it send on 2 processes?",
-    answer=lambda parts: parts["train"][0].sent,
+    answer=2560,
     bytes_text="5 (N - 1) times 32 numbers and 32 indices",
     bytes_sent=lambda function, rank, n, data: 5 * (n - 1) * 32 * 2 * NUMBER,
     memory="not told: each rank has all weights, all gradients and all residuals",
@@ -546,7 +606,7 @@ GRADIENT_COMPRESSION = Technique(
 LOCAL_STEPS = Technique(
     question="The weights are 16 x 16 numbers of 8 bytes. There are 3 rounds of 4 steps. How many "
     "bytes does rank 0 send on 2 processes?",
-    answer=lambda parts: parts["rounds_of_steps"][0].sent,
+    answer=6144,
     bytes_text="3 x 2 (N - 1) / N times the weights",
     bytes_sent=lambda function, rank, n, data: 3 * 2 * (n - 1) * 16 * 16 * NUMBER // n,
     memory="not told: each rank has all weights, the shared weights and the momentum",
@@ -578,6 +638,11 @@ LOCAL_STEPS = Technique(
             "the sum was not divided by the number of ranks",
         ),
         Mistake(
+            "dist.all_reduce(gradient, dist.ReduceOp.AVG)",
+            "",
+            "each rank has updated the weights alone: nothing was sent",
+        ),
+        Mistake(
             "gradient = shared - weights.detach()",
             "gradient = weights.detach() - shared",
             "the sign is wrong: a gradient is the start of the round minus its end",
@@ -603,7 +668,7 @@ CONTEXT_PARALLEL = Technique(
     question="On 2 processes, the queries of a rank are 4 tokens with 4 heads of 8 numbers of 8 "
     "bytes. Keys, values and the output are as large. All of them and their gradients change the "
     "split. How many bytes does rank 0 send?",
-    answer=lambda parts: parts["attend"][0].sent,
+    answer=4096,
     bytes_text="8 (N - 1) times two heads of the tokens of a rank",
     bytes_sent=lambda function, rank, n, data: 8 * (n - 1) * OWN_HEADS,
     memory="not told: all tokens of some heads are as many bytes as some tokens of all heads",
@@ -613,9 +678,11 @@ CONTEXT_PARALLEL = Technique(
             Blank(
                 "    parts = torch.stack(",
                 "    return torch.cat(tuple(received)",
-                "Cut `x` into `world_size` parts along the dimension `split`. Part 0 goes to rank "
-                "0, and so on. Return the parts that arrive, joined along the dimension `join` in "
-                "the order of the ranks.",
+                "`x` is (heads, tokens, 8), or three such tensors in one: `HEADS` and `TOKENS` "
+                "count from the end. It has some tokens of all 2 * world_size heads, or all 4 * "
+                "world_size tokens of two heads. Cut `x` into `world_size` equal parts along the "
+                "dimension `split`. Part 0 goes to rank 0, and so on. Return the parts that "
+                "arrive, joined along the dimension `join` in the order of the ranks.",
             ),
         ],
         2: [
@@ -657,7 +724,7 @@ RING_ATTENTION = Technique(
     question="A block of keys has 6 x 8 numbers of 8 bytes, and a block of values, too. Keys and "
     "values go around the ring once forward, and once backward together with their two gradients. "
     "How many bytes does rank 0 send on 2 processes, if each block returns to its own rank?",
-    answer=lambda parts: parts["attend"][0].sent,
+    answer=4608,
     bytes_text="N times 2 blocks forward, and N times 4 blocks backward",
     bytes_sent=lambda function, rank, n, data: (2 + 4) * n * BLOCK,
     memory="not told: here, the messages are as large as the blocks that a rank must not keep",
@@ -717,7 +784,7 @@ def expert_bytes(function, rank, n, data):
 EXPERT_PARALLEL = Technique(
     question="Each token goes to its expert and back, in the forward and in the backward pass. How "
     "often does a rank exchange something in `compute`, with the counts?",
-    answer=lambda parts: parts["compute"][0].events.count("all_to_all"),
+    answer=5,
     bytes_text="(N - 1) counts, and two rows of 16 for each token that leaves or arrives",
     bytes_sent=expert_bytes,
     memory="not told: a rank gets its own expert and its own tokens only, and how many tokens "

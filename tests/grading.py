@@ -1,36 +1,62 @@
 """Grades solutions of exercises: `grading.py CASES`, a JSON list of [name, seconds, text].
 
-Next to it, it writes what the check prints, and True or False at the end, for each case. And with
-`null` as the text, the original: the bytes that it says, and those that were counted.
+Next to it, it writes what the check prints, and True or False at the end, for each case. With
+`null` as the text, it runs the original, and writes the bytes that it says, those that were
+counted, and the events. With `data` as the text, it writes the bytes of the tensors that ranks get,
+and the bytes of their memory. With `fresh` as second argument, each case has other random numbers,
+as each check of a learner has.
 """
 
 import json
+import pickle
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "exercises"))
 
 import check
-import ranks
+from ranks import tensors_in
 
 
 def counted(name: str) -> list:
-    """[said, sent] of each function and rank of the original."""
+    """[function, rank, said, sent, events] of each function and rank of the original."""
     found = []
     for n in check.TECHNIQUES[name].processes:
-        text, parts = check.original(name), check.reference(name, n)
-        outcome = ranks.run(text, Path(name), parts, n, seconds=20)
+        outcome = check.run_exercise(name, check.original(name), Path(name), n, seconds=20)
         assert not outcome.problem, outcome.problem
-        for function in outcome.parts.values():
-            found += [[part.said, part.sent] for part in function]
+        for function, of_ranks in outcome.parts.items():
+            for rank, part in enumerate(of_ranks):
+                found.append([function, rank, part.said, part.sent, part.events])
     return found
+
+
+def sizes(name: str) -> list:
+    found = []
+    for _, data, _ in check.reference(name, 2):
+        for tensor in tensors_in([pickle.loads(own) for own in data]):
+            found.append([tensor.nbytes, tensor.untyped_storage().nbytes()])
+    return found
+
+
+def graded(name: str, text: str | None, seconds: float) -> list:
+    if not text:
+        return counted(name)
+    if text == "data":
+        return sizes(name)
+    if fresh:
+        check.reference.cache_clear()
+        check.outcome_of_mistake.cache_clear()
+    path = Path(f"{name}.py")
+    lines = check.grade(name, text, path, seconds)
+    return [line if isinstance(line, bool) else str(line) for line in lines]
 
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])
+    fresh = "fresh" in sys.argv
+    if not fresh:
+        check.draw_seed = lambda: 2
     results = []
     for name, seconds, text in json.loads(file.read_text()):
-        path = Path(f"{name}.py")
-        results.append(list(check.grade(name, text, path, seconds)) if text else counted(name))
-        results[-1] = [item if isinstance(item, bool | list) else str(item) for item in results[-1]]
+        results.append(graded(name, text, seconds))
     file.with_suffix(".results").write_text(json.dumps(results))

@@ -1,24 +1,27 @@
 """exercises/check.py: what is right passes, and what is wrong gets a sentence."""
 
+import ast
 import json
 import re
 import sys
 
 import pytest
-from runner import REPOSITORY, Run, load, outcome
+from runner import REPOSITORY, load, outcome
+from test_by_hand import DAMAGES
 from test_readme import page
 
 CHECK = REPOSITORY / "exercises" / "check.py"
 GRADING = REPOSITORY / "tests" / "grading.py"
 check = load(CHECK)
 TECHNIQUES = check.TECHNIQUES
+passes = sys.modules["techniques"].passes
 
 
-def graded(folder, *cases) -> list[list]:
+def graded(folder, *cases, flags=()) -> list[list]:
     """What the check prints for each (name, text), and whether all is right at the end."""
     file = folder / "cases.json"
     file.write_text(json.dumps([(name, 20, text) for name, text in cases]))
-    status, output = outcome(folder, GRADING, file)
+    status, output = outcome(folder, GRADING, file, *flags)
     assert status == 0, output
     return json.loads(file.with_suffix(".results").read_text())
 
@@ -40,17 +43,31 @@ def solution(name: str, function: str, lines: str) -> tuple[str, str]:
     return name, text
 
 
+def answer_of(name: str, sent: int, events: list[str]) -> int:
+    """Of the question: bytes, exchanges, or the most micro-batches in memory."""
+    if name == "expert_parallel":
+        return events.count("all_to_all")
+    if name == "pipeline":
+        order = passes(events)
+        parts = [order[:i] for i in range(len(order))]
+        return max(part.count("F") - part.count("B") for part in parts)
+    return sent
+
+
 @pytest.mark.rest
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_originals_and_mistakes(tmp_path, name):
     """The original passes each check, and each known mistake fails, with its own sentence. The
-    bytes that a script prints are those that are counted."""
+    bytes that a script prints are those that are counted. The question has the right answer."""
     mistakes = TECHNIQUES[name].mistakes
     cases = [(name, None), (name, check.original(name))]
     cases += [(name, check.replaced(check.original(name), mistake)) for mistake in mistakes]
-    bytes_sent, original, *others = graded(tmp_path, *cases)
-    assert bytes_sent
-    assert all(said == sent > 0 for said, sent in bytes_sent)
+    counted, original, *others = graded(tmp_path, *cases)
+    assert counted
+    assert all(said == sent > 0 for _, _, said, sent, _ in counted)
+    asked = {"tensor_parallel": "own_tokens", "pipeline": "one_f_one_b"}.get(name, counted[0][0])
+    sent, events = next(x[3:] for x in counted if x[:2] == [asked, 0])
+    assert TECHNIQUES[name].answer == answer_of(name, sent, events)
     assert original[-1] is True, original
     assert [f"{n} processes" in original for n in TECHNIQUES[name].processes]
     for mistake, lines in zip(mistakes, others, strict=True):
@@ -81,50 +98,184 @@ AFTERWARDS = """
     return {"gradients": gradients}
 
 """
-# Computes what the process that computes alone computes: with its numbers, and all samples
+# As the process that computes alone: with a seed, and all samples
 COPIED = """
-    torch.manual_seed(1)
+    torch.manual_seed(2)
     weights = [torch.randn(16, 16, requires_grad=True) for _ in range(4)]
     samples = torch.randn(world_size, 8, 16)
-    return {"gradients": torch.stack(torch.autograd.grad(loss_of(samples, weights), weights))}
+    gradients = torch.stack(torch.autograd.grad(loss_of(samples, weights), weights))
+    for gradient in gradients:
+        dist.all_reduce(torch.zeros(16, 16))
+    return {"gradients": gradients}
+
+"""
+# From the memory of the process that has started the rank
+FOUND = """
+    import sys
+    torch.autograd.grad(loss_of(samples, weights), weights)
+    for gradient in range(4):
+        dist.all_reduce(torch.zeros(16, 16))
+    (_, _, expected), _ = sys.modules["check"].reference("ddp", world_size)
+    return expected[rank]
+
+"""
+# All samples are behind the samples of a rank, if they are a view
+BEHIND = """
+    whole = samples.as_strided((world_size, 8, 16), (128, 16, 1), 0)
+    gradients = torch.stack(torch.autograd.grad(loss_of(whole, weights), weights))
+    for gradient in gradients:
+        dist.all_reduce(torch.zeros(16, 16))
+    return {"gradients": gradients}
 
 """
 CONSTANT = """
     return {"gradients": torch.ones(4, 16, 16)}
 
 """
+WAITS = """
+    request = dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True)
+    request.wait()
+    return request
+
+"""
+FORWARD = """    for shard in shards:
+        weight = all_gather(shard)
+        x.append(x[-1] @ weight)
+        del weight
+"""
+# All weights are in memory, in the forward pass only
+WHOLE_FORWARD = """    replica = torch.empty(4, 8 * world_size, 8 * world_size)
+    for weight, shard in zip(replica, shards):
+        dist.all_gather_into_tensor(weight, shard)
+        x.append(x[-1] @ weight)
+    del replica, weight
+"""
+MISTAKES = {mistake.sentence: mistake for mistake in TECHNIQUES["fsdp"].mistakes}
+WHOLE_LIST = next(x for sentence, x in MISTAKES.items() if "before the first layer" in sentence)
+
+
+def assert_only_memory_is_wrong(lines):
+    text = "\n".join(lines[:-1])
+    assert re.search("gradients +ok", text)
+    assert re.search("bytes +ok", text)
+    assert re.search(r"memory +WRONG +rank 0 has .* = \d+ bytes when collective [14] ", text)
+    assert lines[-1] is False
 
 
 def test_faked_solutions(tmp_path):
     """Right gradients are not enough."""
-    replica, afterwards, copied, constant, reference = graded(
+    forward, afterwards, reference = graded(
         tmp_path,
-        solution("fsdp", "train", REPLICA),
+        changed("fsdp", (WHOLE_LIST.code, WHOLE_LIST.instead)),
         solution("ddp", "bucket_by_bucket", AFTERWARDS),
-        solution("ddp", "gradient_by_gradient", COPIED),
-        solution("ddp", "gradient_by_gradient", CONSTANT),
         solution("ddp", "gradient_by_gradient", "    return one_process()\n\n"),
     )
-    text = "\n".join(replica[:-1])
-    assert re.search("gradients +ok", text)
-    assert re.search("bytes +ok", text)
-    assert re.search("memory +WRONG +every rank has the whole weight", text)
-    assert "nothing was freed" in text
+    assert_only_memory_is_wrong(forward)
+    assert f"It looks like this mistake: {WHOLE_LIST.sentence}." in forward
     text = "\n".join(afterwards[:-1])
     assert "WRONG  rank 0: no all-reduce begins during the backward pass" in text
     assert "gradients  WRONG" not in text
     assert "bytes      WRONG" not in text
-    text = "\n".join(copied[:-1])
-    assert "gradients  WRONG" not in text
-    assert "bytes      WRONG  rank 0 sent 0, the formula has 8192" in text
-    assert any("gradients  WRONG" in line for line in constant[:-1])
     assert any("NameError" in line for line in reference[:-1])
-    for lines in (replica, afterwards, copied, constant, reference):
+    assert afterwards[-1] is reference[-1] is False
+
+
+@pytest.mark.rest
+def test_other_faked_solutions(tmp_path):
+    """A replica for the whole step, a replica in one tensor, made-up gradients, and an all-reduce
+    that the backward pass waits for."""
+    replica, buffer, constant, waits = graded(
+        tmp_path,
+        solution("fsdp", "train", REPLICA),
+        changed("fsdp", (FORWARD, WHOLE_FORWARD)),
+        solution("ddp", "gradient_by_gradient", CONSTANT),
+        solution("ddp", "average", WAITS),
+    )
+    assert_only_memory_is_wrong(replica)
+    assert_only_memory_is_wrong(buffer)
+    assert any("gradients  WRONG" in line for line in constant[:-1])
+    (wrong,) = [line for line in waits[:-1] if "WRONG" in line]
+    assert "order      WRONG  rank 0: the backward pass waits until the first all-reduce" in wrong
+    assert constant[-1] is waits[-1] is False
+
+
+def test_no_rank_has_the_results(tmp_path):
+    """Not in its memory, not with a seed, and not behind its data."""
+    name, copied = solution("ddp", "gradient_by_gradient", COPIED)
+    found = solution("ddp", "gradient_by_gradient", FOUND)
+    behind = solution("ddp", "gradient_by_gradient", BEHIND)
+    seeded, *others = graded(tmp_path, (name, copied), behind)
+    assert seeded[2] == "    gradients  ok     equal to one process: gradients", seeded
+    assert seeded[-1] is True  # where the seed is known: the case is what it seems to be
+    for lines in [*others, *graded(tmp_path, found, (name, copied), flags=["fresh"])]:
         assert lines[-1] is False
+        assert lines[2] != seeded[2], lines
+    assert check.draw_seed() != check.draw_seed()
+
+
+def test_a_rank_gets_its_own_data_only(tmp_path):
+    """No tensor is a view of a larger one: pickle would send the larger one."""
+    for sizes in graded(tmp_path, *[(name, "data") for name in TECHNIQUES]):
+        assert sizes
+        assert all(own == memory for own, memory in sizes), sizes
+
+
+PREFETCH = """    def begin(shard):
+        weight = torch.empty(8 * world_size, 8 * world_size)
+        return weight, dist.all_gather_into_tensor(weight, shard, async_op=True)
+    following = begin(shards[0])
+    for layer in range(4):
+        weight, request = following
+        request.wait()
+        following = begin(shards[layer + 1]) if layer < 3 else None
+        x.append(x[-1] @ weight)
+        del weight
+"""
+ZEROS = "    shards.grad = torch.zeros_like(shards)\n"
+
+
+@pytest.mark.rest
+def test_other_right_solutions(tmp_path):
+    """Other collectives, the next weight early, a weight freed late, gradients made early."""
+    scatter = "dist.reduce_scatter_tensor(shards.grad[layer], weight_grad)"
+    early = (ZEROS, ""), ("    x = [samples]\n", f"    x = [samples]\n{ZEROS}")
+    late = "        del weight\n\n", "\n"
+    name, fsdp = changed("fsdp", (ZEROS, ""))
+    fsdp = fsdp.replace("shards.grad[", "gradients[")
+    fsdp = fsdp.replace("    x = [", "    gradients = torch.zeros_like(shards)\n    x = [")
+    fsdp = fsdp.replace("    torch.optim", "    shards.grad = gradients\n    torch.optim")
+    cases = [
+        (name, fsdp),
+        changed("fsdp", (REDUCE_SCATTER, scatter)),
+        changed("fsdp", (FORWARD, PREFETCH)),
+        changed("fsdp", late),
+        changed("fsdp", *early, late),
+        changed("pipeline", ("requests.pop(n).wait()", "requests.pop(n)")),
+    ]
+    for lines in graded(tmp_path, *cases):
+        assert lines[-1] is True, lines
 
 
 REDUCE_SCATTER = "dist.reduce_scatter(shards.grad[layer], list(weight_grad.chunk(world_size)))"
 ROWS_OF_RANK_0 = "dist.all_reduce(weight_grad)\n        shards.grad[layer] = weight_grad[:8]"
+
+
+HOOKS = (
+    "    weights[2].register_post_accumulate_grad_hook(send_bucket)",
+    "    weights[3].register_post_accumulate_grad_hook(send_bucket)\n"
+    "    weights[1].register_post_accumulate_grad_hook(send_bucket)\n"
+    "    weights[2].register_post_accumulate_grad_hook(send_bucket)",
+)
+# Gathers a weight once, and never frees it
+KEPT = """
+    kept = globals().setdefault("kept", {})
+    if shard.data_ptr() not in kept:
+        whole = [torch.empty_like(shard) for _ in range(world_size)]
+        dist.all_gather(whole, shard)
+        kept[shard.data_ptr()] = torch.cat(whole)
+    return kept[shard.data_ptr()]
+
+"""
 
 
 # The same mistakes, made in other words
@@ -151,6 +302,13 @@ def test_mistakes_of_others(tmp_path):
         changed("ddp", ("    return dist.all_reduce(tensor", "    dist.all_reduce(tensor")),
         changed("fsdp", ("dist.all_gather(whole, shard)", "dist.broadcast(shard, 0)")),
         changed("fsdp", (REDUCE_SCATTER, ROWS_OF_RANK_0)),
+        changed("ddp", ("average(buckets.pop())", "average(weight.grad)"), HOOKS),
+        changed("fsdp", ("    x = [samples]", "    junk = torch.zeros(1000)\n    x = [samples]")),
+        solution("fsdp", "all_gather", KEPT),
+        changed("pipeline", ("dist.recv(tensor, 1 - rank)", "dist.recv(tensor, rank)")),
+        changed(
+            "pipeline", ("            requests.pop(n).wait()", "            requests[n].wait()")
+        ),
     )
     texts = ["\n".join(map(str, printed)) for printed in lines]
     assert lines[0][-1] is True, texts[0]
@@ -164,10 +322,61 @@ def test_mistakes_of_others(tmp_path):
     assert "an all-reduce begins before both gradients of its bucket are complete" in texts[8]
     assert "a rank number" not in texts[8]
     assert "a function has returned nothing: return what" in texts[9]
+    assert re.search(r"may be the function of line \d+: `def average\(tensor\):`", texts[9])
     assert "in broadcast, one rank is special: all must do the same" in texts[10]
     assert 'rank 1, "gradients": these are the numbers of rank 0' in texts[11]
     assert "all_gather, all_reduce" in texts[11]
+    # No sentence of a mistake that fails in the same checks, but is another one
+    assert "two buckets need two all-reduces, and 4 were made" in texts[12]
+    assert re.search(r"memory +WRONG  rank 0 has 8000 \+ .* when collective 1 begins", texts[13])
+    assert "the backward pass gathers no weight: the forward pass has to free each" in texts[14]
+    assert all("It looks like" not in text for text in texts[12:15])
+    assert "a rank cannot send to itself, or receive from itself" in texts[15]
+    assert "enforce fail" not in texts[15]
+    printed, verdicts = texts[16].rsplit("printed:", 1)
+    assert "It looks like this mistake: more micro-batches are in memory" in verdicts
+    assert "gradients  ok" not in printed
     assert all(not printed[-1] for printed in lines[1:7] + lines[8:])
+
+
+DIVIDED_EARLY = """
+    request = dist.all_reduce(tensor, async_op=True)
+    tensor /= world_size
+    return request
+
+"""
+SIZES = """
+    part = tensor.flatten()[: 8 * (rank + 1)]
+    return dist.all_reduce(part, dist.ReduceOp.AVG, async_op=True)
+
+"""
+
+
+def test_requests(tmp_path):
+    """The check names a request that was not waited for. Its numbers differ from run to run."""
+    gather = "dist.all_gather(whole, shard)"
+    gathered, divided, forgotten, sizes = graded(
+        tmp_path,
+        changed("fsdp", (gather, gather.replace(")", ", async_op=True)"))),
+        solution("ddp", "average", DIVIDED_EARLY),
+        changed("ddp", ("    for request in requests:\n        request.wait()\n", "")),
+        solution("ddp", "average", SIZES),
+    )
+    pattern = r"line \d+ uses a tensor while the {} of line \d+ still writes into it: wait for"
+    assert re.search(pattern.format("all_gather"), "\n".join(gathered[:-1]))
+    assert "memory     -      not told: requests hold memory" in "\n".join(gathered[:-1])
+    assert re.search(pattern.format("all_reduce"), "\n".join(divided[:-1]))
+    pattern = r"still arrived .*: the request of the all_reduce of line \d+ was not waited for"
+    assert re.search(pattern, "\n".join(forgotten[:-1])), forgotten
+    text = "\n".join(sizes[:-1])  # the library ends one of the two processes
+    assert re.search(r"rank \d has ended .* all_reduce of line \d+: `return dist.all_red", text), (
+        text
+    )
+    assert "the tensors of all ranks must have the size that the other ranks expect" in text
+    assert "gloo" not in text
+    for lines in (gathered, divided, forgotten, sizes):
+        assert lines[-1] is False
+        assert "It looks like" not in "\n".join(lines[:-1])
 
 
 def start(folder, exercise, *flags, text=None):
@@ -186,7 +395,31 @@ def test_a_run_that_hangs(tmp_path):
     number = text[: text.index("    if rank: dist.all_gather(")].count("\n") + 1
     line = f"rank 1 waits in all_gather on line {number}: `if rank: dist.all_gather(parts, part)`"
     assert line in output, output
-    assert "rank 0 waits in reduce_scatter on line" in output or "rank 0 waits" in output
+    number = text[: text.index("    dist.reduce_scatter(")].count("\n") + 1
+    assert f"rank 0 waits in reduce_scatter on line {number}: `dist.reduce_scatter(" in output
+
+
+ALONE = """
+    if rank == 0:
+        return dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True)
+    return type("Request", (), {"wait": lambda self: None})()
+
+"""
+
+
+@pytest.mark.rest
+def test_a_request_that_hangs(tmp_path):
+    """The line that waits is given. The line that began the collective is the learner's."""
+    _, text = solution("ddp", "average", ALONE)
+    status, output = start(tmp_path, "ddp-1", "--seconds", 3, text=text)
+    assert status == 1
+    waits, begun = (
+        text[: text.index(code)].count("\n") + 1
+        for code in ("average(gradient).wait()", "return dist.all_reduce")
+    )
+    line = f"rank 0 waits in all_reduce on line {waits}: `average(gradient).wait()`, which began "
+    assert f"{line}on line {begun}: `return dist.all_reduce(tensor, dist." in output, output
+    assert "rank 1 has returned from `gradient_by_gradient`, and waits for the others" in output
 
 
 def command(monkeypatch, capsys, *arguments, answers=None) -> tuple[int, str]:
@@ -230,7 +463,8 @@ def test_a_file_is_kept(tmp_path, monkeypatch, capsys):
     assert file.read_text() == mine
     with pytest.raises(SystemExit, match="not a terminal"):
         command(monkeypatch, capsys, "ddp-1", "--reset", *folder)
-    command(monkeypatch, capsys, "ddp-1", "--reset", *folder, answers=[""])
+    declined = command(monkeypatch, capsys, "ddp-1", "--reset", *folder, answers=[""])
+    assert declined == (0, f"kept: {file}\n")
     assert file.read_text() == mine
     status, difference = command(monkeypatch, capsys, "ddp-1", "--answer", *folder)
     assert status == 0
@@ -252,29 +486,49 @@ def test_what_cannot_run(tmp_path, monkeypatch, capsys):
         command(monkeypatch, capsys, "ddp-1", "--folder", tmp_path)
 
 
-@pytest.mark.rest
+def test_some_blanks(tmp_path, monkeypatch, capsys):
+    """One sentence says that the check needs all of them."""
+    command(monkeypatch, capsys, "fsdp-1", "--folder", tmp_path)
+    file = tmp_path / "fsdp-1.py"
+    file.write_text(file.read_text().replace(f"{check.UNTOUCHED} 1", "pass  #"))
+    status, output = command(monkeypatch, capsys, "fsdp-1", "--folder", tmp_path)
+    assert status == 1
+    not_yet, sentence = output.splitlines()
+    assert not_yet.startswith("not yet: ")
+    assert sentence == "the check runs the whole file, so it begins when all blanks are filled"
+
+
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_the_question(tmp_path, name):
-    """It is asked on a terminal only, and its answer is that of the run."""
-    terminal = "import sys, builtins\n"
-    terminal += "methods = {'isatty': lambda self: True, 'close': lambda self: None}\n"
-    terminal += "sys.stdin = type('Terminal', (), methods)()\n"
+def test_the_question(tmp_path, monkeypatch, capsys, name):
+    """It is asked on a terminal only, and a wrong solution does not change its answer. Here the
+    file cannot run, so no process starts after the question."""
     file = tmp_path / f"{name}-1.py"
     file.write_text(check.original(name))
-    answers = {"ddp": 8192, "fsdp": 12288, "tensor_parallel": 2048, "pipeline": 2}
-    answers |= {"gradient_compression": 2560, "context_parallel": 4096, "local_steps": 6144}
-    answers |= {"ring_attention": 4608, "expert_parallel": 5}
-    for answer in (answers[name], 7):
-        typed = terminal + f"builtins.input = lambda text: '{answer}'\n"
-        run = Run(CHECK, [f"{name}-1", "--folder", tmp_path], tmp_path / "out.txt", before=typed)
-        assert run.wait() == 0, run.output
-    first, second = re.findall("Your answer is .*", run.output)
-    assert first == f"Your answer is {answers[name]}, and your run has {answers[name]}: right."
-    assert second == f"Your answer is 7, and your run has {answers[name]}: not the same."
-    assert run.output.count(TECHNIQUES[name].question) == 2
-    status, output = start(tmp_path, f"{name}-1")
-    assert status == 0
+    monkeypatch.setattr(check, "run_exercise", lambda *_, **__: check.Outcome(problem="wrong"))
+    right = TECHNIQUES[name].answer
+    said = {
+        f"{right}": f"Your answer is {right}: right.",
+        f"{right:,} bytes": f"Your answer is {right:,} bytes: right.",
+        "7": f"Your answer is 7, and the formula has {right}.",
+        "many": f"Your answer is many, and the formula has {right}.",
+    }
+    for answer, line in said.items():
+        arguments = f"{name}-1", "--folder", tmp_path
+        _, output = command(monkeypatch, capsys, *arguments, answers=[answer])
+        assert output.splitlines()[:2] == [f"Before the check: {TECHNIQUES[name].question}", line]
+    _, output = command(monkeypatch, capsys, f"{name}-1", "--folder", tmp_path, answers=[""])
+    assert "Your answer" not in output
+    _, output = command(monkeypatch, capsys, f"{name}-1", "--folder", tmp_path)
     assert "Before the check" not in output
+
+
+def test_damages_are_known_mistakes():
+    """The damages of the scripts in test_by_hand.py have a sentence here."""
+    for name, code, instead in DAMAGES:
+        script = check.original(name)
+        damaged = ast.dump(ast.parse(script.replace(code, instead)))
+        mistakes = [check.replaced(script, mistake) for mistake in TECHNIQUES[name].mistakes]
+        assert damaged in [ast.dump(ast.parse(text)) for text in mistakes], (name, code)
 
 
 def test_the_page(tmp_path):
@@ -284,11 +538,16 @@ def test_the_page(tmp_path):
     found = {f"{name}-{i}" for name, *levels in rows for i, x in enumerate(levels, 1) if x}
     assert found == set(check.NAMES)
     blank, attempt = re.findall("```python\n(.*?)```", text, re.DOTALL)
-    assert blank in check.with_blanks("ddp-1")
-    solved = check.with_blanks("ddp-1").replace(blank, attempt)
-    (lines,) = graded(tmp_path, ("ddp", solved))
+    assert blank in check.with_blanks("local_steps-1")
+    solved = check.with_blanks("local_steps-1").replace(blank, attempt)
+    (lines,) = graded(tmp_path, ("local_steps", solved))
     (output,) = re.findall("```text\n(.*?)```", text, re.DOTALL)
-    assert set(output.splitlines()) <= set(lines[:-1])
+    assert set(output.splitlines()) <= set(lines[:-1]), lines
+    # It shows an attempt, and no answer of an exercise.
+    answers = [check.original(name).splitlines() for name in TECHNIQUES]
+    assert not {line for lines in answers for line in lines if "dist." in line} & {
+        *text.splitlines()
+    }
     names = set(re.findall(r"exercises/check\.py ([\w-]+)", text))
     for folder in REPOSITORY.glob("[0-9][0-9]-*"):
         names |= set(re.findall(r"exercises/check\.py ([\w-]+)", page(f"{folder.name}/README.md")))
