@@ -6,18 +6,27 @@ r"""All measurements for which one GPU is needed, in parts of at most 9 minutes.
     python benchmarks/gpu.py --rehearse            # on a CPU, with tiny models, nothing compiled
     python benchmarks/gpu.py --table               # the table of all rows so far, for the records
 
-Each row is written to a file as soon as it exists, so a part that ends early loses one row. Before
-the first row, the script lists the packages that are missing or have another version than the
-tests. It skips the rows that need a missing package.
+The first parts have the most value. Parts 1 to 5 take at most 45 minutes together, and all parts at
+most 72. Each row is written to a file as soon as it exists. So a part that ends early loses one
+row, and the next call of this part goes on there. Before the first row, the script lists the
+packages that are missing or have another version than the tests. It skips the rows that need a
+missing package.
 
 Several ranks share one GPU. Each rank is a torchrun node of its own, so its LOCAL_RANK is 0. NCCL
 refuses two ranks on one GPU of a host, so each rank also has its own NCCL_HOSTID, and sends through
 sockets. So such a run shows whether the results are right, and nothing about speed.
 
-On a machine without a network, unpack wheels that were downloaded before:
+A machine without a network needs wheels that were downloaded before, here for Python 3.12. Those of
+the second command come without PyTorch, which the machine must have:
 
-    pip download --no-deps -d wheels --only-binary=:all: --python-version 3.12 \
-        --platform manylinux_2_28_x86_64 datasets==5.2.0 comet_ml==3.58.8 lightning==2.6.6 ...
+    options="-d wheels --only-binary=:all: --python-version 3.12 -c constraints.txt"
+    for tag in manylinux_2_28 manylinux_2_17 manylinux2014 manylinux1; do
+        options="$options --platform ${tag}_x86_64"
+    done
+    pip download $options datasets comet_ml psutil
+    pip download $options --no-deps accelerate lightning pytorch-lightning torchmetrics \
+        lightning-utilities liger-kernel
+    # there
     pip install --no-index --no-deps --target site wheels/*.whl && export PYTHONPATH=$PWD/site
 
 The start of this script lists what is missing there, with the versions of constraints.txt.
@@ -264,6 +273,7 @@ CHAPTERS = {
         "model": "tiny-mixtral",
         "same": "3, a mixture",
     },
+    15: {"ranks": 2, "flags": ["-b", 4, "--shard-size", 2, "--replicas", 1], "same": 1},
     9: {"ranks": 2, "same": 1, "needs": ("accelerate", "hydra-core", "submitit")},
     # These read other rows or train another model, so no row has the same losses.
     4: {"ranks": 2, "flags": ["-b", 4]},
@@ -273,6 +283,7 @@ CHAPTERS = {
         "needs": ("mosaicml-streaming", "torchvision"),
     },
     14: {"ranks": 0, "flags": ["-b", 8]},
+    "15, two replicas": {"ranks": 2, "flags": ["-b", 4, "--replicas", 2, "--inner-steps", 2]},
 }
 
 

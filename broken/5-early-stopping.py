@@ -13,13 +13,15 @@ model = torch.nn.Linear(8, 1, bias=False)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.randn(100, world_size, 4, 8)  # 100 batches, with 4 samples for each rank
 
-for batch in data:
+for step, batch in enumerate(data, 1):
     samples = batch[rank]
     loss = (model(samples).squeeze() - samples.sum(1)).square().mean()
     loss.backward()
     dist.all_reduce(model.weight.grad, dist.ReduceOp.AVG)
     optimizer.step()
     optimizer.zero_grad()
+    if rank == 0:
+        print(f"step {step}  loss {loss:.4f}")
     if loss < 0.5:
         break
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 from conftest import assert_one_sentence
-from runner import REPOSITORY, load, outcome
+from runner import CHAPTERS_BY_NUMBER, REPOSITORY, load, outcome
 from test_mds import IMPORTABLE
 
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -269,6 +269,7 @@ def test_gpu_rehearsal(run, tmp_path):
     output = run("gpu.py", *flags, "--part", 1)
     rows = {row["name"]: row for row in rows_of(file)}
     gpu = load(BENCHMARKS / "gpu.py")
+    assert {gpu.number_of(key) for key in gpu.CHAPTERS} == {int(n) for n in CHAPTERS_BY_NUMBER}
     possible = {
         key: known
         for key, known in gpu.CHAPTERS.items()

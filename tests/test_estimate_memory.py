@@ -247,6 +247,7 @@ def test_output(tmp_path, estimate):
     options = f"-m {path} -s 64 -b 4 --no-compile --gpu-memory 0.015 --devices 1 4"
     status, text = estimate(*options.split())
     assert status == 0, text
+    assert "--no-compile is faster" not in text
     assert f"{count:,} parameters" in text
     rows = [re.split(r" +\| +", row) for row in re.findall(r"^\| (.*) \|$", text, re.MULTILINE)]
     on_one, on_four = ({name: cells for name, *cells in rows[i : i + 13]} for i in (0, 13))
@@ -293,6 +294,7 @@ def test_a_sample_of_128k_tokens_on_8_devices(tmp_path, estimate):
     command = f"-m {path} -s 131072 -b 1 --devices 8 --context-parallel 8"
     status, text = estimate(*command.split(), "--activation-checkpointing")
     assert status == 0, text
+    assert text.count("this takes a minute or more, --no-compile is faster") == 1
     rows = [re.split(r" +\| +", row) for row in re.findall(r"^\| (.*) \|$", text, re.MULTILINE)]
     names, fits = rows[0], next(row for row in rows if row[0].startswith("fits"))
     assert fits[names.index("FSDP")] == "no"

@@ -473,6 +473,68 @@ def test_no_reshard_after_forward_reaches_the_experts(shared, watched):
     assert told(run, "counts ") == [[str(3 * 5), str(3 * 5)]] * 4
 
 
+# Prints for each step the functions of the chapter that have read numbers, and how often. On a GPU,
+# each read waits. Operations whose result has as many rows as the data says wait, too.
+COUNT_READS = """
+import collections, json, sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+WAITS = [aten._local_scalar_dense.default, aten.nonzero.default, aten.bincount.default]
+reads = collections.Counter()
+
+def note():
+    frame = sys._getframe(2)
+    while frame and not frame.f_code.co_filename.endswith("train-llm.py"):
+        if "/transformers/integrations/moe.py" in frame.f_code.co_filename:
+            return  # the kernel for CPUs; on GPUs, grouped_mm reads no sizes
+        frame = frame.f_back
+    reads[frame.f_code.co_name if frame else "others"] += 1
+
+class CountReads(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        repeats = op is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
+        if op in WAITS or repeats:
+            note()
+        return op(*args, **kwargs)
+
+def tolist(self):
+    note()
+    return original_tolist(self)
+
+def step(self, *args, **options):
+    print("\\nreads", json.dumps(reads))
+    reads.clear()
+    return original_step(self, *args, **options)
+
+original_tolist = torch.Tensor.tolist
+torch.Tensor.tolist = tolist
+original_step = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+CountReads().__enter__()
+"""
+SLOWER = {
+    "counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, "
+    "torch.ones_like(chosen))": "counts = torch.bincount(chosen, minlength=experts.num_experts)"
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("extra", [0, 1])
+def test_python_reads_once_per_layer_and_forward_pass(shared, tmp_path, extra):
+    """Two layers and two micro-batches. `bincount` would wait once more in each of them."""
+    script = damaged(CHAPTER_12, tmp_path, SLOWER) if extra else CHAPTER_12
+    flags = ["--max-steps", 3, "--eval-freq", 0, "--log-freq", 100, *HALF]
+    options = {"processes": 2, "before": COUNT_READS, "script": script}
+    run = shared(*flags, name=f"reads-{extra}", **options)
+    reads = [json.loads(line) for line in re.findall(r"^reads (.*)$", run.output, re.MULTILINE)]
+    # `main` reads the stop flag, which is on the CPU. The first step has the start of the run.
+    expected = {"main": 1, "expert_parallel": 2 * 2 * (1 + extra)}
+    assert reads[1:3] + reads[4:] == [expected] * 4
+
+
 @pytest.mark.rest
 def test_load_metrics(watched):
     """Those of each step alone, computed again from what the routers have chosen."""

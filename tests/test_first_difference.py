@@ -221,7 +221,19 @@ MLP_DAMAGES = {
     ),
     "a bias that DDP leaves out": (
         {"net = torch": "model._ddp_params_and_buffers_to_ignore = ['0.bias']\n    net = torch"},
-        "gradient of 0.bias on ranks 0 and 1 .* Only norms or biases",
+        r"gradient of 0.bias on ranks 0 and 1 .*, ratio rank 1 / rank 0 -?[\d.]+ .*Only norms or ",
+    ),
+    "other samples": (
+        {"randn(5, 12, 8)": "randn(5, 12, 8).roll(world_size - 1, 0)"},
+        "Step 1 .* The runs have read other samples",
+    ),
+    "other samples later": (
+        {"randn(5, 12, 8)": "randn(5, 12, 8)[[0, world_size, 3, 4]]"},
+        "Step 2 .* The runs have read other samples",
+    ),
+    "half a loss": (
+        {"    loss.backward()": "    (loss + (world_size - 1) * net(x).mean()).backward()"},
+        "No known pattern",
     ),
 }
 
@@ -245,12 +257,40 @@ def test_raw_ddp(tool, tmp_path, capsys, damage):
     assert ("clipping was not seen" in output) == (not clips)
 
 
+# Three kinds of random numbers in the forward pass
+DROPOUTS = {
+    "module": "torch.nn.Dropout(0.5)(x)",
+    "function": "torch.nn.functional.dropout(x)",
+    "attention": "torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)",
+    "none": "torch.nn.functional.dropout(x, training=False)",
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", DROPOUTS)
+def test_random_numbers_of_a_forward_pass_get_a_warning(tool, tmp_path, capsys, kind):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x):\n        x = super().forward(x)\n"
+        f"        return {DROPOUTS[kind]}\n"
+        "model = Model(8, 8)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    model(torch.randn(2, 4, 8)).sum().backward()\n    optimizer.step()\n"
+    )
+    recording = record(tmp_path / "recording", script)
+    output = answer(tool, capsys, recording, recording)
+    assert ("Warning: the forward pass draws random numbers" in output) == (kind != "none")
+
+
 @pytest.mark.rest
 def test_projections_of_a_large_model(tool, tmp_path, capsys):
-    """They show the same difference, and cannot be compared with whole tensors."""
+    """They show the same difference and norm, and cannot be compared with whole tensors."""
     script, wrong = tmp_path / "mlp.py", tmp_path / "wrong.py"
-    script.write_text(MLP)
-    wrong.write_text(MLP.replace("loss.backward()", "(2 * loss).backward()"))
+    wide = MLP.replace("16", "1024")
+    script.write_text(wide)
+    wrong.write_text(wide.replace("loss.backward()", "(2 * loss).backward()"))
     folders = [
         record(tmp_path / f"{file.stem}-{whole}", file, FIRST_DIFFERENCE_WHOLE=whole)
         for file in (script, wrong)
@@ -260,6 +300,11 @@ def test_projections_of_a_large_model(tool, tmp_path, capsys):
         output = answer(tool, capsys, reference, port)
         assert "ratio port / reference 2\n" in output
         assert "All gradients are 2 times too large" in output
+    projected, whole = (tool.Recording(folder).steps[1][0] for folder in folders[:2])
+    for one, other in zip(whole, projected, strict=True):
+        assert other["gradient"].numel() == 4096
+        norms = [entry["gradient"].norm().item() for entry in (one, other)]
+        assert norms[1] == pytest.approx(norms[0], rel=0.1)
     with pytest.raises(SystemExit):
         answer(tool, capsys, folders[0], folders[3])
     assert_one_sentence(capsys.readouterr().err, "record both by one command")

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 from conftest import assert_one_sentence
 from runner import CHAPTER_2, REPOSITORY, Job, load
 
@@ -82,15 +83,33 @@ def test_a_broken_script_hangs_and_the_tool_says_why(tool, tmp_path, capsys, num
     assert re.fullmatch(SENTENCES[number], last), last
 
 
+def weights_of_one_process(number: str) -> float:
+    """The sum of the final weights, if one process trains with the samples of both ranks."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 1, bias=number in "12")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, batch in enumerate(torch.randn(100 if number == "5" else 10, 2, 4, 8)):
+        is_damaged = number == "2" and step == 3  # rank 1 has no samples, and gives zeros
+        samples = batch[0] if is_damaged else batch.flatten(0, 1)
+        loss = (model(samples).squeeze() - samples.sum(1)).square().mean()
+        (loss / 2 if is_damaged else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == "5" and loss < 0.5:
+            break
+    return model.weight.sum().item()
+
+
 @pytest.mark.rest
 @pytest.mark.parametrize("number", SENTENCES)
-def test_a_repaired_script_ends(tool, tmp_path, capsys, number):
+def test_a_repaired_script_ends_with_the_weights_of_one_process(tool, tmp_path, capsys, number):
     env = {"HANG_DUMPS": str(tmp_path / "dumps"), "HANG_SECONDS": "1"}
     job = Job(repaired(number, tmp_path), [], tmp_path / "output", 2, before=WATCH, env=env)
     assert job.wait(60) == 0, job.output
     weights = re.findall(r"is done, weights (\S+)", job.output)
     assert len(weights) == 2
     assert weights[0] == weights[1]
+    assert float(weights[0]) == pytest.approx(weights_of_one_process(number), abs=1e-5)
     assert tool.report(tool.read_dumps(tmp_path / "dumps")) == 0
     assert "All ranks have ended" in capsys.readouterr().out
 
@@ -157,7 +176,7 @@ def test_the_tool_runs_a_command_and_ends_it(tmp_path):
 # -- Dumps of NCCL as its documentation describes them, not recorded on GPUs. ----------------------
 
 
-def nccl_entry(number, operation, line, state, sizes=((1024,),), group=("0", "default_pg")):
+def nccl_entry(number, operation, line, state, sizes=((1024,),), group=("0", "default_pg"), **more):
     frame = {"name": "main", "filename": "/home/me/train.py", "line": line}
     library = {"name": operation, "filename": "/x/site-packages/torch/distributed/c.py", "line": 1}
     entry = {"frames": [library, frame], "record_id": number, "pg_id": 0, "process_group": group}
@@ -165,7 +184,8 @@ def nccl_entry(number, operation, line, state, sizes=((1024,),), group=("0", "de
     entry |= {"profiling_name": f"nccl:{operation}", "state": state, "timeout_ms": 600000}
     entry |= {"input_sizes": sizes, "output_sizes": sizes, "time_created_ns": number}
     entry |= {"input_dtypes": ["Float"], "output_dtypes": ["Float"], "retired": False}
-    return entry | {"time_discovered_started_ns": number, "time_discovered_completed_ns": None}
+    entry |= {"time_discovered_started_ns": number, "time_discovered_completed_ns": None}
+    return entry | more
 
 
 def write_nccl(folder, calls_of_ranks):
@@ -202,7 +222,63 @@ def test_other_sizes_and_a_rank_without_a_call(tool, tmp_path, capsys):
     write_nccl(tmp_path, [loop(2, waits), loop(2, waits), loop(2, waits)[:2]])
     assert tool.report(tool.read_dumps(tmp_path)) == 1
     output = capsys.readouterr().out
-    assert "rank 2 stands at an unknown line, and never made this call; ranks 0, 1 wait" in output
+    last = "rank 2 last called all_reduce of 1024 numbers at train.py:120 (main), and never made"
+    assert f"{last} this call; ranks 0, 1 wait" in output
+
+
+# Rank 0 and rank 1 of a pipeline: both receive. The files are as `write_nccl` writes them.
+PIPELINE_DUMPS = REPOSITORY / "tests" / "nccl-dumps"
+
+
+def message(number, operation, line, state):
+    more = {"is_p2p": True, "collective_seq_id": 1, "p2p_seq_id": number}
+    return nccl_entry(number, operation, line, state, **more)
+
+
+def test_messages_of_nccl_have_lines(tool, tmp_path, capsys):
+    assert tool.report(tool.read_dumps(PIPELINE_DUMPS)) == 1
+    output = capsys.readouterr().out
+    assert output.splitlines()[-1] == (
+        "rank 0 waits in recv 0<-1 of 1024 numbers at train.py:30 (main), until rank 1 sends; "
+        "rank 1 waits in recv 1<-0 of 1024 numbers at train.py:40 (main), until rank 0 sends. "
+        "None of these ranks sends."
+    )
+    assert "CPU" not in output
+    assert "unknown line" not in output
+    # A batch of messages: its messages have no state, the entry after them has it.
+    sent = message(2, "send 0->1", 20, "scheduled")
+    batch = nccl_entry(1, "coalesced", 20, "completed", sizes=())
+    done = nccl_entry(1, "all_reduce", 10, "completed")
+    received = message(2, "recv 1<-0", 35, "completed")
+    waits = message(3, "recv 1<-0", 40, "started")
+    write_nccl(tmp_path, [[done, sent, batch], [done, received, waits]])
+    assert tool.report(tool.read_dumps(tmp_path)) == 1
+    output = capsys.readouterr().out.splitlines()
+    assert output[0] == "rank 0 last called coalesced at train.py:20 (main)"
+    waits = "rank 1 waits in recv 1<-0 of 1024 numbers at train.py:40 (main)"
+    assert output[-1] == f"{waits}, until rank 0 sends."
+    # In a group of ranks 0 and 4, NCCL calls rank 4 number 1.
+    group = {"process_group": ("9", "pipeline")}
+    entry = message(1, "send 1->0", 20, "started") | group
+    assert tool.Message(entry, [0, 4]).operation == "send 4->0"
+
+
+@pytest.mark.parametrize("members", [None, [0, 1]])
+def test_a_rank_that_never_called_a_group(tool, capsys, members):
+    """Without the tables of groups, nobody knows that the rank belongs to the group."""
+    call = nccl_entry(1, "all_reduce", 10, "scheduled", group=("1", "experts"))
+    dump = {"world_size": 2, "state": "waits", "note": ""}
+    dump |= {"groups": {"1": members} if members else {}}
+    waits = dump | {"rank": 0, "stack": [["/x/train.py", 10, "main"]], "entries": [call]}
+    other = dump | {"rank": 1, "stack": [["/x/train.py", 20, "main"]], "entries": []}
+    assert tool.report({0: waits, 1: other}) == 1
+    output = capsys.readouterr().out
+    assert "All ranks have made the same" not in output
+    if members:
+        assert "rank 1 stands at train.py:20 (main), and never made this call" in output
+    else:
+        assert "do not tell which ranks belong to these process groups" in output
+        assert "  rank 0, last call: all_reduce of 1024 numbers at train.py:10 (main)" in output
 
 
 def test_what_is_no_dump_is_refused(tmp_path):
@@ -226,12 +302,13 @@ def test_the_private_names_are_there(tool, tmp_path):
         "dist.init_process_group('gloo')\ndist.barrier()\n"
         "recorded, note = hangs.entries()\n"
         "assert note == '' and recorded[-1]['profiling_name'] == 'gloo:barrier', recorded\n"
-        "assert hangs.groups() == {'0': [0]}, hangs.groups()\n"
+        "assert hangs.groups() == ({'0': [0]}, ''), hangs.groups()\n"
         "raw = torch._C._distributed_c10d._dump_fr_trace()\n"
         "(hangs.FOLDER / 'raw' / 'rank_0').write_bytes(raw)\n"
         "hangs.PRIVATE_DUMPS = ['_gone']\nhangs.PRIVATE_GROUPS = ['_gone']\n"
         "assert hangs.entries() == ([], 'this PyTorch has no _gone: stacks only')\n"
-        "assert hangs.groups() == {}\n"
+        "no_groups = 'this PyTorch has no _gone: the ranks of process groups are unknown'\n"
+        "assert hangs.groups() == ({}, no_groups)\n"
     )
     env = {"HANG_DUMPS": str(tmp_path / "dumps"), "HANG_SECONDS": "60"}
     job = Job(script, [], tmp_path / "output", 1, before=WATCH, env=env)
@@ -240,6 +317,8 @@ def test_the_private_names_are_there(tool, tmp_path):
     assert [str(tool.Call(entry)) for entry in raw["entries"]] == ["barrier at names.py:5"]
     dump = json.loads((tmp_path / "dumps" / "rank-0.json").read_text())
     assert dump["state"] == "has ended"
+    both = "this PyTorch has no _gone: stacks only; this PyTorch has no _gone: the ranks of process"
+    assert dump["note"] == f"{both} groups are unknown"
 
 
 def test_the_launcher_loads_the_preload_if_a_folder_is_named(tmp_path):

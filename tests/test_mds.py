@@ -147,13 +147,18 @@ def rows_in(folder) -> list[list[int]]:
 @pytest.mark.rest
 @pytest.mark.parametrize("packing", ["pack", "overflow", "trunc"])
 def test_rows(write, texts, packing, tmp_path):
-    """Also from two processes, and of another column than `text`."""
+    """Also from two processes, of another column than `text`, and of a pattern at an address."""
     flags = ["--packing", packing, "--max-documents", 390]
     flags += ["--processes", 2 if packing == "trunc" else 1]
     if packing == "overflow":
         documents = [json.dumps({"text": "another text", "body": text}) + "\n" for text in texts]
         (tmp_path / "columns.jsonl").write_text("".join(documents))
         flags += ["-d", tmp_path / "columns.jsonl", "--text-column", "body"]
+    if packing == "pack":
+        for begin in (0, 200):
+            lines = [json.dumps({"text": text}) + "\n" for text in texts[begin : begin + 200]]
+            (tmp_path / f"part-{begin:03}.jsonl").write_text("".join(lines))
+        flags += ["-d", f"file://{tmp_path}/part-*.jsonl"]
     run = write(packing, *flags)
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
     documents = [[*tokenizer(t)["input_ids"], tokenizer.eos_token_id] for t in texts[:390]]
@@ -258,6 +263,7 @@ def test_changed_documents_have_another_fingerprint(tmp_path, monkeypatch):
     for file in files:
         file.write_text("text")
     names = [tmp_path, tmp_path / "?.txt", files[0], f"{address}/a.jsonl", "some/text"]
+    names += [f"file://{tmp_path}/*.txt", f"file://{files[0]}"]
 
     def fingerprints():
         tool.fsspec.get_filesystem_class("http").clear_instance_cache()
@@ -267,12 +273,19 @@ def test_changed_documents_have_another_fingerprint(tmp_path, monkeypatch):
     assert fingerprints() == first
     files[0].write_text("texts")
     monkeypatch.setattr(Server, "state", "2")
-    assert all(a != b for a, b in zip(first, fingerprints(), strict=True))
     second = fingerprints()
+    assert all(a != b for a, b in zip(first, second, strict=True))
     files[1].unlink()
     third = fingerprints()
-    assert third[:2] != second[:2]
-    assert third[2:] == second[2:]
+    changed = [names[i] for i in range(len(names)) if third[i] != second[i]]
+    assert changed == [names[0], names[1], f"file://{tmp_path}/*.txt"]
+    # Shuffled lines have the same size, and another time.
+    files[0].write_text("texts"[::-1])
+    fourth = fingerprints()
+    changed = [names[i] for i in range(len(names)) if fourth[i] != third[i]]
+    assert changed == [name for name in names if str(tmp_path) in str(name)]
+    with pytest.raises(FileNotFoundError, match="no file matches"):
+        tool.fingerprint(f"file://{tmp_path}/*.jsonl")
     server.shutdown()
 
 
@@ -300,7 +313,7 @@ def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
         (["--part-rows", 0], 2, "--part-rows must be at least 1"),
         (["--max-documents", 0], 2, "--max-documents must be at least 1"),
         (["--max-documents", -3], 2, "--max-documents must be at least 1"),
-        (["--text-column", "body"], 1, "named 'body': choose --text-column among text"),
+        (["--text-column", "body"], 1, "'body' is no column of text: choose --text-column among"),
         (["-d", "/nowhere/*.jsonl"], 1, "no file matches /nowhere/*.jsonl"),
         (["-s", 100_000], 1, "not a single row"),
         (["-o", str(REPOSITORY)], 1, "has other files"),

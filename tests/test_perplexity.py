@@ -164,11 +164,20 @@ MISTAKES = {
     "no dataset": (["{final}", "-d", "http://127.0.0.1:9/a.jsonl"], 1, "cannot load the dataset"),
     "broken file": (["{final}", "-d", "{tmp}/broken.jsonl"], 1, "cannot load the dataset"),
     "broken later": (["{final}", "-d", "{tmp}/later.json.gz"], 1, "cannot load the dataset"),
-    "no text": (["{final}", "-d", "{tmp}/numbers.jsonl"], 1, "it has no text"),
+    "no text": (
+        ["{final}", "-d", "{tmp}/numbers.jsonl"],
+        1,
+        "column of text: the dataset has none",
+    ),
+    "a column of numbers": (
+        ["{final}", "-d", "{tmp}/both.jsonl", "--text-column", "n"],
+        1,
+        "'n' is no column of text: choose --text-column among text",
+    ),
     "no column": (
         ["{final}", "-d", "{held_out}", "--text-column", "body"],
         1,
-        "has no column of text named 'body': choose --text-column among text",
+        "'body' is no column of text: choose --text-column among text",
     ),
     "no documents": (["{final}", "-d", "{tmp}/empty.jsonl"], 1, "no document"),
     "empty file": (["{final}", "-d", "{tmp}/nothing.jsonl"], 1, "cannot load the dataset"),
@@ -187,6 +196,7 @@ def test_mistakes(trained, held_out, tmp_path):
     (tmp_path / "broken.jsonl").write_text('{"text": "a')
     (tmp_path / "nothing.jsonl").write_text("")
     write_documents(tmp_path / "numbers.jsonl", [1, 2], "number")
+    (tmp_path / "both.jsonl").write_text(json.dumps({"text": "a text", "n": 1}) + "\n")
     write_documents(tmp_path / "empty.jsonl", ["", ""])
     (tmp_path / "splits" / "data").mkdir(parents=True)
     write_documents(tmp_path / "splits" / "data" / "dialogues-00000-of-00001.jsonl", ["a"])

@@ -985,6 +985,9 @@ def main(argv=None) -> None:
         traces = Traces(config, args)
         check(config, args)
         problem, remedy = "trace a step of", ", try --no-compile" if args.compile else ""
+        if args.compile:  # each kind of layer is traced by torch.compile, at three batch sizes
+            hint = "Compiled layers are traced: this takes a minute or more, --no-compile is faster"
+            print(hint, file=sys.stderr, flush=True)
         size = f"{numel(traces.parameters):,} parameters, {len(traces.layers)} layers"
         tokens = f"{args.batch_size} × {args.seq_length} tokens per device"
         compiled = "compiled" if args.compile else "not compiled"

@@ -63,7 +63,7 @@ class Recording:
             self.steps[file["step"]][file["rank"]] += file["parameters"]
             self.samples[file["step"]][file["rank"]] += file["samples"]
         self.precisions = {name for file in files for name in file["precisions"]}
-        self.dropout = any(file["dropout"] for file in files)
+        self.is_random = any(file["random"] for file in files)
         first = next(iter(self.steps.values()))
         if any(not entry["names"] for of_rank in first.values() for entry in of_rank):
             fail(f"{folder} has parameters that no module has: call the model, not its parts")
@@ -212,6 +212,15 @@ def read_the_same(reference, port, step):
     )
 
 
+def read_others(reference, port, step):
+    """Has the port left out samples of the reference? Rows of another shape cannot tell."""
+    expected = {s for samples in reference.samples[step].values() for s in samples}
+    seen = {s for samples in port.samples[step].values() for s in samples}
+    shapes = {sample.rpartition(" ")[0] for sample in seen}
+    comparable = {sample for sample in expected if sample.rpartition(" ")[0] in shapes}
+    return not comparable <= seen
+
+
 def known_ratio(found, tolerance):
     """N or 1/N, if all gradients differ by this factor, and the factor."""
     if any(not d.rest <= 5 * tolerance for d in found):
@@ -231,6 +240,8 @@ SENTENCES = {
     "between": "Something outside of the optimizer has changed the weights between the steps.",
     "weights of ranks": "The ranks have other weights: they need those of rank 0 at the start.",
     "same samples": "The ranks have read the same samples: each rank needs its own part of them.",
+    "other samples": "The runs have read other samples: first give them the same ones, in the same "
+    "order.",
     "not averaged": "The ranks do not average this gradient: they call the model without its "
     "wrapper, or leave this parameter out.",
     "not zeroed": "This is the gradient of both steps together: gradients are not zeroed.",
@@ -279,7 +290,7 @@ def is_end(entry):
     return named or len(entry["names"]) > 1 or entry["kind"] == "Embedding"
 
 
-def cause(matches, found, tolerance):
+def cause(matches, found, tolerance, unknown):
     """The sentence about gradients that differ in the first step."""
     names = {difference.name for difference in found}
     ratio = known_ratio(found, tolerance)
@@ -289,7 +300,7 @@ def cause(matches, found, tolerance):
     of_kind = kind(matches, names)
     if ratio and not of_kind:
         return SENTENCES["some"].format(ratio=ratio[0])
-    return of_kind or SENTENCES["unknown"]
+    return of_kind or SENTENCES[unknown]
 
 
 def report(found, matches, what, sentence):
@@ -307,7 +318,8 @@ def report_ranks(differs, what, sentence):
     """The same, for a difference between two ranks of the port."""
     first, one, other = differs[0]
     print(f"The first difference: {what} of {first.name} on ranks {one} and {other}")
-    print(f"  relative difference {first.relative:.2g}")
+    ratio = f"ratio rank {other} / rank {one} {first.ratio:.4g}"
+    print(f"  relative difference {first.relative:.2g}, {ratio}")
     print(sentence)
     return 1
 
@@ -317,8 +329,9 @@ def compare(reference, port, joins):
     low = {"autocast", "bfloat16", "float16"} & (reference.precisions | port.precisions)
     if low:
         print(f"Warning: not in fp32 ({', '.join(sorted(low))}). Small differences are not seen.")
-    if reference.dropout or port.dropout:
-        print("Warning: dropout is on, and its masks differ between runs. Turn it off.")
+    if reference.is_random or port.is_random:
+        print("Warning: the forward pass draws random numbers, as dropout does. They differ")
+        print("between runs: turn dropout off.")
     if len(reference.whole | port.whole) > 1:
         fail("one run has whole tensors, the other has projections: record both by one command")
     tolerances = TOLERANCES["bf16" if low else "fp32"]
@@ -355,12 +368,13 @@ def compare_gradients(reference, port, step, matches, previous, tolerance):
         return report_ranks(differs, "the gradient", of_kind or SENTENCES["not averaged"])
     clipped = differences(matches, "clipped", tolerance)
     if found:
+        others = "other samples" if read_others(reference, port, step) else None
         if previous is None:
-            sentence = cause(matches, found, tolerance)
+            sentence = cause(matches, found, tolerance, others or "unknown")
         elif has_last_gradient(matches, previous, tolerance):
             sentence = SENTENCES["not zeroed"]
         else:
-            sentence = SENTENCES["later step"]
+            sentence = SENTENCES[others or "later step"]
         sentence += "" if clipped else SENTENCES["hidden"]
         return report(found, matches, "the gradient", sentence)
     if clipped:

@@ -73,12 +73,13 @@ def load_held_out(name: str, subset: str | None) -> datasets.IterableDataset:
 
 def tokenized(documents, tokenizer, args: argparse.Namespace) -> list[list[int]]:
     """The token ids of the first documents, without those that are empty."""
-    features = documents.features
-    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    text_types = (datasets.Value("string"), datasets.Value("large_string"))
+    columns = [name for name, kind in documents.features.items() if kind in text_types]
     if args.text_column not in columns:
-        what = f"{args.dataset_name} has no column of text named {args.text_column!r}"
-        remedy = f"choose --text-column among {', '.join(columns)}" if columns else "it has no text"
-        sys.exit(f"error: {what}: {remedy}")
+        remedy = "the dataset has none"
+        if columns:
+            remedy = f"choose --text-column among {', '.join(columns)}"
+        sys.exit(f"error: {args.text_column!r} is no column of text: {remedy}")
     first = islice(documents, args.eval_documents)
     texts = (document[args.text_column] for document in first if document[args.text_column])
     token_ids = (tokenizer(text, verbose=False)["input_ids"] for text in texts)

@@ -50,7 +50,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def read_dumps(folder):
-    """By rank: what a rank has left. A dump of NCCL has no stack of the main thread."""
+    """By rank: the dump of the rank. A dump of NCCL has no stack of the main thread."""
     dumps = {}
     for file in sorted(folder.iterdir()):
         try:
@@ -110,20 +110,28 @@ def place(line):
     return f"{os.path.basename(file)}:{number}{inside}"
 
 
+def is_collective(entry):
+    """No message. NCCL records a batch of messages as "coalesced", after its messages."""
+    return not entry["is_p2p"] and not entry["profiling_name"].endswith(":coalesced")
+
+
 class Group:
     """The calls of each rank of a process group, by their number."""
 
     def __init__(self, name, description, dumps):
         self.name, self.description = name, description
         self.calls = defaultdict(dict)
-        members = set()
+        members = {rank for dump in dumps.values() for rank in dump["groups"].get(name, [])}
+        self.has_members = bool(members)  # else only the ranks are known that have called it
         for rank, dump in dumps.items():
-            members |= set(dump["groups"].get(name, []))
             for entry in dump["entries"]:
-                if entry["process_group"][0] == name and not entry["is_p2p"]:
+                if entry["process_group"][0] == name and is_collective(entry):
                     members.add(rank)
                     self.calls[rank][entry["collective_seq_id"]] = Call(entry)
         self.ranks = sorted(members & dumps.keys())
+
+    def __str__(self):
+        return f"Process group {self.name} ({self.description}), {text(self.ranks)}"
 
     def first_difference(self):
         """The first number under which the ranks have different calls, or None."""
@@ -144,6 +152,33 @@ def differing_sizes(call):
     return str(call.sizes) if same else ""
 
 
+class Message(Call):
+    """A send or recv, as NCCL records it: `send 0->1`, with ranks of its group."""
+
+    def __init__(self, entry, ranks):
+        super().__init__(entry)
+        kind, own, arrow, peer = re.fullmatch(r"(\w+) (\d+)(->|<-)(\d+)", self.operation).groups()
+        own, peer = (ranks[int(n)] if ranks else int(n) for n in (own, peer))
+        self.is_recv = kind == "recv"
+        self.peer = peer
+        self.operation = f"{kind} {own}{arrow}{peer}"
+
+
+def waiting_messages(dump):
+    """The messages that a rank has begun, and that are not done."""
+    waiting = []
+    for entry in dump["entries"]:
+        if entry["profiling_name"].endswith(":coalesced"):
+            # The messages of a batch have no state. The batch has one for all of them.
+            if Call(entry).done:
+                waiting = [(state, message) for state, message in waiting if state != "scheduled"]
+        elif entry["is_p2p"]:
+            message = Message(entry, sorted(dump["groups"].get(entry["process_group"][0], [])))
+            if not message.done:
+                waiting.append((entry["state"], message))
+    return [message for _, message in waiting]
+
+
 # -- The report ------------------------------------------------------------------------------------
 
 
@@ -153,15 +188,19 @@ def text(ranks):
 
 
 def stands(dump):
-    """Where the main thread of a rank is."""
+    """Where the main thread of a rank is. Without its stack: the last call."""
     if dump["state"] == "has ended":
         return "has ended"
-    return f"stands at {place(line_of(dump['stack'][::-1]))}"
+    if dump["stack"] or not dump["entries"]:
+        return f"stands at {place(line_of(dump['stack'][::-1]))}"
+    if messages := waiting_messages(dump):
+        return f"waits in {messages[0]}"
+    return f"last called {Call(dump['entries'][-1])}"
 
 
 def show(group, number, dumps):
     """Prints the last common call of a group, and the next call of each rank."""
-    print(f"\nProcess group {group.name} ({group.description}), {text(group.ranks)}")
+    print(f"\n{group}")
     common = group.calls[group.ranks[0]].get(number - 1)
     print(f"  {number - 1:6}  all   {common}" if common else "          no common call")
     for rank in group.ranks:
@@ -232,6 +271,21 @@ def explain(group, number, dumps, waiting_for):
     return f"{who} went to {now}{after}; {wait}."
 
 
+def explain_messages(waiting):
+    """Who waits for whom, if ranks wait in messages. `waiting`: by rank, its messages."""
+    sentences = []
+    for rank, messages in waiting.items():
+        first = messages[0]
+        verb = "send" if first.is_recv else "receive"
+        sentences.append(f"rank {rank} waits in {first}, until rank {first.peer} {verb}s")
+    kinds = {message.is_recv for messages in waiting.values() for message in messages}
+    all_wait = all(messages[0].peer in waiting for messages in waiting.values())
+    end = ""
+    if all_wait and len(kinds) == 1:
+        end = " None of these ranks sends." if kinds == {True} else " None of these ranks receives."
+    return "; ".join(sentences) + "." + end
+
+
 def report(dumps):
     """Prints what the dumps show. Returns the exit status."""
     size = max(dump["world_size"] for dump in dumps.values())
@@ -262,11 +316,24 @@ def report(dumps):
     if not running:
         print("All ranks have ended, and made the same calls.")
         return 0
-    print(
-        "\nAll ranks have made the same collective calls. Compare the lines above: messages of a "
-        "pipeline (send and recv) leave no record on CPUs, and all ranks at one line mean a "
-        "network that does not answer."
-    )
+    unknown = [group for group in groups if group.ranks and not group.has_members]
+    for group in unknown:
+        print(f"\n{group}, and perhaps others")
+        for rank, calls in sorted(group.calls.items()):
+            print(f"  rank {rank}, last call: {calls[max(calls)]}")
+    if unknown:
+        print(
+            "\nThe dumps do not tell which ranks belong to these process groups. A rank that "
+            "should have called one, and never has, is not seen: compare the lines above."
+        )
+        return 1
+    if waiting := {r: found for r, dump in dumps.items() if (found := waiting_messages(dump))}:
+        print("\n" + explain_messages(waiting))
+        return 1
+    print("\nAll ranks have made the same collective calls. Compare the lines above:", end=" ")
+    if not any(e["profiling_name"].startswith("nccl:") for d in running for e in d["entries"]):
+        print("messages of a pipeline (send and recv) leave no record on CPUs, and", end=" ")
+    print("all ranks at one line mean a network that does not answer.")
     return 1
 
 

@@ -50,6 +50,17 @@ DEMO = {
 }
 PROBE = "Probe of 1 tokenizer: naïve?"  # other tokenizers make other tokens of it
 BATCH = 32  # documents that a process tokenizes at a time
+# What storages tell about a file: its size, and what changes with its content
+FILE_FACTS = (
+    "name",
+    "size",
+    "mtime",
+    "ETag",
+    "LastModified",
+    "Last-Modified",
+    "blob_id",
+    "updated",
+)
 LOCK = ".lock"  # an empty file in the output; a process that writes holds the lock of this file
 
 
@@ -59,7 +70,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("-o", "--output", type=Path, required=True, help="folder for index.json and the shards")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="whose tokenizer")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file, folder or glob")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
     add("--dataset-subset", help="configuration name on the Hub")
     add("--text-column", default="text", help="the column to write")
     add("-s", "--seq-length", type=int, default=1024, help="tokens per row")
@@ -103,18 +114,22 @@ def lock(folder: Path) -> IO:
 
 def fingerprint(name: str) -> str:
     """A short text that changes when the documents change."""
-    # A path that exists is no pattern, even with brackets in it.
-    pattern = glob.escape(name) if os.path.exists(name) else name
-    if os.path.isdir(name):
-        pattern += "/**/*"
+    if "://" in name:
+        system, path = fsspec.url_to_fs(name)
+        try:
+            files = [system.info(path)]
+        except FileNotFoundError:
+            files = [*system.glob(path, detail=True).values()]  # a pattern
+        if not files:
+            raise FileNotFoundError(f"no file matches {name}")
+        # A server may tell only some of these facts.
+        facts = [[str(file.get(key)) for key in FILE_FACTS] for file in files]
+        return hashlib.sha256(json.dumps(sorted(facts)).encode()).hexdigest()
+    pattern = f"{name}/**/*" if os.path.isdir(name) else name
     files = [file for file in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(file)]
     if files:
         facts = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    if "://" in name:  # a server may say none of these
-        system, path = fsspec.url_to_fs(name)
-        facts = system.info(path)
-        return json.dumps([str(facts.get(key)) for key in ("size", "ETag", "LastModified")])
     return huggingface_hub.dataset_info(name).sha  # the commit
 
 
@@ -125,12 +140,13 @@ def load_documents(chapter: dict, args: argparse.Namespace) -> datasets.Iterable
         sys.exit(f"error: {args.dataset_name} has no split `train`, only {', '.join(splits)}")
     with chapter["fail_on_error"]("cannot read the first document"):
         documents = splits["train"]._resolve_features()
-    features = documents.features
-    columns = [column for column in features if "string" in getattr(features[column], "dtype", "")]
+    text_types = (datasets.Value("string"), datasets.Value("large_string"))
+    columns = [name for name, kind in documents.features.items() if kind in text_types]
     if args.text_column not in columns:
-        what = f"{args.dataset_name} has no column of text named {args.text_column!r}"
-        remedy = f"choose --text-column among {', '.join(columns)}" if columns else "it has no text"
-        sys.exit(f"error: {what}: {remedy}")
+        remedy = "the dataset has none"
+        if columns:
+            remedy = f"choose --text-column among {', '.join(columns)}"
+        sys.exit(f"error: {args.text_column!r} is no column of text: {remedy}")
     if args.max_documents:
         documents = documents.take(args.max_documents)
     return documents

@@ -44,21 +44,26 @@ def entries():
 
 
 def groups():
-    """The ranks of each process group, by its name, as far as PyTorch tells."""
+    """The ranks of each process group, by its name, and a sentence if PyTorch does not tell."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if c10d is None:
+        return {}, ""  # the script has not imported torch.distributed
     tables = [getattr(getattr(c10d, "_world", None), name, None) for name in PRIVATE_GROUPS]
     if None in tables:
-        return {}
+        missing = " or ".join(PRIVATE_GROUPS)
+        return {}, f"this PyTorch has no {missing}: the ranks of process groups are unknown"
     names, ranks = tables
-    return {names[group]: sorted(of_group) for group, of_group in list(ranks.items())}
+    return {names[group]: sorted(of_group) for group, of_group in list(ranks.items())}, ""
 
 
 def write(state, recorded, note):
     frame = sys._current_frames().get(threading.main_thread().ident)
     stack = [list(line)[:3] for line in traceback.extract_stack(frame)]
     dump = {"rank": RANK, "world_size": int(os.environ.get("WORLD_SIZE", 1)), "state": state}
-    dump |= {"pid": os.getpid(), "written": time.time(), "note": note, "stack": stack}
-    dump |= {"groups": groups(), "entries": recorded}
+    dump |= {"pid": os.getpid(), "written": time.time(), "stack": stack}
+    of_groups, group_note = groups()
+    dump |= {"note": "; ".join(filter(None, [note, group_note]))}
+    dump |= {"groups": of_groups, "entries": recorded}
     temporary = FOLDER / f"incomplete-{RANK}"
     temporary.write_text(json.dumps(dump))
     temporary.replace(FOLDER / f"rank-{RANK}.json")  # a reader never sees half a file

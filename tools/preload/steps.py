@@ -32,7 +32,7 @@ first_calls = {}  # by id of a module: in which order modules were called
 depth = 0  # of nested calls
 samples = []  # fingerprints of this step
 precisions = set()
-has_dropout = False
+is_random = False  # a forward pass has drawn random numbers, as dropout does
 unclipped = {}  # by id of a parameter: its gradient before clipping
 steps_done = {}  # by id of an optimizer
 
@@ -51,13 +51,14 @@ def world_size():
 
 
 def fingerprints(values):
-    """One for each row of the first tensor of integers, or of the first tensor."""
+    """One for each row of the first tensor of integers, or of the first tensor: shape and hash."""
     tensors = [x for x in values if isinstance(x, torch.Tensor) and x.dim() > 0]
     integers = [x for x in tensors if not x.is_floating_point() and x.dtype != torch.bool]
     for tensor in (integers or tensors)[:1]:
         rows = tensor.detach().cpu()
         rows = rows.float() if rows.is_floating_point() else rows
-        return [hashlib.sha1(row.numpy().tobytes()).hexdigest()[:16] for row in rows]
+        hashes = [hashlib.sha1(row.numpy().tobytes()).hexdigest()[:16] for row in rows]
+        return [f"{list(tensor.shape[1:])} {row_hash}" for row_hash in hashes]
     return []
 
 
@@ -70,17 +71,25 @@ def note_root(module, values):
         samples.extend(fingerprints(values))
 
 
+def generators():
+    """The states of the generators of random numbers, which each drawn number changes."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
 original_call = torch.nn.Module.__call__
 
 
 def watched_call(module, *args, **options):
-    global depth, has_dropout
+    global depth, is_random
     if not torch.is_grad_enabled():
         return original_call(module, *args, **options)
     if depth == 0:
         note_root(module, [*args, *options.values()])
+        before = generators()
     first_calls.setdefault(id(module), len(first_calls))
-    has_dropout |= isinstance(module, torch.nn.Dropout) and module.training and module.p > 0
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         precisions.add("autocast")
     if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
@@ -90,6 +99,9 @@ def watched_call(module, *args, **options):
         return original_call(module, *args, **options)
     finally:
         depth -= 1
+        if depth == 0:
+            pairs = zip(before, generators(), strict=False)
+            is_random |= not all(torch.equal(one, other) for one, other in pairs)
 
 
 def clean(name):
@@ -121,7 +133,10 @@ def named_parameters():
 
 
 def record(tensor, is_whole):
-    """A copy of the whole tensor on the CPU. Of a large model: sums with random signs."""
+    """A copy of the whole tensor on the CPU. Of a large model: sums with random signs.
+
+    The norm of these sums is the norm of the tensor, up to a few percent.
+    """
     if tensor is None:
         return None
     tensor = tensor.detach()
@@ -219,7 +234,7 @@ def after_step(optimizer, args, options):
     step = steps_done[id(optimizer)]
     number = list(steps_done).index(id(optimizer))
     content = {"rank": rank(), "world_size": world_size(), "step": step, "parameters": entries}
-    content |= {"samples": list(samples), "precisions": sorted(precisions), "dropout": has_dropout}
+    content |= {"samples": list(samples), "precisions": sorted(precisions), "random": is_random}
     content["whole"] = optimizer.first_difference_whole
     samples.clear()
     torch.save(content, FOLDER / f"step{step}-rank{rank()}-optimizer{number}.pt")
