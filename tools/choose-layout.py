@@ -509,12 +509,16 @@ def what_would_fit(model, out: list[Choice], devices: int, args) -> list[str]:
     return lines
 
 
-def report(model, args) -> str:
-    """All that --choose prints."""
-    (devices,) = args.devices
+def check_length(model, args) -> None:
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         scaling.fail(f"--seq-length {args.seq_length} is more than the model's {longest} positions")
+
+
+def report(model, args) -> str:
+    """All that --choose prints."""
+    (devices,) = args.devices
+    check_length(model, args)
     fit, out = choose(model, devices, args)
     if fit and args.trace:
         trace_best(fit, out, devices, args, wanted=TRACED)
