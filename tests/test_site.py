@@ -73,9 +73,8 @@ def test_pages_have_what_the_repository_says(site):
     assert 'href="https://arxiv.org/abs/2104.04473"' in layouts
 
 
-def test_links_to_a_host(tmp_path):
-    assert write(tmp_path, "--links", "https://host/blob/main/").returncode == 0
-    text = (tmp_path / "index.html").read_text()
+def test_links_to_a_host():
+    text = tool.index_page("https://host/blob/main/")
     assert 'href="https://host/blob/main/02-ddp/changes.diff"' in text
     assert "../" not in re.sub(r"data:[^\"]*", "", text)
 
@@ -141,7 +140,7 @@ def test_cells_are_what_the_tool_computes_now():
     seed = random.randrange(10**6)
     draw = random.Random(seed)
     drawn = [key for key in keys(GRID) if not cell_of(GRID, key)[0]]
-    for key in draw.sample(drawn, 12):
+    for key in draw.sample(drawn, 8):
         name, length, batch, gpu, devices, place = key
         link = tool.links_of(devices)[place]
         found = tool.choices(name, gpu, devices, length, batch, link, trace=False)
@@ -183,6 +182,7 @@ def test_grid_goes_on_where_it_was_stopped(tmp_path):
     text = script.read_text()
     for old, new in {
         "range(11)": "range(2)",
+        "TRACED_DEVICES = [8, 64, 256, 1024]": "TRACED_DEVICES = [1, 2]",
         "LENGTHS = [2048, 8192, 32768, 131072]": "LENGTHS = [8192]",
         "BATCHES = [2**19, 2**22]": "BATCHES = [2**22]",
     }.items():
@@ -301,10 +301,8 @@ def rows_of(text: str, first: str) -> list[list[str]]:
 def assert_page_has_what_is_printed(page, printed: str) -> None:
     """The page beside the output of the command that it shows."""
     text = page.inner_text("#result")
-    reasons = page.eval_on_selector_all(
-        "#result details tbody tr",
-        "(rows) => rows.map((x) => [...x.cells].map((y) => y.innerText))",
-    )
+    cells = "(rows) => rows.map((row) => [...row.cells].map((cell) => cell.textContent))"
+    reasons = page.eval_on_selector_all("#result details tbody tr", cells)
     has_reasons = "| why not |" in printed
     assert reasons == (rows_of(printed, "layout | chapter | why") if has_reasons else [])
     if "No layout fits" in printed:
@@ -368,8 +366,8 @@ def test_page_has_the_numbers_that_the_tool_prints(open_page, monkeypatch, capsy
 @pytest.mark.rest
 @in_browser
 def test_a_traced_choice(open_page, monkeypatch, capsys):
-    """With a trace, the smallest model on one GPU."""
-    key = (tool.models()[0], 8192, 2**22, "H100, 80 GB", 1, 0)
+    """With a trace, the smallest model on one node."""
+    key = (tool.models()[0], 8192, 2**22, "H100, 80 GB", 8, 0)
     if not cell_of(GRID, key)[0]:
         pytest.skip("the stored grid has no trace of this choice")
     page = open_page()

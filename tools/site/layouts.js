@@ -234,9 +234,9 @@ function verdict(answer) {
   }
   if (best && gb !== "" && Number(gb) > 0) {
     const ratio = Number(gb) / Math.max(estimate, 1);
-    if (ratio > 1 / 1.15 && ratio < 1.15) sentences.push("Your memory is within 15 % of the estimate.");
-    else sentences.push(ratio > 1 ? `Your memory is ${number(ratio, 1)} times the estimate.`
-      : `The estimate is ${number(1 / ratio, 1)} times your memory.`);
+    if (ratio > 1 / 1.15 && ratio < 1.15) sentences.push("Your guess of the memory is within 15 % of the estimate.");
+    else sentences.push(ratio > 1 ? `Your guess of the memory is ${number(ratio, 1)} times the estimate.`
+      : `The estimate is ${number(1 / ratio, 1)} times your guess of the memory.`);
   }
   return [element("div", { className: "verdict" },
     element("table", {}, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body)),
