@@ -149,6 +149,23 @@ def test_cells_are_what_the_tool_computes_now():
     assert tool.too_long(name, int(length)) == GRID["refused"][f"{name} {length}"]
 
 
+def test_only_layouts_that_the_chapters_accept_are_traced(monkeypatch):
+    """Chapter 6 has no plan for this mixture, and no layout fits 8 GPUs."""
+    _, layouts = tool.tools()
+    traced = []
+
+    def trace(choice, devices, args):
+        traced.append(choice.layout)
+        choice.problem = "needs 99 GB, traced"
+
+    monkeypatch.setattr(layouts, "trace", trace)
+    name = "mistralai/Mixtral-8x7B-v0.1"
+    found = tool.choices(name, "H100, 80 GB", 8, 8192, 2**22, 400, trace=True)
+    assert found["best"] == []
+    assert len(traced) == layouts.TRACED
+    assert not {layout.chapter for layout in traced} & {6, 7, 13}
+
+
 def test_other_grids_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "WORK", tmp_path / "work.jsonl")
     assert tool.read_work(tool.WORK) == {}

@@ -374,7 +374,9 @@ def trace(choice: Choice, devices: int, args, offload: bool = False) -> None:
 def trace_smallest(model, fit: list[Choice], out: list[Choice], devices: int, args) -> None:
     """Where no layout fits by formula, traces the smallest ones, in case some of them do."""
     per_node = min(args.devices_per_node, devices)
-    for smallest in [choice for choice in out if choice.memory < math.inf][:TRACED]:
+    sized = [choice for choice in out if choice.memory < math.inf]
+    possible = [choice for choice in sized if not refusal(model, choice.layout, devices, args)]
+    for smallest in possible[:TRACED]:
         trace(smallest, devices, args)
         if not smallest.problem:
             out.remove(smallest)

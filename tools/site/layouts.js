@@ -116,7 +116,9 @@ function chapterName(chapter) {
 
 function copied(label, text) {
   const button = element("button", { type: "button", textContent: "Copy" });
-  const code = element("code", { textContent: text });
+  // Lines break between words, and not after the hyphens of a flag.
+  const words = text.split(" ").flatMap((textContent) => [element("span", { textContent }), " "]);
+  const code = element("code", {}, ...words.slice(0, -1));
   button.setAttribute("aria-label", `Copy: ${label}`);
   button.onclick = async () => {
     try {
