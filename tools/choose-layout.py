@@ -374,7 +374,9 @@ def trace(choice: Choice, devices: int, args, offload: bool = False) -> None:
 def trace_smallest(model, fit: list[Choice], out: list[Choice], devices: int, args) -> None:
     """Where no layout fits by formula, traces the smallest ones, in case some of them do."""
     per_node = min(args.devices_per_node, devices)
-    for smallest in [choice for choice in out if choice.memory < math.inf][:TRACED]:
+    sized = [choice for choice in out if choice.memory < math.inf]
+    possible = [choice for choice in sized if not refusal(model, choice.layout, devices, args)]
+    for smallest in possible[:TRACED]:
         trace(smallest, devices, args)
         if not smallest.problem:
             out.remove(smallest)
@@ -509,12 +511,16 @@ def what_would_fit(model, out: list[Choice], devices: int, args) -> list[str]:
     return lines
 
 
-def report(model, args) -> str:
-    """All that --choose prints."""
-    (devices,) = args.devices
+def check_length(model, args) -> None:
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         scaling.fail(f"--seq-length {args.seq_length} is more than the model's {longest} positions")
+
+
+def report(model, args) -> str:
+    """All that --choose prints."""
+    (devices,) = args.devices
+    check_length(model, args)
     fit, out = choose(model, devices, args)
     if fit and args.trace:
         trace_best(fit, out, devices, args, wanted=TRACED)
