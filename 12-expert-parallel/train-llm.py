@@ -264,8 +264,8 @@ def expert_parallel(experts, tokens, chosen, shares):
     chosen = chosen.flatten()
     order = chosen.argsort(stable=True)
     copies = tokens[order // per_token]
-    # EP 2: First tell each rank how many copies will come for each of its experts. So count how
-    # often each expert was chosen.
+    # EP 2: First tell each rank how many copies will come for each of its experts.
+    # EP: Count how often each expert was chosen.
     counts = chosen.new_zeros(experts.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
     arriving_counts = torch.empty_like(counts)
     dist.all_to_all_single(arriving_counts, counts, group=experts.group)

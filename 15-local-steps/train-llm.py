@@ -814,6 +814,7 @@ def wait_for_checkpoint():
         UNFINISHED.pop().result()
 
 
+# LOCAL: `outer` has what the replicas share.
 def save_checkpoint(run_folder, model, tokenizer, stateful, state, args, outer):
     """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
     # NODES 5: One checkpoint at a time, so a killed run loses one checkpoint at most.
@@ -821,7 +822,7 @@ def save_checkpoint(run_folder, model, tokenizer, stateful, state, args, outer):
     writer_group()  # make the group here, since all ranks have to make it at the same time
     parts = {}
     # Scheduler and scaler are objects. Model and optimizer are dictionaries already.
-    # LOCAL: `outer` has what the replicas share.
+    # LOCAL: Each replica saves its own state.
     for name, part in sharded_state(model, stateful, outer, outer.replica).items():
         parts[name] = part.state_dict() if hasattr(part, "state_dict") else part
     folder = run_folder / f"step-{state.step:08d}"
