@@ -28,6 +28,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).resolve().parent))
 from models import load_config
 
 # Microseconds for each hop of a collective, and for its launch: NCCL's own constants for its
