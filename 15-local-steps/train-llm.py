@@ -7,7 +7,7 @@ one message per round instead of one per step. Comments with LOCAL 1 to 12 mark 
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     NNODES=2 MASTER_ADDR=node-0 NODE_RANK=0 ../launch/run.sh 15 -e alpaca --inner-steps 100 \
-        --checkpoint-format local     # on each of 2 nodes, with its number
+        --log-freq 100 --checkpoint-format local     # on each of 2 nodes, with its number
 """
 
 import argparse

@@ -70,7 +70,7 @@ def run(command: str, folder) -> str:
 
 
 def test_number_of_commands():
-    assert len(COMMANDS) == 9
+    assert len(COMMANDS) == 10
 
 
 def check(command, expected, folder):
@@ -156,6 +156,12 @@ def test_memory_in_the_answers(folder):
     assert f"needs {column(long, 'together', 'context parallel'):.0f} GB (" in TEXT
     card = run(memory + "2-7b-hf --devices 1 -b 1 -s 2048 --gpu-memory 24", folder)
     assert f"up to {column(card, 'largest batch', 'offload'):.0f} samples fit" in TEXT
+    more = 8 * parameters(MODELS["Llama-3.1-70B"])[0] / 32
+    assert f"add {more / 1e9:.0f} GB to the 61 GB of FSDP" in " ".join(TEXT.split())
+    centres = "tools/estimate-scaling.py -m meta-llama/Llama-3.1-70B --methods LOCAL -b 1 -s 8192 "
+    centres += "--inner-steps 100 --devices 64 --devices-per-node 32 --link 0.03125 "
+    centres += "--gradient-accumulation-steps 8 --activation-checkpointing"
+    assert f"11 s per step: {seconds(run(centres, folder), 'LOCAL'):.0f} s" in TEXT
     olmoe = MIXTURES["allenai/OLMoE-1B-7B-0924"]
     limit = 3 * olmoe.num_experts * olmoe.intermediate_size // olmoe.num_experts_per_tok
     assert f"the first limit is {limit:,}" in TEXT
@@ -190,7 +196,7 @@ def test_a_large_mixture_on_one_node(folder):
 def test_flags_of_the_command_lines(tmp_path):
     """Every flag is understood: all that is wrong is a flag added here."""
     sent = [(chapter, flags) for chapter, flags in SENT if chapter]
-    assert len(sent) == 6
+    assert len(sent) == 7
     for number, (chapter, flags) in enumerate(sent):
         script = CHAPTERS_BY_NUMBER[chapter[:2]]
         words = [*shlex.split(flags), "--log-freq", "none"]
