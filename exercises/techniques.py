@@ -392,17 +392,12 @@ TENSOR_PARALLEL = Technique(
         Mistake(
             "list(summand.chunk(world_size))",
             "list(summand.chunk(world_size))[::-1]",
-            "a rank got the rows of another rank: part 0 of the list goes to rank 0",
+            "parts are in a wrong order: in both collectives, part 0 of the list belongs to rank 0",
         ),
         Mistake(
             "list(summand.chunk(world_size))",
             "list(summand.chunk(world_size)), dist.ReduceOp.AVG",
             "the summands were averaged over the ranks, and not added up",
-        ),
-        Mistake(
-            "torch.cat(parts)",
-            "torch.cat(parts[::-1])",
-            "the rows of the ranks were joined in a wrong order",
         ),
         Mistake(
             "grad_y = spread(2 * y)",

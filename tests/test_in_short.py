@@ -42,7 +42,7 @@ class Short:
     """Runs copies of the scripts in a folder with small models, on few short samples."""
 
     def __init__(self, folder, texts):
-        self.folder, self.count = folder, 0
+        self.folder, self.count, self.output = folder, 0, ""
         self.texts = texts[:100]
         (folder / "text").mkdir()
         for number, text in enumerate(self.texts):
@@ -73,6 +73,7 @@ class Short:
         script.write_text(text.replace(":.4f}", ":.9f}"))
         job = Job(script, [], root / "output", processes)
         assert job.wait() == 0, job.output
+        self.output = job.output
         found = re.findall(r"^step +(\d+)  loss (\S+)  gradient norm (\S+)$", job.output, re.M)
         assert [int(step) for step, *_ in found] == [*range(1, STEPS + 1)], job.output
         losses, norms = (
@@ -225,8 +226,11 @@ DAMAGES = [
     ("fsdp", "sampler=sampler", "shuffle=False"),
     ("fsdp", "set_model_state_dict(model, weights, options=options)", RANDOM),
     ("fsdp", "model.model.rotary_emb = ", "unused = "),
+    ("fsdp", "    dist.all_reduce(loss, dist.ReduceOp.AVG)\n", ""),
     ("tensor_parallel", "DataLoader(samples,", "DataLoader(samples.shard(2, rank),"),
     ("tensor_parallel", "loss = loss.full_tensor()", "loss = loss.full_tensor() / world_size"),
+    ("pipeline", "number * world_size // len(layers)", "number % world_size"),
+    ("pipeline", "loss_fn=loss_of)", "loss_fn=loss_of, scale_grads=False)"),
     ("pipeline", "(losses).mean()", "(losses).sum()"),
     ("pipeline", "    dist.all_reduce(grad_norm)\n", ""),
     ("pipeline", "total_norm=grad_norm", "total_norm=grad_norm / 2"),
@@ -259,6 +263,76 @@ def test_a_damage_shows(short, request, name, code, instead):
     """The script runs to its end, but its losses, norms or weights are others."""
     found = differences(short(name, 2, {code: instead}), expected_of(name, short, request, 2))
     assert any(not difference < 1e-4 for difference in found.values()), found  # also nan
+
+
+# Code of a script, what takes its place, and the error
+CRASHES = [
+    (
+        "fsdp",
+        "broadcast_from_rank0=True",
+        "broadcast_from_rank0=False",
+        "model state_dict is empty",
+    ),
+    ("tensor_parallel", ', "position_ids": positions}', "}", "must match the size of tensor b"),
+    ("tensor_parallel", "with tp.loss_parallel():", "if True:", "mixed torch.Tensor and DTensor"),
+    (
+        "tensor_parallel",
+        '"model.norm": tp.SequenceParallel(),',
+        "",
+        "mixed torch.Tensor and DTensor",
+    ),
+    (
+        "tensor_parallel",
+        'mlp.down_proj": tp.RowwiseParallel(',
+        'mlp.down_proj": tp.RowwiseParallel(input_layouts=Replicate(), ',
+        "Sharding propagation failed",
+    ),
+    (
+        "tensor_parallel",
+        'o_proj": tp.RowwiseParallel(',
+        'o_proj": tp.RowwiseParallel(input_layouts=Replicate(), ',
+        "Sharding propagation failed",
+    ),
+    (
+        "pipeline",
+        "    model.model.embed_tokens = Elsewhere()",
+        "    pass",
+        "'NoneType' object has no attribute 'device'",  # the embeddings have no gradients
+    ),
+    ("pipeline", "    model.lm_head = Elsewhere()\n", "", "must match the size of tensor b"),
+]
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(("name", "code", "instead", "error"), CRASHES)
+def test_a_damage_ends_the_script(short, name, code, instead, error):
+    with pytest.raises(AssertionError, match=error):
+        short(name, 2, {code: instead})
+
+
+PASSES = """        y = self.model(**inputs, use_cache=False).logits
+        if y.requires_grad:
+            print(f"rank {rank}: F", flush=True)
+            y.register_hook(lambda _: print(f"rank {rank}: B", flush=True))
+        return y
+"""
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("schedule", "orders"),
+    [("Schedule1F1B", ["FFBFBFBB", "FBFBFBFB"]), ("ScheduleGPipe", ["FFFFBBBB", "FFFFBBBB"])],
+)
+def test_order_of_the_pipeline(short, schedule, orders):
+    """One forward, one backward. The results of GPipe are the same, so they show no difference.
+    Before the first step, a stage makes a pass to know the shapes. The last one goes back, too."""
+    damages = {"        return self.model(**inputs, use_cache=False).logits\n": PASSES}
+    damages |= {"import PipelineStage, Schedule1F1B": f"import PipelineStage, {schedule}"}
+    damages |= {"= Schedule1F1B(": f"= {schedule}("}
+    short("pipeline", 2, damages)
+    for rank, order in enumerate(orders):
+        passes = "".join(re.findall(rf"^rank {rank}: (\w)$", short.output, re.M))
+        assert passes == ["F", "FB"][rank] + STEPS * order
 
 
 def test_every_script_is_damaged():
