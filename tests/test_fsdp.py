@@ -585,6 +585,16 @@ def test_out_of_gpu_memory_names_the_flags_of_this_chapter(trainer):
         assert_one_sentence(result.output, flag)
 
 
+@pytest.mark.rest
+def test_a_family_whose_initialisation_mixes_tensors_is_refused(trainer, tmp_path):
+    """RWKV copies plain tensors into its parameters, which are shards here."""
+    sizes = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2}
+    model = write_model(tmp_path / "rwkv", model_type="rwkv", context_length=64, **sizes)
+    result = trainer("-m", model, "--max-steps", 1, status=1, processes=2, **FSDP)
+    sentence = "shards cannot be initialised as rwkv does: use chapter 2"
+    assert_one_sentence(result.run.ranks[0].output, sentence)
+
+
 def test_checkpoints_that_cannot_be_read(trainer):
     """Of another chapter: one sentence. Damaged: the run ends and leaves it as it is."""
     flags = ["--max-steps", 2, "--eval-freq", 0]

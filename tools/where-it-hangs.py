@@ -152,15 +152,19 @@ def differing_sizes(call):
     return str(call.sizes) if same else ""
 
 
+MESSAGE = r"(send|recv) (\d+)(->|<-)(\d+)$"  # as NCCL records it, with the ranks of a group
+
+
 class Message(Call):
-    """A send or recv, as NCCL records it: `send 0->1`, with ranks of its group."""
+    """A send or recv. `ranks`: the global ranks of its group, or nothing if they are unknown."""
 
     def __init__(self, entry, ranks):
         super().__init__(entry)
-        kind, own, arrow, peer = re.fullmatch(r"(\w+) (\d+)(->|<-)(\d+)", self.operation).groups()
-        own, peer = (ranks[int(n)] if ranks else int(n) for n in (own, peer))
+        kind, own, arrow, peer = re.search(MESSAGE, self.operation).groups()
+        if ranks:
+            own, peer = ranks[int(own)], ranks[int(peer)]
         self.is_recv = kind == "recv"
-        self.peer = peer
+        self.peer = int(peer)
         self.operation = f"{kind} {own}{arrow}{peer}"
 
 
@@ -172,7 +176,7 @@ def waiting_messages(dump):
             # The messages of a batch have no state. The batch has one for all of them.
             if Call(entry).done:
                 waiting = [(state, message) for state, message in waiting if state != "scheduled"]
-        elif entry["is_p2p"]:
+        elif entry["is_p2p"] and re.search(MESSAGE, entry["profiling_name"]):
             message = Message(entry, sorted(dump["groups"].get(entry["process_group"][0], [])))
             if not message.done:
                 waiting.append((entry["state"], message))
