@@ -220,14 +220,17 @@ def read_work(file: Path) -> dict[tuple, dict]:
     if not file.exists():
         file.write_text(json.dumps(work_header()) + "\n")
         return {}
-    header, *lines = file.read_text().splitlines()
+    text = file.read_text()
+    if not text.endswith("\n"):  # it was stopped in a line
+        file.open("a").write("\n")
+    header, *lines = text.splitlines()
     if json.loads(header) != work_header():
         sys.exit(f"error: {file} has parts of a grid with other axes or formulae: delete it")
     done = {}
     for line in lines:
         try:
             result = json.loads(line)
-        except ValueError:  # a line that was stopped
+        except ValueError:
             continue
         done[tuple(result["part"])] = result
     return done
