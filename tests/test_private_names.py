@@ -30,6 +30,7 @@ NAMES = {
     f"{PYTREE}.tree_map_only": "changes tensors inside nested dictionaries",
     f"{PYTREE}.tree_leaves": "finds the tensors among the arguments of an operation",
     "torch.distributed.distributed_c10d._set_pg_timeout": "a longer limit until the first step",
+    "torch.distributed.distributed_c10d._world": "all process groups, also those of a mesh",
     "torch.distributed.DeviceMesh._flatten": "one norm over two dimensions in one all-reduce",
     f"{COLLECTIVES}.all_to_all_single_autograd": "an all-to-all with a backward pass",
     f"{COLLECTIVES}.all_gather_single_autograd": "an all-gather with a backward pass",
@@ -65,6 +66,7 @@ NAMES = {
 }
 # Attributes that objects have, without a name in their class: the module that uses them
 ATTRIBUTES = {
+    "_compatible_flash_implementations": "transformers.modeling_utils",
     "_attn_implementation_internal": "transformers.configuration_utils",
     "_is_hf_initialized": "transformers.initialization",
     "_weight_conversions": "transformers.conversion_mapping",

@@ -460,9 +460,9 @@ def test_a_sample_is_no_block():
 
 
 REMEDIES = {
+    "checkpointing": "--activation-checkpointing",
     "batch": r"--batch-size|`-b`",
     "accumulation": "--gradient-accumulation-steps",
-    "checkpointing": "--activation-checkpointing",
     "length": r"--seq-length|`-s`",
     "more GPUs": "more GPUs",
     "offload": "--cpu-offload",
