@@ -197,6 +197,7 @@ def test_compiled_code_keeps_what_is_foretold():
     assert kept("llama", "--dtype bf16 --no-compile")[0] > 1.1 * real
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt2"])
 def test_one_layer_stands_for_all_of_its_kind(name):
     """And a batch is foretold from two smaller ones."""
@@ -339,6 +340,7 @@ OF_CHAPTER_1 = "Estimated only: chapter 1"
 COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m meta-llama/(\S+) (.*)$"
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(
     ("heading", "count"),
     [(OF_CHAPTER_1, [1]), ("Estimated only: the tables of chapters 2 and 3", [1, 2])],

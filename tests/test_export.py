@@ -133,6 +133,7 @@ def test_wandb_offline(run, tmp_path):
         assert all(logged.get(k) == v for k, v in record.items() if k != "step")
 
 
+@pytest.mark.rest
 def test_csv_while_the_run_goes_on(run, tmp_path):
     """It begins later than the tool, resumes, and writes the same records again.
 

@@ -124,6 +124,7 @@ def test_any_batch(tmp_path, size, micro):
         assert_same_weights(folder / "model.pt", weights)
 
 
+@pytest.mark.rest
 def test_resume(tmp_path):
     expected, _ = without_any_of_this(size=8, optimizer="AdamW")
     options = f"lr=LR, max_norm={MAX_NORM}, save_every=6"
@@ -195,6 +196,7 @@ def run_split(folder, name, processes, steps=16, save_every=99, optimizer="SGD",
     return run(folder, CHECKPOINT + loop, call, processes, **options)
 
 
+@pytest.mark.rest
 @every_split
 def test_split_decoder(tmp_path, name):
     expected = alone()

@@ -14,7 +14,7 @@ import torch
 import transformers
 from runner import REPOSITORY
 
-CHECKED = {"torch": "2.13.0", "transformers": "5.23.0", "datasets": "5.2.0"}
+CHECKED = {"torch": "2.13.0", "transformers": "5.24.0", "datasets": "5.2.0"}
 DISPATCH = "torch.utils._python_dispatch"
 PYTREE = "torch.utils._pytree"
 COLLECTIVES = "torch.distributed._functional_collectives"

@@ -793,6 +793,7 @@ def test_groups_that_the_chapters_refuse(changes, flags, sentence):
         tool.check(replace(LLAMA_8B, **changes), args)
 
 
+@pytest.mark.rest
 def test_command_line(tmp_path):
     command = [sys.executable, TOOL, "-m", TINY_LLAMA / "config.json", "-b", 8, "-s", 256]
     options = {"capture_output": True, "text": True}

@@ -192,6 +192,7 @@ def test_markers_are_those_of_grep():
         assert {"main", "evaluate", "parse_args"} <= functions
 
 
+@pytest.mark.rest
 def test_other_files(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text('print("<b>&amp;")  # DDP: </script>\n')
