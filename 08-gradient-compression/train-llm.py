@@ -424,9 +424,11 @@ class Compression:
         # COMPRESSION 5: With another number of ranks, each begins with the mean of all files.
         for file in files:
             with fail_on_error(f"{file.name} is damaged: {remedy}"):
-                *saved_memory, powersgd_rank = torch.load(file, device)
-            if powersgd_rank != self.args.powersgd_rank:
-                fail(f"--powersgd-rank was {powersgd_rank} in this run: keep it or take another -e")
+                saved_memory = torch.load(file, device)
+            if len(saved_memory) > len(self.memory):  # older versions did not save the rank
+                rank = saved_memory.pop()
+                if rank != self.args.powersgd_rank:
+                    fail(f"--powersgd-rank was {rank} in this run: keep it or take another -e")
             for memory, saved in zip(self.memory, saved_memory, strict=True):
                 for key, tensor in saved.items():
                     memory[key] = memory.get(key, 0) + tensor / len(files)
