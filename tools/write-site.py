@@ -349,7 +349,7 @@ KINDS = {".png": "image/png", ".svg": "image/svg+xml"}
 
 
 def markdown(text: str, folder: str, links: str) -> str:
-    """HTML of paragraphs, lists, tables and code, as our pages have them.
+    """HTML of paragraphs, lists, tables, code and folds, as our pages have them.
 
     `folder` is the place of the page, and `links` the prefix of links to files of the repository.
     """
@@ -376,6 +376,8 @@ def markdown(text: str, folder: str, links: str) -> str:
         lines = block.splitlines()
         if lines[0].startswith("```"):
             found.append(f"<pre>{html.escape(chr(10).join(lines[1:-1]))}</pre>")
+        elif re.match("</?details>", lines[0]):
+            found.append(block)
         elif lines[0].startswith("|"):
             rows = "".join(row(line, "td") for line in lines[2:])
             found.append(
