@@ -24,7 +24,7 @@ import sysconfig
 import time
 import uuid
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -277,7 +277,7 @@ def build_model(args, config, device, checkpoint):
             model.set_attn_implementation(args.attention)
             used = model.config._attn_implementation
             if used != args.attention:
-                raise ValueError(f"it would be {used}")
+                raise ValueError(f"the model uses {used} instead")
     # Transformers looks for borders of packed documents in each batch, and Python waits until the
     # GPU has the answer. Here a sample is one sequence, so the answer is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -305,14 +305,14 @@ def from_files(name):
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    unfit = [*report["missing_keys"], *report["mismatched_keys"]]
+    unfit = sorted(map(str, report["missing_keys"] | report["mismatched_keys"]))
     if unfit:
         fail(f"the files of {name} lack this tensor, or its shape differs: {unfit[0]}")
     # Transformers does not tie weights that differ, so the model would not be that of the config.
     tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
     if model.all_tied_weights_keys != tied_by_config:
         tied = f"the config of {name} ties lm_head to the embeddings"
-        fail(f"{tied}, its files do not: set tie_word_embeddings to false in config.json")
+        fail(f"{tied}, but its files do not: set tie_word_embeddings to false in config.json")
     return model
 
 
@@ -331,7 +331,8 @@ def lr_schedule(args, optimizer, total_steps):
         # The rate falls to zero at the end, by default in the last fifth of the steps.
         decay_steps = args.decay_steps or total_steps // 5
         if args.warmup_steps + decay_steps > total_steps:
-            fail(f"--warmup-steps and --decay-steps add up to more than {total_steps} steps")
+            both = f"--warmup-steps {args.warmup_steps} and {decay_steps} decay steps"
+            fail(f"{both} add up to more than {total_steps} steps")
         options["num_decay_steps"] = decay_steps
     elif args.decay_steps:
         fail("--decay-steps needs --lr-scheduler warmup_stable_decay")
@@ -348,7 +349,7 @@ FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": 
 def load_config_and_tokenizer(args):
     name = args.model_name
     remedy = "check the path, or name and network; --demo needs no network"
-    gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
+    gated = "accept its licence on its page at https://huggingface.co and run `hf auth login`"
     with fail_on_error(f"cannot load the model {name}: {remedy}; if it is gated, {gated}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -411,7 +412,7 @@ def tokenized(documents, tokenizer, config, args):
     text_types = (datasets.Value("string"), datasets.Value("large_string"))
     columns = [name for name, kind in documents.features.items() if kind in text_types]
     if args.text_column not in columns:
-        remedy = f"choose --text-column among {', '.join(columns)}"
+        remedy = f"choose --text-column among {', '.join(columns)}" if columns else "there is none"
         fail(f"{args.text_column!r} is no column of text: {remedy}")
     return documents.map(
         tokenize,
@@ -544,7 +545,7 @@ def new_folder(folder):
     temporary = folder.with_name("incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    free = shutil.disk_usage(temporary).free / 1e9
+    free = shutil.disk_usage(folder.parent).free / 1e9
     with fail_on_error(f"cannot write {folder}; the disk had {free:.1f} GB left"):
         yield temporary
         for path in [*temporary.rglob("*"), temporary]:
@@ -831,7 +832,8 @@ def fail(message):
     # DDP: If all ranks find the same mistake, the first rank of a node says so, and torchrun ends
     # the other ranks by SIGTERM while they wait here.
     if LOCAL_RANK > 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with suppress(ValueError):  # raised in a thread, where signals stay as they are
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
     sys.exit(f"error: {message}")
 
@@ -902,8 +904,9 @@ def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
     with fail_on_error(f"cannot read {path} as lines such as batch-size: 8"):
         text = path.read_text()
-        values = yaml.safe_load(text)  # of a flag that stands twice, the last value
-        names = [name.value for name, _ in yaml.compose(text).value]  # such a flag twice
+        # safe_load keeps only the last value of a repeated flag. compose lists every flag.
+        values = yaml.safe_load(text)
+        names = [name.value for name, _ in yaml.compose(text).value]
     has_duplicates = len(names) > len(values)
     if has_duplicates or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
@@ -962,7 +965,7 @@ def parse_args():
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
     if LOCAL_RANK > 0:
-        parser.error = fail  # DDP: it leaves the report of a wrong flag to the first rank
+        parser.error = fail  # DDP: only the first rank of a node reports a wrong flag
     known, _ = parser.parse_known_args()
     given = read_config(known.config) if known.config else []
     if "--demo" in given + sys.argv[1:]:

@@ -47,7 +47,7 @@ def test_a_run_that_hangs_says_where(round_of, tmp_path, monkeypatch):
 def test_a_checkpoint_that_lacks_its_last_records_is_noticed(round_of, tmp_path):
     """The records that a killed run leaves are those of later steps."""
     one = round_of("02-ddp")
-    line = '(run_folder / "metrics.jsonl").write_text("".join(f"{line}\\n" for line in lines))'
+    line = '(run_folder / "metrics.jsonl").write_text(records)'
     one.script = damaged(CHAPTER_2, tmp_path, {line: "pass"})
     with pytest.raises(AssertionError):
         one.run()

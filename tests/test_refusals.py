@@ -1,10 +1,11 @@
 """Two runs of one name, cut records, flags that contradict: one sentence, and nothing is lost."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import assert_one_sentence
-from runner import REPOSITORY
+from runner import CHAPTER_2, REPOSITORY, load
 from test_sparse_low_rank import SparseTrainer
 
 LOCAL = ["--checkpoint-format", "local"]
@@ -132,3 +133,14 @@ def test_flags_that_contradict(trainer, tmp_path):
         result = trainer("--max-steps", 5, *flags, name="refused", status=status)
         assert_one_sentence(result.output, sentence)
         assert not result.checkpoints, name
+
+
+def test_a_thread_of_another_rank_ends_with_the_sentence(monkeypatch):
+    """Python allows no change of signals there. Threads read streams and write checkpoints."""
+    chapter = load(CHAPTER_2)
+    monkeypatch.setattr(chapter, "LOCAL_RANK", 1)
+    monkeypatch.setattr(chapter.time, "sleep", lambda seconds: None)
+    with ThreadPoolExecutor() as threads:
+        failed = threads.submit(chapter.fail, "a mistake")
+        with pytest.raises(SystemExit, match="error: a mistake"):
+            failed.result()

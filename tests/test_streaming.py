@@ -496,10 +496,10 @@ def test_a_stream_that_breaks(stream, server, files):
         requests.append(path)
         return fault if len(requests) in faults else "complete"
 
-    def remote(name, status=0):
+    def remote(name, *more, status=0):
         requests.clear()
         options = {"name": name, "processes": 1, "before": HASTY, "status": status}
-        return stream(*flags, "-d", f"{server}/0.jsonl", **options)
+        return stream(*flags, *more, "-d", f"{server}/0.jsonl", **options)
 
     Server.answer = staticmethod(answer)
     faults = ()
@@ -526,6 +526,11 @@ def test_a_stream_that_breaks(stream, server, files):
         resumed = remote(f"{fault}-always")
         losses = {r["step"]: r["loss"] for r in resumed.records}
         assert losses == {r["step"]: r["loss"] for r in local.records}
+
+    faults = range(needed - 1, 10_000)
+    remote("before-the-first-record", "--log-freq", 99, status=1)
+    faults = ()
+    assert remote("before-the-first-record", "--log-freq", 99).column("step") == [22]
 
 
 # Sends SIGTERM to one rank in one of its optimizer steps
