@@ -257,7 +257,8 @@ def from_files(name):
     tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
     if model.all_tied_weights_keys != tied_by_config:
         tied = f"the config of {name} ties lm_head to the embeddings"
-        fail(f"{tied}, but its files do not: set tie_word_embeddings to false in config.json")
+        remedy = "set tie_word_embeddings to false in config.json"
+        fail(f"{tied}, but its files do not: {remedy}")
     return model
 
 

@@ -364,7 +364,8 @@ def from_files(name):
     tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
     if model.all_tied_weights_keys != tied_by_config:
         tied = f"the config of {name} ties lm_head to the embeddings"
-        fail(f"{tied}, but its files do not: set tie_word_embeddings to false in config.json")
+        remedy = "set tie_word_embeddings to false in config.json"
+        fail(f"{tied}, but its files do not: {remedy}")
     return model
 
 
@@ -929,9 +930,8 @@ def load_weights(model, name, checkpoint):
             first = shards[model.all_tied_weights_keys[second_name]]
             if not torch.equal(second.to_local(), first.to_local()):
                 tied = f"the config of {name} ties {second_name} to the embeddings"
-                fail(
-                    f"{tied}, but its files do not: set tie_word_embeddings to false in config.json"
-                )
+                remedy = "set tie_word_embeddings to false in config.json"
+                fail(f"{tied}, but its files do not: {remedy}")
         return
     # Some families have other names in the files, or merge tensors (the experts of a layer).
     # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.

@@ -714,9 +714,7 @@ def test_files_with_a_head_that_the_config_ties(trainer, pretrained, tmp_path, c
     equal = trainer("-m", tmp_path / "equal", *flags, name="equal", **options)
     assert exact(equal.records) == exact(expected.records)
     other = trainer("-m", tmp_path / "other", *flags, name="other", status=1, **options)
-    sentence = (
-        "ties lm_head.weight to the embeddings, but its files do not: set tie_word_embeddings"
-    )
+    sentence = "ties lm_head.weight to the embeddings, but its files do not: set tie_word"
     assert_one_sentence(other.run.ranks[0].output, sentence)
     assert not (other.folder / "final").exists()
 
