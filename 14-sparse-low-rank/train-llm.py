@@ -238,49 +238,6 @@ def build_model(args, config, device, checkpoint):
     return model
 
 
-<<<<<<< 14-sparse-low-rank
-||||||| 01-single-gpu until now
-def from_files(name):
-    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    # Transformers fills missing tensors with random numbers, and prints a table about them. Do not
-    # print the table, but end with a sentence.
-    transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
-    model, report = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    unfit = sorted(map(str, report["missing_keys"] | report["mismatched_keys"]))
-    if unfit:
-        fail(f"the files of {name} lack this tensor, or its shape differs: {unfit[0]}")
-    # Transformers does not tie weights that differ, so the model would not be that of the config.
-    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if model.all_tied_weights_keys != tied_by_config:
-        tied = f"the config of {name} ties lm_head to the embeddings"
-        fail(f"{tied}, but its files do not: set tie_word_embeddings to false in config.json")
-    return model
-
-
-=======
-def from_files(name):
-    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    # Transformers fills missing tensors with random numbers, and prints a table about them. Do not
-    # print the table, but end with a sentence.
-    transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
-    model, report = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
-    )
-    unfit = sorted(map(str, report["missing_keys"] | report["mismatched_keys"]))
-    if unfit:
-        fail(f"the files of {name} lack this tensor, or its shape differs: {unfit[0]}")
-    # Transformers does not tie weights that differ, so the model would not be that of the config.
-    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if model.all_tied_weights_keys != tied_by_config:
-        tied = f"the config of {name} ties lm_head to the embeddings"
-        remedy = "set tie_word_embeddings to false in config.json"
-        fail(f"{tied}, but its files do not: {remedy}")
-    return model
-
-
->>>>>>> 01-single-gpu
 def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
     # SL 2: No weight decay for B, A and S. If B and A both decay, B A decays twice as fast.
