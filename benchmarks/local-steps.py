@@ -12,7 +12,7 @@ DDP               chapter 2 on two ranks
 half of the data  chapter 2 with half of the samples per step: one replica alone
 H = 10            chapter 15 with rounds of 10 steps, outer learning rate 1, no momentum
 trap: ...         H = 30, with a mistake in the script; `resume` stops in step 315, within a round;
-                  `within a round` has the held-out loss of step 585, and `next loss` the training
+                  `within a round` has the held-out loss of step 315, and `next loss` the training
                   loss of the step after this evaluation, of a model with a head of its own
 """
 
@@ -97,7 +97,7 @@ TRAPS = {
     "trap: next loss without reshard": {"module.reshard()": "pass"},
 }
 # Steps after which the held-out loss, or the training loss of an untied model, is taken
-WITHIN_ROUND, NEXT = 585, 586
+WITHIN_ROUND, NEXT = 315, 316
 for name in TRAPS:
     METHODS[name] = METHODS["H = 30"]
     if "Nesterov" in name or "resume" in name:
