@@ -422,7 +422,7 @@ FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": 
 def load_config_and_tokenizer(args):
     name = args.model_name
     remedy = "check the path, or name and network; --demo needs no network"
-    gated = "accept its licence on its page at https://huggingface.co and run `hf auth login`"
+    gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
     with fail_on_error(f"cannot load the model {name}: {remedy}; if it is gated, {gated}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -501,7 +501,7 @@ def tokenized(documents, tokenizer, config, args):
     text_types = (datasets.Value("string"), datasets.Value("large_string"))
     columns = [name for name, kind in documents.features.items() if kind in text_types]
     if args.text_column not in columns:
-        remedy = f"choose --text-column among {', '.join(columns)}" if columns else "there is none"
+        remedy = f"choose --text-column among {', '.join(columns or documents.column_names)}"
         fail(f"{args.text_column!r} is no column of text: {remedy}")
     return documents.map(
         tokenize,
@@ -1230,7 +1230,7 @@ def at_least(minimum, kind=int, below=math.inf):
 
 def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
-    with fail_on_error(f"cannot read {path} as lines such as batch-size: 8"):
+    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
         text = path.read_text()
         # safe_load keeps only the last value of a repeated flag. compose lists every flag.
         values = yaml.safe_load(text)
