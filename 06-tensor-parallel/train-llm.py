@@ -459,8 +459,10 @@ FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": 
 def load_config_and_tokenizer(args):
     name = args.model_name
     remedy = "check the path, or name and network; --demo needs no network"
-    gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
-    with fail_on_error(f"cannot load the model {name}: {remedy}; if it is gated, {gated}"):
+    if not name.startswith(("/", ".", "~")):  # a name on the Hub
+        gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
+        remedy += f"; if it is gated, {gated}"
+    with fail_on_error(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
     if tokenizer.eos_token_id is None:
