@@ -113,6 +113,7 @@ def assert_same_weights(file, expected):
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize(("size", "micro"), [(12, 12), (10, 2), (7, 3), (3, 1)])
 def test_any_batch(tmp_path, size, micro):
     """The last batch of an epoch has 4 samples or 1, which leaves some ranks without any."""
