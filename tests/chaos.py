@@ -15,7 +15,9 @@ Moments are random in time, so the same seed does the same things at nearly the 
 
 import argparse
 import json
+import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -144,7 +146,9 @@ class Chaos:
     def checkpoints(self, name: str) -> dict[str, Path]:
         """Folders of checkpoints by their paths in the folder of the run."""
         run = self.trainer.folder / name
-        folders = [*run.glob("**/step-*[0-9]"), *run.glob("**/checkpoint-*[0-9]")]
+        # os.walk ignores a folder that the run renames or removes meanwhile
+        folders = [Path(parent, name) for parent, names, _ in os.walk(run) for name in names]
+        folders = [f for f in folders if re.match(r"(step|checkpoint)-.*\d$", f.name)]
         return {str(folder.relative_to(run)): folder for folder in sorted(folders)}
 
     def newest(self, name: str) -> int:

@@ -740,9 +740,9 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, dataset):
 
 def test_the_thread_takes_the_gpu_of_its_rank(monkeypatch):
     """The current GPU belongs to a thread, and a new thread begins with GPU 0."""
+    monkeypatch.setenv("LOCAL_RANK", "3")
     chapter = load(CHAPTER_5)
     taken = []
-    monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     chapter.THREAD.submit(print).result()

@@ -259,6 +259,8 @@ def compute_parts(parts: list[tuple], done: dict, file: Path, processes: int, wh
                 text = f"{what}: {finished:,} of {len(parts):,} parts, {minutes:.0f} minutes left"
                 print(text, flush=True)
                 last = now
+        pool.close()  # The processes end by themselves, and so free the lock of tqdm
+        pool.join()
 
 
 class Strings:
