@@ -508,17 +508,15 @@ def total_norm(tensors):
 
 # -- Data ------------------------------------------------------------------------------------------
 
-# The endings of files, and how `datasets` calls their formats
+# The endings of files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-FORMATS |= {".json.gz": "json", ".jsonl.gz": "json", ".csv": "csv", ".parquet": "parquet"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 
 
 def load_config_and_tokenizer(args):
     name = args.model_name
-    remedy = "check the path, or name and network; --demo needs no network"
-    if not name.startswith(("/", ".", "~")):  # a name on the Hub
-        gated = f"accept its licence at https://huggingface.co/{name} and run `hf auth login`"
-        remedy += f"; if it is gated, {gated}"
+    gated = "if it is gated, accept its licence at huggingface.co and run `hf auth login`"
+    remedy = f"check the path, or name and network; {gated}; --demo needs no network"
     with fail_on_error(f"cannot load the model {name}: {remedy}"):
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -540,10 +538,7 @@ def load_documents(name, subset):
         fail(f"no file matches {name}")
     if files and not any(os.path.getsize(file) for file in files):
         fail(f"{name} is empty")
-    file_format = None
-    for ending in FORMATS:
-        if name.endswith(ending):
-            file_format = FORMATS[ending]
+    file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
     if files and not file_format and not os.path.isdir(name):
         fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
     options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files

@@ -187,7 +187,7 @@ def test_hub_says_no_or_nothing(trainer, tmp_path, model):
         trainer.start("-d", "somebody/data", name="data"),
     ]
     cases = [
-        (["-m", "somebody/gated"], "https://huggingface.co/somebody/gated", "hf auth login"),
+        (["-m", "somebody/gated"], "accept its licence at huggingface.co", "hf auth login"),
         (["-m", "somebody/missing"], "the model somebody/missing", "--demo"),
         ([*local, "-d", "somebody/missing"], "the dataset somebody/missing", "--dataset-subset"),
     ]
