@@ -174,7 +174,7 @@ def main():
         token_counts.append(tokens)
         label_count = tokens - global_batch  # the last token of a row predicts nothing
         # STREAM 5: Divide by the labels per rank, because FSDP averages over the ranks.
-        # A tensor, because the loss would be compiled again for each new Python number.
+        # A tensor, because the loss would be compiled a second time for Python numbers.
         # At least 1, because a step may consist of rows with a single token, whose loss is 0.
         labels_per_rank = torch.full((), max(label_count, 1) / WORLD_SIZE, device=device)
         # Several small passes need less memory than one large pass, and their gradients add up.

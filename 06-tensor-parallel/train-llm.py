@@ -366,7 +366,7 @@ def build_model(args, config, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # TP 10: Compile attention and MLP, since a whole compiled layer fails in the backward pass.
+        # TP 10: Compile attention and MLP. A whole compiled layer may fail in the backward pass.
         # All layers are alike, so they share the compiled code of the first.
         for layer in layers:
             layer.self_attn.compile()

@@ -178,7 +178,7 @@ def main():
                 input_ids = read_batch(rows, indices, device)
             with timer("forward"), autocast:
                 # MDS 3: Divide by the labels per rank, because FSDP averages over the ranks.
-                # A tensor, because the loss would be compiled again for each new Python number.
+                # A tensor, because the loss would be compiled a second time for Python numbers.
                 # At least 1, because a step may consist of rows with a single token.
                 labels_per_rank = torch.full((), max(label_count, 1) / WORLD_SIZE, device=device)
                 # MDS 4: The label of padding is -100, and this label has no loss.

@@ -93,7 +93,7 @@ def main():
     # PP 1: The ranks of a pipeline train on the same samples, so a pipeline counts as one device.
     # 3D 1: A stage is now a group, and all ranks of the groups of a pipeline read the same batch.
     pipelines = WORLD_SIZE // (args.pipeline_parallel * args.tensor_parallel)
-    group = RANK // args.tensor_parallel  # ranks 0 to N - 1 are group 0: see 3D 7
+    group = RANK // args.tensor_parallel  # the first ranks are group 0: see 3D 7
     pipeline = group % pipelines  # with 2 pipelines, the even groups belong to pipeline 0
     global_batch = args.batch_size * accumulation * pipelines
     torch.manual_seed(args.seed)  # for random initial weights
@@ -564,7 +564,7 @@ def build_model(args, config, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # TP 10: Compile attention and MLP, since a whole compiled layer fails in the backward pass.
+        # TP 10: Compile attention and MLP. A whole compiled layer may fail in the backward pass.
         # All layers are alike, so they share the compiled code of the first.
         for layer in layers:
             layer.self_attn.compile()

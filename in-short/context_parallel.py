@@ -75,7 +75,8 @@ def attention_of_own_heads(module, query, key, value, mask, **options):
     return swap(output), None  # None: attention weights, which training does not need
 
 
-# The layers look up their attention function by its name. This name has no mask, and needs none.
+# The layers look up their attention function by its name. Transformers makes no mask for a name
+# that it does not know. The function above needs none, because it is causal.
 AttentionInterface.register("own_heads", attention_of_own_heads)
 model.set_attn_implementation("own_heads")
 
