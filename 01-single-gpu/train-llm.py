@@ -30,7 +30,7 @@ from pathlib import Path
 
 # Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Comet patches no library, waits 20 s for a silent server, and takes at most a minute at the end.
+# Comet patches no library. A silent server delays the start by 20 s, and the end by a minute.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
 os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
@@ -79,6 +79,7 @@ def main():
     optimizer = torch.optim.AdamW(
         parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
     )
+    # A resumed run may have another batch size, so count the steps that are left.
     steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
     total_steps = state.step + max(steps_left, 0)
     if args.max_steps:
@@ -90,6 +91,7 @@ def main():
     # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
     # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         load_training_state(checkpoint, stateful)
@@ -107,7 +109,7 @@ def main():
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
     stop_signals = catch_stop_signals()
-    stop_signal = 0
+    stop_signal = 0  # none
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         # Several small passes need less memory than one large pass, and their gradients add up.
@@ -189,7 +191,7 @@ def main():
         say("Nothing was saved: -e gives a run a name, and saves its model, checkpoints and logs")
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
-        sys.exit(128 + stop_signal)
+        sys.exit(128 + stop_signal)  # as shells report the end by a signal
 
 
 # -- Model and optimizer ---------------------------------------------------------------------------
@@ -203,13 +205,12 @@ def build_model(args, config, device, checkpoint):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
     if checkpoint:
         with fail_if_damaged(checkpoint):
-            model = from_files(checkpoint)
+            model = from_files(checkpoint)  # in place of the model without memory
     elif args.from_scratch:
-        model.to_empty(device=device).tie_weights()
+        model.to_empty(device=device).tie_weights()  # to_empty separates tied weights
         model.init_weights()  # as Transformers does, but directly on the GPU
     else:
-        remedy = "--from-scratch starts from random weights, --demo needs no download"
-        with fail_on_error(f"cannot load the weights of {args.model_name}: {remedy}"):
+        with fail_on_error(f"cannot load the weights of {args.model_name}: try --from-scratch"):
             model = from_files(args.model_name)
     model.to(device)  # files are read into CPU memory first
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
@@ -223,8 +224,8 @@ def build_model(args, config, device, checkpoint):
             used = model.config._attn_implementation
             if used != args.attention:
                 raise ValueError(f"the model uses {used} instead")
-    # Transformers looks for borders of packed documents in each batch, and Python waits until the
-    # GPU has the answer. Here a sample is one sequence, so the answer is always None.
+    # Transformers looks for packed documents in the positions of each batch, and Python waits until
+    # the GPU has the answer. Here positions count through a sample, so the answer is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
@@ -237,7 +238,7 @@ def build_model(args, config, device, checkpoint):
         # model that is compiled as a whole builds a mask, and loses the fast causal attention.
         for layer in layers:
             layer.compile()
-        # This avoids the fp32 copy of the logits, which is the largest tensor of a step.
+        # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
         model.loss_function = torch.compile(model.loss_function)
     return model
 
@@ -250,10 +251,11 @@ def from_files(name):
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    unfit = sorted(map(str, report["missing_keys"] | report["mismatched_keys"]))
+    # A missing tensor is a name. A tensor of another shape is a tuple: name and two shapes.
+    unfit = [str(entry) for entry in report["missing_keys"] | report["mismatched_keys"]]
     if unfit:
-        fail(f"the files of {name} lack this tensor, or its shape differs: {unfit[0]}")
-    # Transformers does not tie weights that differ, so the model would not be that of the config.
+        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit)}")
+    # Transformers does not tie weights that differ, so the model would differ from its config.
     tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
     if model.all_tied_weights_keys != tied_by_config:
         tied = f"the config of {name} ties lm_head to the embeddings"
@@ -282,7 +284,13 @@ def lr_schedule(args, optimizer, total_steps):
         options["num_decay_steps"] = decay_steps
     elif args.decay_steps:
         fail("--decay-steps needs --lr-scheduler warmup_stable_decay")
-    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
+    return get_scheduler(
+        args.lr_scheduler,
+        optimizer,
+        num_warmup_steps=args.warmup_steps,
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=options,
+    )
 
 
 # -- Data ------------------------------------------------------------------------------------------
@@ -311,7 +319,10 @@ def load_config_and_tokenizer(args):
 
 
 def load_documents(name, subset):
-    """The splits of a file, a pattern (one document per text file) or a dataset of the Hub."""
+    """The splits of a file, a pattern, an address, a folder or a dataset of the Hub.
+
+    A text file is one document.
+    """
     files = sorted(glob.glob(name, recursive=True))
     if "*" in name and "://" not in name and not files:
         fail(f"no file matches {name}")
@@ -322,7 +333,7 @@ def load_documents(name, subset):
         fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
     options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
     if file_format:
-        # An address has no local files, so `datasets` gets its name.
+        # There are no local files at an address, so `datasets` gets the address.
         options = {"path": file_format, "data_files": files or name}
     if file_format == "text":
         options |= {"sample_by": "document", "encoding_errors": "replace"}
@@ -332,8 +343,9 @@ def load_documents(name, subset):
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
         splits = datasets.load_dataset(**options)
+    # `datasets` makes a document of each line of the text files in a folder.
     builder = next(iter(splits.values())).info.builder_name
-    if os.path.isdir(name) and builder == "text":  # `datasets` makes a document of each line
+    if os.path.isdir(name) and builder == "text":
         fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
     return splits
 
@@ -341,6 +353,7 @@ def load_documents(name, subset):
 def tokenize(rows, tokenizer, column, vocab_size):
     """The token ids of each document that is not empty, and an end-of-text token after each."""
     texts = [text for text in rows[column] if text]
+    # The tokenizer refuses an empty list.
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
     largest = max(map(max, documents), default=0)
@@ -350,7 +363,7 @@ def tokenize(rows, tokenizer, column, vocab_size):
     return {"input_ids": documents}
 
 
-def tokenized(documents, tokenizer, config, args):
+def tokenize_split(documents, tokenizer, config, args):
     """The token ids of the documents of a split."""
     text_types = (datasets.Value("string"), datasets.Value("large_string"))
     columns = [name for name, kind in documents.features.items() if kind in text_types]
@@ -377,8 +390,8 @@ class PackedSamples:
     that `datasets` has cached. So packing copies nothing, and all processes share the file.
     """
 
-    def __init__(self, tokenized, seq_length):
-        chunks = tokenized.data.column("input_ids").chunks  # each one a list of documents
+    def __init__(self, documents, seq_length):
+        chunks = documents.data.column("input_ids").chunks  # each one a list of documents
         self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
         self.seq_length = seq_length
 
@@ -394,12 +407,12 @@ def load_samples(args, tokenizer, config, global_batch):
     splits = load_documents(args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
-    documents = tokenized(splits["train"], tokenizer, config, args)
+    documents = tokenize_split(splits["train"], tokenizer, config, args)
     train_samples = PackedSamples(documents, args.seq_length)
     count = len(train_samples)
     held_out = splits.get("validation", splits.get("test"))
     if held_out:
-        documents = tokenized(held_out, tokenizer, config, args)
+        documents = tokenize_split(held_out, tokenizer, config, args)
         eval_samples = PackedSamples(documents, args.seq_length)
     else:
         count -= max(1, count // 100)  # the last samples, before the shuffle
@@ -411,7 +424,7 @@ def load_samples(args, tokenizer, config, global_batch):
     return train_samples, eval_samples
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # a batch may have samples of two epochs
 def permutation(seed, epoch, count):
     # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
     return np.random.RandomState((seed, epoch)).permutation(count)
@@ -464,7 +477,7 @@ LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
-# Folders with other names, such as step-final.bak, are no checkpoints.
+# A pattern with eight digits. Folders such as step-final.bak are no checkpoints.
 CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
 
 
@@ -537,7 +550,7 @@ def open_run(args):
         saved = json.loads((newest / "state.json").read_text())
     unknown = saved.keys() - asdict(new_state).keys()
     unknown |= saved["flags"].keys() - flags.keys()
-    has_shards = (newest / ".metadata").exists()  # as in chapter 3
+    has_shards = (newest / ".metadata").exists()  # a file of chapter 3 and later
     if unknown or has_shards:
         fail(f"{newest} is from another chapter: choose another --experiment-name")
     state = RunState(**saved)
@@ -550,7 +563,7 @@ def open_run(args):
 
 def lock(run_folder):
     """Refuses a folder in which another process trains. The lock ends with the process."""
-    file = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)
+    file = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)  # open to the end
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -566,8 +579,8 @@ def load_training_state(checkpoint, stateful):
         training_state = torch.load(file, map_location="cpu", mmap=True)
     for name, part in stateful.items():
         part.load_state_dict(training_state[name])
-    # Another --max-steps changes the schedule. So go back by a step, and compute the learning rate
-    # of the next step again.
+    # Another --max-steps changes the schedule, and so the learning rate of the next step. Go back
+    # by one step, which the scheduler counts as last_epoch, and let step() compute it again.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
 
@@ -604,7 +617,7 @@ class PhaseTimer:
 
     def read(self, tokens_per_step):
         """Milliseconds per optimizer step, tokens per second and TFLOP/s, since the last read."""
-        steps = len(self.spans["update"])
+        steps = len(self.spans["update"])  # a step has one update
         metrics = {}
         for phase, spans in self.spans.items():
             if self.on_gpu:
@@ -625,6 +638,7 @@ class PhaseTimer:
 
 def flops_per_token(config, seq_length):
     """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
+    # Built again, because from chapter 3 on, a process has only a part of the model.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if any(".experts." in name for name in model.state_dict()):
@@ -670,7 +684,8 @@ class RunLog:
     """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
 
     def __init__(self, run_folder, checkpoint, state, args):
-        if checkpoint:  # drops later records, which a killed run may have left
+        if checkpoint:
+            # A killed run may have left later records. The checkpoint has a copy without them.
             with fail_if_damaged(checkpoint):
                 records = (checkpoint / "metrics.jsonl").read_text()
                 newest = json.loads(records.splitlines()[-1])
@@ -731,8 +746,8 @@ def fail_on_error(message):
     try:
         yield
     except Exception as error:
-        cause = error.__cause__ or error
-        fail(f"{message} ({cause!r:.300})")
+        cause = error.__cause__ or error  # some libraries raise a general error from the true one
+        fail(f"{message} ({cause!r:.300})")  # at most 300 characters of it
 
 
 def fail_if_damaged(checkpoint):
@@ -852,6 +867,7 @@ def parse_args():
     add("--device", choices=devices, default=devices[0], help="where to train")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
+    # Find --config first. Its flags stand before those of the command line, which therefore win.
     known, _ = parser.parse_known_args()
     given = read_config(known.config) if known.config else []
     if "--demo" in given + sys.argv[1:]:

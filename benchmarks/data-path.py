@@ -95,11 +95,11 @@ def compare_streams(rounds: int) -> None:
                 )
                 begin = time.perf_counter()
                 if name == "cached":
-                    documents = cached.tokenized(whole, tokenizer, config, args)
+                    documents = cached.tokenize_split(whole, tokenizer, config, args)
                     rows[name] = len(cached.PackedSamples(documents, 1024))
                 else:
                     documents = streamed.load_documents(pattern, None)["train"]
-                    documents = streamed.tokenized(documents, tokenizer, config, args)
+                    documents = streamed.tokenize_split(documents, tokenizer, config, args)
                     windows = streamed.text_windows(documents, streamed.START, args)
                     rows[name] = rows_of_a_pass(windows)
                 times[name].append(time.perf_counter() - begin)
@@ -136,7 +136,7 @@ def compare_rows(rounds: int) -> None:
         config = AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
         columns = SimpleNamespace(text_column="text")
-        documents = cached.tokenized(whole, tokenizer, config, columns)
+        documents = cached.tokenize_split(whole, tokenizer, config, columns)
         samples = cached.PackedSamples(documents, 1024)
         os.environ["LOCAL_WORLD_SIZE"] = "1"
         args = {"dataset_name": f"{folder}/mds", "seq_length": 1024, "shuffle_window": 1024}

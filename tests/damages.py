@@ -520,8 +520,8 @@ DAMAGES = {
     "13-3d-parallel": [
         (
             "groups are counted by modulo",
-            "group = RANK // args.tensor_parallel  # ranks 0 to N - 1",
-            "group = RANK % args.tensor_parallel  # ranks 0 to N - 1",
+            "group = RANK // args.tensor_parallel  # the first ranks",
+            "group = RANK % args.tensor_parallel  # the first ranks",
             THREE,
         ),
         (

@@ -378,7 +378,9 @@ def test_the_launch_readme_explains_every_variable_and_line():
     assert len(defaults) == 3
     for variable, default in defaults:
         assert f"${{{variable}:-{default}}}" in run, variable
-    lines = re.findall(r"^\| ((?:`.*?`,? ?)+)", section(LAUNCH, "Slurm, line by line"), re.MULTILINE)
+    lines = re.findall(
+        r"^\| ((?:`.*?`,? ?)+)", section(LAUNCH, "Slurm, line by line"), re.MULTILINE
+    )
     parts = [part for line in lines for part in re.findall("`(.*?)`", line)]
     assert len(parts) > 18
     for part in parts:
