@@ -34,9 +34,10 @@ from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
-# Waiting CPU threads spin. Shorter spinning leaves more time to other programs on the same cores.
+# CPU threads of OpenMP spin while they wait. Shorter spinning leaves more time to other programs.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Comet patches no library. A silent server delays the start by 20 s, and the end by a minute.
+# Comet must patch no library. With a silent server, it gives up after 20 s at the start, and after
+# a minute at the end.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
 os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
@@ -108,6 +109,7 @@ def main():
     train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
     if LOCAL_RANK == 0:
         dist.barrier(patient_group)
+    # `state.samples` counts the samples of the run, and `state.train_samples` those of the dataset.
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
@@ -147,8 +149,8 @@ def main():
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
         run_log = RunLog(run_folder, checkpoint, state, args)
-        facts = {"global_batch": global_batch, "device_name": device_name}
-        run_log.parameters(facts | describe_run(args, model, train_samples))
+        settings = {"global_batch": global_batch, "device_name": device_name}
+        run_log.log_parameters(settings | describe_run(args, model, train_samples))
         run_log.comet.set_model_graph(str(model))
 
     # The training loop.
@@ -158,7 +160,7 @@ def main():
     timer = PhaseTimer(device, flops_per_token(config, args.seq_length) / WORLD_SIZE)
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
-    stop_signals = catch_stop_signals()
+    stop_signals = catch_stop_signals()  # SIGTERM and Ctrl-C append to this list
     stop_signal = 0  # none
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
@@ -239,7 +241,7 @@ def main():
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
             if run_log:
-                run_log.metrics(state, metrics)
+                run_log.log_metrics(state, metrics)
             speed = f"{metrics['tokens_per_second']:,.0f} tokens/s"
             numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}  {speed}"
             say(f"step {state.step}/{total_steps}  {numbers}")
@@ -256,7 +258,7 @@ def main():
             say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
             metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
             if run_log:
-                run_log.metrics(state, metrics)
+                run_log.log_metrics(state, metrics)
         if run_folder and save_now:
             # A saved step is always a logged step, so its numbers have passed the check above.
             save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
@@ -272,7 +274,7 @@ def main():
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
-        sys.exit(128 + stop_signal)  # as shells report the end by a signal
+        sys.exit(128 + stop_signal)  # a signal has ended the loop, and shells report it so
 
 
 # -- Model and optimizer ---------------------------------------------------------------------------
@@ -476,10 +478,10 @@ def build_model(args, config, device, checkpoint):
             load_weights(model, args.model_name, checkpoint)
     for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
         buffer.data = buffer.to(device)
-    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    gpu_has_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     # A family with `_compatible_flash_implementations` needs another version of FlashAttention.
-    has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
-    if args.attention is None and use_flash and has_flash:
+    model_has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
+    if args.attention is None and gpu_has_flash and model_has_flash:
         args.attention = "flash_attention_2"
     if args.attention:
         with fail_on_error(f"--attention {args.attention} does not work for {config.model_type}"):
@@ -488,7 +490,8 @@ def build_model(args, config, device, checkpoint):
             if used != args.attention:
                 raise ValueError(f"the model uses {used} instead")
     # Transformers looks for packed documents in the positions of each batch, and Python waits until
-    # the GPU has the answer. Here positions count through a sample, so the answer is always None.
+    # the GPU has the answer. Here the positions of a sample are those of one document, although it
+    # may hold several, so the answer is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
@@ -497,8 +500,8 @@ def build_model(args, config, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Compile each layer: all layers are alike, so they share the compiled code of the first. A
-        # model that is compiled as a whole builds a mask, and loses the fast causal attention.
+        # Compile each layer: all layers are alike, so they share the compiled code of the first. If
+        # the whole model is compiled, it makes a mask, and the fast causal attention takes no mask.
         for layer in layers:
             layer.compile()
         # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -519,7 +522,8 @@ def from_files(name):
     unfit = [str(entry) for entry in report["missing_keys"] | report["mismatched_keys"]]
     if unfit:
         fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit)}")
-    # Transformers does not tie weights that differ, so the model would differ from its config.
+    # If the config ties lm_head to the embeddings, but the files have two different matrices,
+    # Transformers keeps both without an error.
     tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
     if model.all_tied_weights_keys != tied_by_config:
         tied = f"the config of {name} ties lm_head to the embeddings"
@@ -623,6 +627,7 @@ def load_documents(name, subset):
 
     A text file is one document.
     """
+    # A pattern has files, and a path is its own file. An address or a name on the Hub has none.
     files = sorted(glob.glob(name, recursive=True))
     if "*" in name and "://" not in name and not files:
         fail(f"no file matches {name}")
@@ -638,7 +643,8 @@ def load_documents(name, subset):
     if file_format == "text":
         options |= {"sample_by": "document", "encoding_errors": "replace"}
     if file_format == "json":
-        # A number among texts is an error. By default, the texts would get quotation marks.
+        # None: a number among texts is an error. By default, such a column becomes JSON, in which
+        # all texts have quotation marks.
         options["on_mixed_types"] = None
     remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
     with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
@@ -656,7 +662,7 @@ def tokenize(rows, tokenizer, column, vocab_size):
     # The tokenizer refuses an empty list.
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
-    largest = max(map(max, documents), default=0)
+    largest = max((max(ids) for ids in documents), default=0)
     if largest >= vocab_size:
         remedy = "give the model its own tokenizer, or from scratch a larger vocab_size"
         fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
@@ -691,7 +697,8 @@ class PackedSamples:
     """
 
     def __init__(self, documents, seq_length):
-        chunks = documents.data.column("input_ids").chunks  # each one a list of documents
+        # An Arrow column has chunks of many documents. `flatten` joins the documents of a chunk.
+        chunks = documents.data.column("input_ids").chunks
         self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
         self.seq_length = seq_length
 
@@ -715,7 +722,7 @@ def load_samples(args, tokenizer, config, global_batch):
         documents = tokenize_split(held_out, tokenizer, config, args)
         eval_samples = PackedSamples(documents, args.seq_length)
     else:
-        count -= max(1, count // 100)  # the last samples, before the shuffle
+        count -= max(1, count // 100)  # hold out the last samples of the dataset
         eval_samples = Subset(train_samples, range(count, len(train_samples)))
         train_samples = Subset(train_samples, range(count))
     if count < global_batch or not eval_samples:
@@ -892,6 +899,7 @@ def open_run(args):
         return run_folder, None, new_state
     with fail_if_damaged(newest):
         saved = json.loads((newest / "state.json").read_text())
+    # Other chapters save other values, other flags or sharded files.
     unknown = saved.keys() - asdict(new_state).keys()
     unknown |= saved["flags"].keys() - flags.keys()
     is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
@@ -907,9 +915,10 @@ def open_run(args):
 
 def lock(run_folder):
     """Refuses a folder in which another process trains. The lock ends with the process."""
-    file = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)  # open to the end
+    descriptor = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)
+    # The file is never closed, because this would end the lock.
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         fail(f"another process trains in {run_folder}: wait for its end, or choose another -e")
     except OSError as error:
@@ -925,8 +934,8 @@ def load_training_state(checkpoint, stateful, model):
         dcp.FileSystemReader(checkpoint).read_metadata()
         dcp.load(state, checkpoint_id=checkpoint)
     state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
-    # Another --max-steps changes the schedule, and so the learning rate of the next step. Go back
-    # by one step, which the scheduler counts as last_epoch, and let step() compute it again.
+    # The restored learning rate belongs to the old --max-steps. Compute it for the new one: step()
+    # adds 1 to last_epoch, the number of steps, and then sets the rate. So subtract 1 before.
     stateful["scheduler"].last_epoch -= 1
     stateful["scheduler"].step()
 
@@ -1163,7 +1172,7 @@ def flops_per_token(config, seq_length):
     config = config.get_text_config()
     used = model.num_parameters(exclude_embeddings=True)  # looking up a row computes nothing
     if config.tie_word_embeddings:
-        used += config.vocab_size * config.hidden_size  # the table is the head, too
+        used += config.vocab_size * config.hidden_size  # the head computes with the same table
     return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
 
 
@@ -1213,12 +1222,12 @@ class RunLog:
         self.parameters_file = run_folder / "parameters.json"
         self.comet = start_comet(run_folder / "comet", state, args)
 
-    def parameters(self, parameters):
+    def log_parameters(self, parameters):
         # JSON has no paths, so `default` turns them into text.
         self.parameters_file.write_text(json.dumps(parameters, indent=2, default=str))
         self.comet.log_parameters(parameters)
 
-    def metrics(self, state, metrics):
+    def log_metrics(self, state, metrics):
         # JSON has no infinity. The gradient norm may be infinite in a step that fp16 skips.
         finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
         record = {"step": state.step, "epoch": state.epoch} | finite
@@ -1241,7 +1250,7 @@ def start_comet(folder, state, args):
         try:
             return comet_ml.start(online=True, **options)
         except Exception as error:
-            say(f"warning: Comet cannot be reached ({error!r:.300})")
+            say(f"warning: Comet cannot be reached ({error!r:.300})")  # 300 characters
     logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the archive
     say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
     return comet_ml.start(online=False, **options)
@@ -1297,7 +1306,7 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# This run takes a few minutes on two CPU cores. Its text comes with every Python.
+# --demo takes a few minutes on two CPU cores. Its text is the source of Python's own library.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
     "model_name": f"{REPOSITORY}/tiny-llama",
@@ -1344,7 +1353,8 @@ def read_config(path):
         text = path.read_text()
         # safe_load keeps only the last value of a repeated flag. compose lists every flag.
         values = yaml.safe_load(text)
-        names = [name.value for name, _ in yaml.compose(text).value]
+        nodes = yaml.compose(text).value  # a pair for each line: flag and value
+        names = [flag.value for flag, _ in nodes]
     has_duplicates = len(names) > len(values)
     if has_duplicates or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
@@ -1400,6 +1410,7 @@ def parse_args():
     add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
     seed = at_least(0, below=2**32)  # the limit of NumPy
     add("--seed", type=seed, default=0, help="seed of random weights and sample order")
+    # Calls torch.cuda.is_available() and so on
     # DDP: No --device, because torchrun assigns the devices.
     # FSDP: These two flags choose between speed and memory.
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
@@ -1416,9 +1427,10 @@ def parse_args():
     # Find --config first. Its flags stand before those of the command line, which therefore win.
     known, _ = parser.parse_known_args()
     given = read_config(known.config) if known.config else []
-    if "--demo" in given + sys.argv[1:]:
-        parser.set_defaults(**DEMO)
-    args = parser.parse_args(given + sys.argv[1:])
+    flags = given + sys.argv[1:]
+    if "--demo" in flags:
+        parser.set_defaults(**DEMO)  # defaults, so that every given flag overrides them
+    args = parser.parse_args(flags)
     # PP: The defaults that follow from other flags.
     if args.stages_per_rank is None:
         args.stages_per_rank = 2 if args.schedule in SEVERAL_STAGES else 1

@@ -200,7 +200,7 @@ DECIDED_LATER = {
     ("--pipeline-parallel",): "all ranks",
     ("--replicas",): "the nodes",
     ("--stages-per-rank",): "2 for interleaved and zbv, else 1",
-    ("--layers-per-stage",): "alike, fewer at the ends",
+    ("--layers-per-stage",): "about equal; embeddings and head count as a layer each",
 }
 
 

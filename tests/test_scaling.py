@@ -660,7 +660,7 @@ REASONS = {  # the page's rows: the estimate without one of its reasons
     "NVLink at its nominal rate, 450 GB/s": {"link_in": 450e9},
     "no copies": {"memory": math.inf},
     "collectives that use no multiprocessors": {},
-    "full waves": {"model": replace(LLAMA_8B, matrices=())},
+    "no loss from smaller matrices": {"model": replace(LLAMA_8B, matrices=())},
 }
 
 
