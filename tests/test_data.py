@@ -101,8 +101,9 @@ def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path):
     rows.to_csv(tmp_path / "a.csv")
     rows.to_json(tmp_path / "a.jsonl")
     expected = [t for text in texts for t in [*tokenizer(text)["input_ids"], END]]
-    (tmp_path / "b.json.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    for name in ("a.parquet", "a.csv", "a.jsonl", "b.json.gz"):
+    for name, compressed in (("a.jsonl", "b.json.gz"), ("a.csv", "b.csv.gz")):
+        (tmp_path / compressed).write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    for name in ("a.parquet", "a.csv", "a.jsonl", "b.json.gz", "b.csv.gz"):
         train, _ = load(chapter_1, tokenizer, tmp_path / name, text_column="story")
         assert stream(train) == expected[: len(train) * 32]
     for column in ("text", "n"):  # absent, and not a text

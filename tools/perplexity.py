@@ -30,7 +30,7 @@ from generate import load
 from torch.nn.functional import cross_entropy
 
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-FORMATS |= {".csv": "csv", ".parquet": "parquet", ".gz": "json"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 
 
 def parse_args() -> argparse.Namespace:
@@ -51,13 +51,18 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def format_of(file: str) -> str | None:
+    """How `datasets` calls the format. Files may be compressed (.gz)."""
+    return FORMATS.get(Path(file.removesuffix(".gz")).suffix)
+
+
 def load_held_out(name: str, subset: str | None) -> datasets.IterableDataset:
     """The held-out split of a file, folder, glob or address, or of the Hub, as a stream."""
     pattern = os.path.join(name, "**", "*") if os.path.isdir(name) else name
-    files = [f for f in sorted(glob.glob(pattern, recursive=True)) if Path(f).suffix in FORMATS]
-    if "://" in name and Path(name).suffix in FORMATS:
+    files = [f for f in sorted(glob.glob(pattern, recursive=True)) if format_of(f)]
+    if "://" in name and format_of(name):
         files = [name]
-    kinds = {FORMATS[Path(file).suffix] for file in files}
+    kinds = {format_of(file) for file in files}
     spec = {"path": name, "name": subset}
     if kinds == {"text"}:  # a text file is one document
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
