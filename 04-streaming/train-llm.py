@@ -110,8 +110,8 @@ def main():
     scheduler = lr_schedule(args, optimizer, total_steps)
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
-    # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
-    # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
+    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, so that gradients
+    # stay above 3e-8, and divides them before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}

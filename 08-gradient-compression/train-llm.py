@@ -136,8 +136,8 @@ def main():
     # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
     # sums that need more precision (norms, softmax, the loss) in fp32.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
-    # fp16 rounds gradients below 6e-8 to zero. The scaler multiplies the loss, so that gradients
-    # stay above 6e-8, and divides them before the update. With other dtypes it does nothing.
+    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, so that gradients
+    # stay above 3e-8, and divides them before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
