@@ -655,7 +655,7 @@ def open_cache(args):
 
     # MDS 6: Each rank of each run has a cache of its own, so that nobody else removes its shards.
     run = (args.save_dir / args.experiment_name).resolve()
-    path_of_run = run.relative_to("/")  # repeated inside the cache
+    path_of_run = run.relative_to("/")  # the cache has folders of the same names
     folder = args.local_cache / path_of_run / f"shards-{LOCAL_RANK}"
     # Begin with an empty folder, because a killed run may have left a half of a file.
     shutil.rmtree(folder, ignore_errors=True)

@@ -24,7 +24,7 @@ folder = repository / "tiny-llama"
 output = repository / "outputs" / "in-short" / Path(__file__).stem
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-# The model has random weights. `from_pretrained` in place of `from_config` loads trained weights.
+# Random weights. For trained weights, write `from_pretrained(folder)`, with a folder that has them.
 # Embeddings and output head are two matrices here, as in most large models. Weights are in fp32,
 # because bf16 would round small updates away.
 torch.manual_seed(0)

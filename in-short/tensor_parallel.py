@@ -38,7 +38,7 @@ if torch.cuda.device_count() >= world_size:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
 
-# The model has random weights. `from_pretrained` in place of `from_config` loads trained weights.
+# Random weights. For trained weights, write `from_pretrained(folder)`, with a folder that has them.
 # Embeddings and output head are two matrices here, as in most large models. Weights are in fp32,
 # because bf16 would round small updates away.
 torch.manual_seed(0)
