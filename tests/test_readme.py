@@ -98,7 +98,7 @@ def test_install_commands():
     assert tests[2] in (REPOSITORY / "10-mds-shards" / "README.md").read_text()
     assert tests[3] == ".venv/bin/python -m pytest"
     assert "README.md" in (REPOSITORY / ".ci" / "run").read_text()
-    (version,) = re.findall(r"`\.venv/bin/pip install (torch==\S+)\s--index-url \S+/cpu`", README)
+    (version,) = re.findall(r"\.venv/bin/pip install\s(torch==\S+)\s--index-url \S+/cpu`", README)
     assert version in (REPOSITORY / "constraints.txt").read_text().splitlines()
 
 
