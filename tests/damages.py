@@ -601,6 +601,24 @@ DAMAGES = {
     ],
     "15-local-steps": [
         (
+            "the steps that only average have momentum",
+            "if not averages_only:",
+            "if True:",
+            f"{LOCAL}test_a_run_is_the_plain_loop[averages first]",
+        ),
+        (
+            "a checkpoint has a replica's weights in place of the shared weights",
+            "weights | shared}",
+            "weights}",
+            f"{LOCAL}test_resume_within_a_round[shard]",
+        ),
+        (
+            "a checkpoint has no weights of the replicas",
+            '{"weights": weights, "opt',
+            '{"opt',
+            f"{LOCAL}test_resume_within_a_round[shard]",
+        ),
+        (
             "replicas have equal names in a checkpoint, so it keeps the state of one",
             'self.replica = mesh.get_local_rank("replica")',
             "self.replica = 0",

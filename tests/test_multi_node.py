@@ -87,7 +87,7 @@ def train(trainer):
 
 def test_losses_for_every_shard_size(train, trainer):
     """Those of chapter 1, also norms and held-out losses; equal copies, to the last bit."""
-    flags = ["--max-steps", 30, "--eval-freq", 15, "--ckpt-freq", 10, "--keep-checkpoints", 9]
+    flags = ["--max-steps", 12, "--eval-freq", 6, "--ckpt-freq", 4, "--keep-checkpoints", 9]
     single = train(*flags, "-b", 16, processes=0, script=CHAPTER_1, name="single")
     train(*flags, "-b", 8, "--global-batch-size", 16, processes=1, name="one")
     cases = [(2, 1, []), (2, 2, ["--no-reshard-after-forward"])]
@@ -96,21 +96,21 @@ def test_losses_for_every_shard_size(train, trainer):
         options = {"processes": ranks, "before": WATCH, "name": f"on-{ranks}-by-{size}"}
         batch = ["-b", 2, "--global-batch-size", 16, "--shard-size", size]
         run = train(*flags, *batch, *more, **options)
-        assert_same_losses(single, run, 30, **OFF)
+        assert_same_losses(single, run, 12, **OFF)
         held = told(run, "shards ")
         for rank in range(ranks):
             assert held[rank] == held[rank % size]
         assert len({shards[0] for shards in held}) == size
         # Once per step for each of the two layers and the root
-        assert told(run, "all-reduces ") == [[str(30 * 3)]] * ranks
+        assert told(run, "all-reduces ") == [[str(12 * 3)]] * ranks
     # Begun on 4 ranks, continued on 2 with another -b
-    take_over(run, trainer, "fewer", 10)
+    take_over(run, trainer, "fewer", 4)
     fewer = train(*flags, "-b", 4, "--global-batch-size", 16, "--shard-size", 1, name="fewer")
     assert "Continuing from" in fewer.output
-    assert_same_losses(single, fewer, 30, **OFF)
+    assert_same_losses(single, fewer, 12, **OFF)
     three = [*flags, "-b", 4, "--gradient-accumulation-steps", 1]
     before = train(*three, processes=4, script=CHAPTER_3, name="chapter-3", before=WATCH)
-    assert_same_losses(single, before, 30, **OFF)
+    assert_same_losses(single, before, 12, **OFF)
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ MANY = """
 import json, os, runpy, sys
 import torch
 
-SAVED = (1, 2, 30)
+SAVED = (1, 2, 10)
 
 def watch(name):
     original = getattr(torch.nn.utils, name)
@@ -145,7 +145,7 @@ def name_of(case) -> str:
 
 def steps_of(case) -> int:
     """Compiled ones and families take fewer."""
-    return 30 if case[3] in SOURCES and "--compile" not in case[4] else 4
+    return 10 if case[3] in SOURCES and "--compile" not in case[4] else 4
 
 
 def layers_of(case) -> int:
@@ -242,7 +242,7 @@ def test_trains_what_chapter_1_trains(runs, case):
     assert_same_losses(single, run, steps, **OFF)
     assert len(run.column("eval/loss")) == 2
     assert min(run.column("time/schedule_ms")) > 0
-    for step in (1, 2, 30) if steps == 30 else (1, 2):
+    for step in (1, 2, 10) if steps == 10 else (1, 2):
         expected, found = gradients(single.folder, step), gradients(run.folder, step)
         print(f"step {step}: {worst(expected, found)}")
         assert worst(expected, found)[0] < 1e-4, step
