@@ -809,11 +809,13 @@ def parse_args(argv=None) -> argparse.Namespace:
     if "LOCAL" in args.methods and not args.inner_steps:
         parser.error("LOCAL needs --inner-steps, the steps of a round")
     if args.devices:
-        args.devices_per_node = min(args.devices_per_node, *args.devices)
-        args.nodes = [devices // args.devices_per_node for devices in args.devices]
+        per_node = min(args.devices_per_node, *args.devices)
+        args.nodes = [devices // per_node for devices in args.devices]
         for devices in args.devices:
-            if devices % args.devices_per_node:
-                parser.error(f"{devices} devices do not fill nodes of {args.devices_per_node}")
+            if devices % per_node:
+                parser.error(f"{devices} devices do not fill nodes of {per_node}")
+        if not args.choose:  # --choose also looks for a larger number of devices that fits
+            args.devices_per_node = per_node
     if args.choose and len(args.devices or []) != 1:
         parser.error("--choose needs one number of --devices")
     args.global_batch_size = args.global_batch_size or max(1, 2**22 // args.seq_length)
