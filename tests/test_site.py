@@ -366,7 +366,7 @@ def printed_by(command: str, monkeypatch, capsys) -> str:
 @pytest.mark.rest
 @in_browser
 def test_page_has_the_numbers_that_the_tool_prints(open_page, monkeypatch, capsys):
-    """Ten choices at random, six of which have layouts that fit; and few devices, for more nodes."""
+    """Ten choices at random, of which six have layouts that fit; and few devices for more nodes."""
     seed = random.randrange(10**6)
     draw = random.Random(seed)
     untraced = [key for key in keys(GRID) if not cell_of(GRID, key)[0]]
