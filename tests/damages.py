@@ -158,14 +158,15 @@ DAMAGES = {
     "03-fsdp": [
         (
             "the optimizer's state is not restored",
-            "state_dict.set_optimizer_state_dict(model,",
-            "(lambda *_: None)(model,",
+            "dcp.load(state, checkpoint_id",
+            "dcp.load({key: state[key] for key in state if key != 'optimizer'}, checkpoint_id",
             f"{JOB}[03-fsdp]",
         ),
         (
             "the norm is that of one rank's shards",
             "grad_norm = grad_norm.full_tensor()",
-            "grad_norm = grad_norm.to_local()",
+            """shards = [parameter.grad.to_local() for parameter in model.parameters()]
+            grad_norm = torch.nn.utils.get_total_norm(shards)""",
             f"{JOB}[03-fsdp]",
         ),
         (
@@ -518,12 +519,6 @@ DAMAGES = {
         ),
     ],
     "13-3d-parallel": [
-        (
-            "groups are counted by modulo",
-            "group = RANK // args.tensor_parallel  # the first ranks",
-            "group = RANK % args.tensor_parallel  # the first ranks",
-            THREE,
-        ),
         (
             "attention counts only the positions of this rank",
             "torch.arange(labels.shape[1], device=labels.device)[None]",

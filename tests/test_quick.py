@@ -216,7 +216,8 @@ WATCH_NAME = """
 import json, pathlib
 
 def write_text(path, text):
-    if path.name == "run.json":
+    if path.name == "run.new":
+        print("the record names a checkpoint")
         checkpoint = pathlib.Path(json.loads(text)["checkpoint"])
         files = {file.name for file in checkpoint.iterdir()}
         assert {"trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} <= files, files
@@ -238,6 +239,7 @@ def test_one_job_of_the_trainer(trainer, tmp_path, model, dataset, chapter):
     single = trainer("-b", 8, "--max-steps", 8, "--eval-freq", 4, name="single")
     options = {"processes": 2, "before": SLOW_RANK_1 + WATCH_NAME}
     run = runs(*flags, name="run", **options)
+    assert "the record names a checkpoint" in run.output
     for name, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3), ("eval/loss", 1e-4)):
         assert run.column(name) == pytest.approx(single.column(name), rel=tolerance)
     assert_opens(run, reference=single)

@@ -407,15 +407,16 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
     between = model.layers - 1
     # The next layer's weights come while this one computes. The root's come before everything.
     first = g_root + g + between * max(layer_forward, g) + layer_forward + root_forward
-    again = g if reshards else 0.0  # the gather of a layer for its backward pass
-    # And the gradients of the layer before leave meanwhile. The last ones leave at the end.
-    last = root_backward + between * max(layer_backward, again + r) + max(layer_backward, r)
+    # The backward pass gathers again. It begins with the root, while the last layer's weights come.
+    again = g if reshards else 0.0
+    last = max(root_backward, again) + between * max(layer_backward, again + r) + layer_backward
+    # The gradients of a layer leave during the next one. Those of the first layer leave at the end.
     tail = r + r_root
     # Without resharding, the other passes communicate nothing.
     step = scatters * (first + last + tail) + (accumulation - scatters) * (forward + backward)
     copies = sum(count * c.copy_time(cluster) for count, c in counts.values())
     beside = [(between, layer_forward, g), (between, layer_backward, again + r)]
-    beside.append((1, layer_backward, r))
+    beside.append((1, root_backward, again))
     slower = copies + scatters * sum(count * stolen(*times) for count, *times in beside)
     owned = model.parameters / (devices if method in ("HSDP", "LOCAL") else everyone.ranks)
     slower += waits + update_time(owned, cluster)
@@ -426,8 +427,8 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         a, a_root = reduce.time(cluster), reduce_root.time(cluster)
         counts["all-reduce, layers"] = (model.layers, reduce)
         counts["all-reduce, root"] = (1, reduce_root)
-        both = root_backward + between * max(layer_backward, again + r, a)
-        step += both + max(layer_backward, r, a) - last + a + a_root
+        step += between * max(layer_backward, again + r, a) + a + a_root
+        step -= between * max(layer_backward, again + r)
         slower += between * stolen(layer_backward, max(again + r, a))
         slower -= between * stolen(layer_backward, again + r)
     if method == "LOCAL" and nodes > 1:
