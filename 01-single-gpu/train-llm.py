@@ -28,10 +28,10 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-# CPU threads of OpenMP spin while they wait. Shorter spinning leaves more time to other programs.
+# OpenMP's CPU threads wait in a busy loop. A shorter loop leaves more time to other programs.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Comet must patch no library. With a silent server, it gives up after 20 s at the start, and after
-# a minute at the end.
+# Comet, which shows the metrics, must patch no library. It waits for its server at most 20 s at the
+# start, and a minute at the end.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
 os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
@@ -68,12 +68,12 @@ def main():
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint of this name, if any
+    run_folder, checkpoint, state = open_run(args)  # checkpoint: its newest, or None
 
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
     train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
-    # `state.samples` counts the samples of the run, and `state.train_samples` those of the dataset.
+    # `state.samples` is the number read so far, `state.train_samples` the size of the dataset.
     if checkpoint and state.train_samples != len(train_samples):
         fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
     state.train_samples = len(train_samples)
@@ -102,7 +102,6 @@ def main():
         run_log = RunLog(run_folder, checkpoint, state, args)
         settings = {"global_batch": global_batch, "device_name": device_name}
         run_log.log_parameters(settings | describe_run(args, model, train_samples))
-        run_log.comet.set_model_graph(str(model))
 
     # The training loop.
     loss_sum = torch.zeros((), device=device)
@@ -202,21 +201,21 @@ def main():
 def build_model(args, config, device, checkpoint):
     """The model on `device`, with the weights of the checkpoint, pretrained or random weights."""
     # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
-    # The bf16 number after 0.02 is 0.0001 larger, so smaller changes would be rounded away.
+    # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
     with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
     if checkpoint:
         with fail_if_damaged(checkpoint):
             model = from_files(checkpoint)  # in place of the model without memory
     elif args.from_scratch:
-        model.to_empty(device=device).tie_weights()  # to_empty separates tied weights
+        model.to_empty(device=device).tie_weights()  # to_empty separates shared weights
         model.init_weights()  # as Transformers does, but directly on the GPU
     else:
         with fail_on_error(f"cannot load the weights of {args.model_name}: try --from-scratch"):
             model = from_files(args.model_name)
     model.to(device)  # files are read into CPU memory first
     gpu_has_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
-    # A family with `_compatible_flash_implementations` needs another version of FlashAttention.
+    # A model that lists `_compatible_flash_implementations` accepts only those.
     model_has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
     if args.attention is None and gpu_has_flash and model_has_flash:
         args.attention = "flash_attention_2"
@@ -226,9 +225,8 @@ def build_model(args, config, device, checkpoint):
             used = model.config._attn_implementation
             if used != args.attention:
                 raise ValueError(f"the model uses {used} instead")
-    # Transformers looks for packed documents in the positions of each batch, and Python waits until
-    # the GPU has the answer. Here the positions of a sample are those of one document, although it
-    # may hold several, so the answer is always None.
+    # In each pass, Transformers asks whether positions begin again in a sample, and Python waits
+    # for the GPU's answer. Here they never begin again, so the answer is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
@@ -237,8 +235,8 @@ def build_model(args, config, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Compile each layer: all layers are alike, so they share the compiled code of the first. If
-        # the whole model is compiled, it makes a mask, and the fast causal attention takes no mask.
+        # All layers are alike, so they share the compiled code of the first. If the whole model is
+        # compiled, Transformers builds a mask, and the fast causal attention accepts no mask.
         for layer in layers:
             layer.compile()
         # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -277,7 +275,7 @@ def parameter_groups(model, args):
 
 
 def lr_schedule(args, optimizer, total_steps):
-    """The learning rate of each step, relative to --lr."""
+    """The scheduler, which sets the learning rate of each step."""
     options = {}
     if args.lr_scheduler == "warmup_stable_decay":
         # The rate falls to zero at the end, by default in the last fifth of the steps.
@@ -327,7 +325,7 @@ def load_documents(name, subset):
 
     A text file is one document.
     """
-    # A pattern has files, and a path is its own file. An address or a name on the Hub has none.
+    # `glob` finds the files of a pattern or a path, and none for an address or a name on the Hub.
     files = sorted(glob.glob(name, recursive=True))
     if "*" in name and "://" not in name and not files:
         fail(f"no file matches {name}")
@@ -390,7 +388,7 @@ def tokenize_split(documents, tokenizer, config, args):
 
 
 class PackedSamples:
-    """All documents, joined and cut into samples of `seq_length` tokens. The rest is left out.
+    """All documents, joined and cut into samples of `seq_length` tokens. A short rest is left out.
 
     Without padding, no computation is wasted. `tokens` is a view of the memory-mapped Arrow file
     that `datasets` has cached. So packing copies nothing, and all processes share the file.
@@ -484,7 +482,7 @@ LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
-# A pattern with eight digits. Folders such as step-final.bak are no checkpoints.
+# Eight digits: step-final.bak is no checkpoint, and the names sort by step.
 CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
 
 
@@ -493,7 +491,7 @@ class RunState:
     """The position of a run. Every checkpoint stores it as `state.json`."""
 
     flags: dict  # the flags that must not change
-    comet_key: str
+    comet_key: str  # the id of its Comet experiment
     step: int = 0  # optimizer steps done
     samples: int = 0  # samples read, over all epochs
     epoch: float = 0.0
@@ -555,7 +553,7 @@ def open_run(args):
         return run_folder, None, new_state
     with fail_if_damaged(newest):
         saved = json.loads((newest / "state.json").read_text())
-    # Other chapters save other values, other flags or sharded files.
+    # A checkpoint of another chapter has other values, other flags or sharded files.
     unknown = saved.keys() - asdict(new_state).keys()
     unknown |= saved["flags"].keys() - flags.keys()
     has_shards = (newest / ".metadata").exists()  # a file of chapter 3 and later
@@ -646,14 +644,14 @@ class PhaseTimer:
 
 
 def flops_per_token(config, seq_length):
-    """Operations of forward and backward pass for a token, as docs/metrics.md defines them."""
+    """Operations of both passes for a token: 6 per weight, and attention (see docs/metrics.md)."""
     # Built again, because from chapter 3 on, a process has only a part of the model.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if any(".experts." in name for name in model.state_dict()):
         return 0  # unknown: only chapter 12 counts the experts that a token uses
     config = config.get_text_config()
-    used = model.num_parameters(exclude_embeddings=True)  # looking up a row computes nothing
+    used = model.num_parameters(exclude_embeddings=True)  # looking up an embedding computes nothing
     if config.tie_word_embeddings:
         used += config.vocab_size * config.hidden_size  # the head computes with the same table
     return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
@@ -780,9 +778,9 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# --demo takes a few minutes on two CPU cores. Its text is the source of Python's own library.
+# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library.
 DEMO = {
-    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # chapter name
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
