@@ -250,7 +250,7 @@ def main():
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
-        sys.exit(128 + stop_signal)  # a signal has ended the loop, and shells report it so
+        sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
 
 
 # -- Model and optimizer ---------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def build_model(args, config, device, checkpoint):
     for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
         buffer.data = buffer.to(device)
     gpu_has_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
-    # A model that lists `_compatible_flash_implementations` accepts only those.
+    # `_compatible_flash_implementations`, if set, lacks flash_attention_2.
     model_has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
     if args.attention is None and gpu_has_flash and model_has_flash:
         args.attention = "flash_attention_2"
@@ -548,7 +548,7 @@ def tokenize(rows, tokenizer, column, vocab_size):
     documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
     largest = max((max(ids) for ids in documents), default=0)
     if largest >= vocab_size:
-        remedy = "give the model its own tokenizer, or from scratch a larger vocab_size"
+        remedy = "use the model's tokenizer, or --from-scratch and a larger vocab_size"
         fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
     return {"input_ids": documents}
 
@@ -974,7 +974,7 @@ class PhaseTimer:
         self.spans[phase].append((begin, self.now()))
 
     def now(self):
-        """The clock in seconds, or on a GPU an event that gets its time when the GPU is there."""
+        """Seconds, or on a GPU an event that gets its time when the GPU reaches it in its queue."""
         if not self.on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
