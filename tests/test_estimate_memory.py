@@ -361,6 +361,7 @@ def test_tables_in_the_record(tmp_path, estimate, heading, count):
             assert table in output
 
 
+@pytest.mark.rest
 def test_what_helps_in_chapter_1():
     """The rows of its table in the record, and the figures that its page repeats."""
     text = section(RECORD, OF_CHAPTER_1)

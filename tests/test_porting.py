@@ -138,6 +138,7 @@ def test_resume(tmp_path):
         assert_same(run(folder, RESUME, again, after, **options), of_steps(expected, 12))
 
 
+@pytest.mark.rest
 def test_fsdp_with_a_model_of_ones_own(tmp_path):
     expected, weights = without_any_of_this(size=16)
     call = f"train(Model, dataset, batches, lr=LR, max_norm={MAX_NORM})"

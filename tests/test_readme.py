@@ -565,6 +565,7 @@ TIGHT = ["-b", "1", "--activation-checkpointing"]
 DEVICES = [(1, 24), (8, 24), (1, 80), (8, 80), (32, 80)]
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", MODELS)
 def test_which_chapter(estimator, name):
     """By the rule below the table: the first chapter that uses all devices and fits."""
