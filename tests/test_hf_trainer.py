@@ -579,6 +579,11 @@ class Sweep:
         folders = self.runs.folder.glob(f"{self.name}/.submitit/[0-9]*")
         return sorted({file.name for file in folders if "%" not in file.name})
 
+    def end(self, state: str, number: int) -> None:
+        """Waits until Slurm has ended this job, in this state."""
+        self.slurm.wait_for(lambda: self.show("JobState", number) != "COMPLETING", "end of a job")
+        assert self.show("JobState", number) == state
+
     def show(self, name: str, number: int = 0) -> str:
         text = self.slurm.ask("scontrol", "--oneliner", "show", "job", self.jobs[number])
         return re.search(rf"\b{name}=(\S+)", text)[1]
@@ -606,13 +611,13 @@ def test_sweep_scancel_and_failure_on_slurm(slurm, sweep, runs, undisturbed):
     ending.wait_for("'loss'")
     slurm.ask("scancel", ending.jobs[-1])
     ending.wait(1)
-    assert ending.show("JobState", -1) == "CANCELLED"
+    ending.end("CANCELLED", -1)
     assert ending.show("Restarts", -1) == "0"
     folder = runs.find("ending")
     step = Result(folder, "").column("loss")
     checkpoint = json.loads((folder / "run.json").read_text())["checkpoint"]
     assert checkpoint == f"{folder}/checkpoint-{len(step)}"
-    assert ending.show("JobState", -2) == "FAILED"
+    ending.end("FAILED", -2)
     # One rank ends with 1. Slurm then stops the other one, and may name its status instead.
     assert ending.show("ExitCode", -2) in ("1:0", "143:0")
     assert "error: cannot set up the run" in ending.output
