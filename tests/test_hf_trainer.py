@@ -581,7 +581,7 @@ class Sweep:
 
     def end(self, state: str, number: int) -> None:
         """Waits until Slurm has ended this job, in this state."""
-        self.slurm.wait_for(lambda: self.show("JobState", number) != "COMPLETING", "end of a job")
+        self.slurm.wait_for(lambda: self.show("JobState", number) in test_slurm.OVER, "end")
         assert self.show("JobState", number) == state
 
     def show(self, name: str, number: int = 0) -> str:
