@@ -152,11 +152,12 @@ def test_memory_in_the_answers(folder):
     assert re.search(r"^\| tp8 pp8 \| 13 \| [^|]* \| no \|", output, re.MULTILINE), output
     memory = "tools/estimate-memory.py --activation-checkpointing -m meta-llama/Llama-"
     long = run(memory + "3.1-8B --devices 8 -b 1 -s 131072 --context-parallel 8", folder)
-    assert f"needs {column(long, 'together', 'context parallel'):.0f} GB, traced (" in TEXT
+    text = " ".join(TEXT.split())
+    assert f"needs {column(long, 'together', 'context parallel'):.0f} GB, traced (" in text
     card = run(memory + "2-7b-hf --devices 1 -b 1 -s 2048 --gpu-memory 24", folder)
     assert f"up to {column(card, 'largest batch', 'offload'):.0f} samples fit" in TEXT
     more = 8 * parameters(MODELS["Llama-3.1-70B"])[0] / 32
-    assert f"add {more / 1e9:.0f} GB to the 61 GB of FSDP" in " ".join(TEXT.split())
+    assert f"add {more / 1e9:.0f} GB to the 61 GB of FSDP" in text
     centres = "tools/estimate-scaling.py -m meta-llama/Llama-3.1-70B --methods LOCAL -b 1 -s 8192 "
     centres += "--inner-steps 100 --devices 64 --devices-per-node 32 --link 0.03125 "
     centres += "--gradient-accumulation-steps 8 --activation-checkpointing"
