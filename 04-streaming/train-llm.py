@@ -12,7 +12,6 @@ mark the ideas.
 
 import argparse
 import fcntl
-import glob
 import json
 import logging
 import math
@@ -84,6 +83,7 @@ def main():
     global_batch = args.batch_size * accumulation * WORLD_SIZE
     torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    transformers.logging.set_verbosity_error()  # and tables about tensors that are missing
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     run_folder, checkpoint, state = open_run(args)  # checkpoint: its newest, or None
@@ -353,23 +353,17 @@ def build_model(args, config, device, checkpoint):
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    # Transformers fills missing tensors with random numbers, and prints a table about them. Do not
-    # print the table, but end with a sentence.
-    transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    # A missing tensor is a name. A tensor of another shape is a tuple: name and two shapes.
-    unfit = [str(entry) for entry in report["missing_keys"] | report["mismatched_keys"]]
+    # Transformers fills missing tensors, and those of another shape, with random numbers.
+    unfit = report["missing_keys"] | report["mismatched_keys"]
     if unfit:
-        fail(f"the files of {name} lack this tensor, or its shape differs: {min(unfit)}")
-    # If the config ties lm_head to the embeddings, but the files have two different matrices,
-    # Transformers keeps both without an error.
-    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
-    if model.all_tied_weights_keys != tied_by_config:
-        tied = f"the config of {name} ties lm_head to the embeddings"
-        remedy = "set tie_word_embeddings to false in config.json"
-        fail(f"{tied}, but its files do not: {remedy}")
+        fail(f"the files of {name} lack these tensors, or their shapes differ: {unfit!s:.300}")
+    # If the config ties two matrices that differ in the files, Transformers silently keeps both.
+    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+        tied = f"the config of {name} ties lm_head to the embeddings, but its files do not"
+        fail(f"{tied}: set tie_word_embeddings to false in config.json")
     return model
 
 
@@ -405,14 +399,7 @@ def lr_schedule(args, optimizer, total_steps):
     """The scheduler, which sets the learning rate of each step."""
     options = {}
     if args.lr_scheduler == "warmup_stable_decay":
-        # The rate falls to zero at the end, by default in the last fifth of the steps.
-        decay_steps = args.decay_steps or total_steps // 5
-        if args.warmup_steps + decay_steps > total_steps:
-            both = f"--warmup-steps {args.warmup_steps} and {decay_steps} decay steps"
-            fail(f"{both} add up to more than {total_steps} steps")
-        options["num_decay_steps"] = decay_steps
-    elif args.decay_steps:
-        fail("--decay-steps needs --lr-scheduler warmup_stable_decay")
+        options["num_decay_steps"] = total_steps // 5  # to zero in the last fifth of the steps
     return get_scheduler(
         args.lr_scheduler,
         optimizer,
@@ -448,31 +435,21 @@ def load_config_and_tokenizer(args):
 
 
 def load_documents(name, subset):
-    """The splits of a file, a pattern, an address, a folder or a dataset of the Hub.
-
-    A text file is one document.
-    """
-    # `glob` finds the files of a pattern or a path, and none for an address or a name on the Hub.
-    files = sorted(glob.glob(name, recursive=True))
-    if "*" in name and "://" not in name and not files:
-        fail(f"no file matches {name}")
-    if files and not any(os.path.getsize(file) for file in files):
-        fail(f"{name} is empty")
+    """The splits of a file, pattern, folder or dataset of the Hub. A text file is one document."""
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
-    if files and not file_format and not os.path.isdir(name):
-        fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
     options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
     if file_format:
-        # There are no local files at an address, so `datasets` gets the address.
-        options = {"path": file_format, "data_files": files or name}
+        options = {"path": file_format, "data_files": name}
+    elif "*" in name or os.path.isfile(name):
+        fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
     if file_format == "text":
         options |= {"sample_by": "document", "encoding_errors": "replace"}
     if file_format == "json":
         # None: a number among texts is an error. By default, such a column becomes JSON, in which
         # all texts have quotation marks.
         options["on_mixed_types"] = None
-    remedy = "check the path; for a dataset of the Hub, check name, --dataset-subset and network"
-    with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
+    remedy = "check that the files exist and have text, or the name on the Hub, --dataset-subset"
+    with fail_on_error(f"cannot load the dataset {name}: {remedy} and network"):
         # STREAM 8: Open each file when the rank needs it, so that the corpus may exceed the disk.
         splits = datasets.load_dataset(**options, streaming=True, storage_options=time_limits())
         try:
@@ -750,7 +727,7 @@ def evaluate(model, samples, args, device):
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps", "decay_steps"]
+LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 LASTING += ["packing", "shuffle_window", "max_documents"]  # STREAM: they change the rows
 
@@ -846,7 +823,7 @@ def open_run(args):
     unknown |= saved["flags"].keys() - flags.keys()
     is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
     if unknown or is_whole:
-        fail(f"{newest} is from another chapter: choose another --experiment-name")
+        fail(f"{newest} is from another chapter or version: choose another --experiment-name")
     state = RunState(**saved)
     for name, value in state.flags.items():
         if flags.get(name) != value:
@@ -1250,12 +1227,9 @@ def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
     with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
         text = path.read_text()
-        # safe_load keeps only the last value of a repeated flag. compose lists every flag.
-        values = yaml.safe_load(text)
-        nodes = yaml.compose(text).value  # a pair for each line: flag and value
-        names = [flag.value for flag, _ in nodes]
-    has_duplicates = len(names) > len(values)
-    if has_duplicates or "config" in names or None in values.values():
+        values = yaml.safe_load(text)  # with the last value of a repeated flag
+        names = [flag.value for flag, _ in yaml.compose(text).value]  # with repetitions
+    if len(names) > len(values) or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
     for name, value in values.items():
@@ -1292,7 +1266,6 @@ def parse_args():
     schedules += ["constant_with_warmup", "warmup_stable_decay"]
     add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
     add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
-    add("--decay-steps", type=positive, help="last steps of warmup_stable_decay; default: a fifth")
     beta = at_least(0, float, below=1)
     add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
     add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
