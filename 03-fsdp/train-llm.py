@@ -399,7 +399,7 @@ def load_config_and_tokenizer(args):
 
 
 def load_documents(name, subset):
-    """The splits of a file, pattern, folder or dataset of the Hub. A text file is one document."""
+    """The splits of a file, pattern, address, folder or Hub dataset. A text file is a document."""
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
     options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
     if file_format:

@@ -699,7 +699,7 @@ def check_plan(config, args):
 
 
 def load_documents(name, subset):
-    """The splits of a file, pattern, folder or dataset of the Hub. A text file is one document."""
+    """The splits of a file, pattern, address, folder or Hub dataset. A text file is a document."""
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
     options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
     if file_format:

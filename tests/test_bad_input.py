@@ -27,12 +27,12 @@ CASES = {
     "unknown flag": (["--batchsize", 8], 2, "--batchsize"),
     # data
     "missing file": (["-d", "{tmp}/none.txt"], 1, "none.txt"),
-    "empty glob": (["-d", "{tmp}/*.md"], 1, "no file matches"),
+    "empty glob": (["-d", "{tmp}/*.md"], 1, "check that the files exist"),
     "folder without text": (["-d", "{tmp}/empty"], 1, "cannot load the dataset"),
     "several kinds": (["-d", "{tmp}/mixed/*"], 1, "mixed/* must end in .txt, "),
     "no text column": (["-d", "{tmp}/numbers.csv"], 1, "choose --text-column among a, b"),
     "broken file": (["-d", "{tmp}/broken.jsonl"], 1, "JSON parse error"),
-    "empty file": (["-d", "{tmp}/empty.jsonl"], 1, "empty.jsonl is empty"),
+    "empty file": (["-d", "{tmp}/empty.jsonl"], 1, "check that the files exist and have text"),
     "no split to train on": (["-d", "{tmp}/only-test"], 1, "no split named train, only test"),
     "a number among texts": (
         ["-d", "{tmp}/number.jsonl"],

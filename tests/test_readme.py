@@ -192,7 +192,6 @@ DECIDED_LATER = {
     ("--comet-workspace",): "the account's own default",
     ("--dtype",): "bf16 on GPUs, fp32 on CPU",
     ("--compile",): "on for CUDA, off elsewhere",
-    ("--decay-steps",): "a fifth of all steps",
     ("--tensor-parallel",): "the devices of a node",
     ("--shard-size",): "the devices of a node",
     ("--context-parallel",): "the devices of a node",

@@ -110,17 +110,6 @@ FLAGS = {
     "a flag twice": ("lr: 0.1\nbatch-size: 4\nlr: 0.2", 1, "each flag once"),
     "a flag without a value": ("max-steps:", 1, "with a value"),
     "an empty name": (["-e", ""], 2, "--experiment-name must be a folder name, not empty"),
-    "decay in another schedule": (["--decay-steps", 2], 1, "--decay-steps needs"),
-    "no room for the decay": (
-        ["--lr-scheduler", "warmup_stable_decay", "--warmup-steps", 5],
-        1,
-        "add up to more than 5 steps",
-    ),
-    "too long a decay": (
-        ["--lr-scheduler", "warmup_stable_decay", "--warmup-steps", 3, "--decay-steps", 3],
-        1,
-        "add up to more than 5 steps",
-    ),
 }
 
 

@@ -112,7 +112,6 @@ CHANGES = {
     "--weight-decay": 0.5,
     "--max-grad-norm": 0.5,
     "--warmup-steps": 3,
-    "--decay-steps": 3,
     "--adam-beta2": 0.9,
 }
 

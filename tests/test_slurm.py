@@ -212,7 +212,7 @@ def fails(slurm, trainer):
     assert_one_sentence(wrong.log(0), f"there is no chapter 9: take one of {' '.join(CHAPTERS)}")
     failing.end("FAILED")
     assert failing.show("ExitCode") == "1:0"
-    assert "error: no file matches /nowhere/*.txt" in failing.output
+    assert "error: cannot load the dataset /nowhere/*.txt" in failing.output
     logs = f"slurm-{failing.number}-*.log"
     assert f"error: the run ended with status 1: {logs} say why" in failing.log()
     assert failing.show("Restarts") == "0"

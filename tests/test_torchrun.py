@@ -191,7 +191,7 @@ def test_a_mistake_ends_the_job(trainer):
     """One rank says the sentence. The others wait for it, and torchrun ends them."""
     launch = Forking(trainer, "output", [*ONE_NODE, CHAPTER_2], "-d", "/nowhere/*.txt")
     assert launch.wait(60) != 0
-    assert launch.output.count("error: no file matches /nowhere/*.txt") == 1
+    assert launch.output.count("error: cannot load the dataset /nowhere/*.txt") == 1
 
 
 def nodes(trainer, count: str, *flags, name: str, script=CHAPTER_2):
