@@ -256,13 +256,7 @@ def lr_schedule(args, optimizer, total_steps):
     options = {}
     if args.lr_scheduler == "warmup_stable_decay":
         options["num_decay_steps"] = total_steps // 5  # to zero in the last fifth of the steps
-    return get_scheduler(
-        args.lr_scheduler,
-        optimizer,
-        num_warmup_steps=args.warmup_steps,
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs=options,
-    )
+    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
 
 
 # -- Sparse plus low-rank weights ------------------------------------------------------------------
