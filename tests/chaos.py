@@ -3,7 +3,7 @@
     python tests/chaos.py --rounds 3               # every chapter with several processes
     python tests/chaos.py --chapters 02-ddp 05-multi-node --rounds 20 --seed 1
 
-A round is one run of 24 steps on two processes, with a checkpoint after every step. torchrun starts
+A round is one run of 14 steps on two processes, with a checkpoint after every step. torchrun starts
 it with --max-restarts. Twice, a worker or all workers get SIGKILL: during the start, in a step, or
 while a checkpoint is written. Both times the run comes back. Then torchrun gets SIGTERM or Ctrl-C,
 and the run stops with a checkpoint. The same command continues it to its end. In the end, all
@@ -41,9 +41,9 @@ from test_fsdp import assert_same_checkpoint
 from test_hf_trainer import Runs
 from test_torchrun import Forking
 
-STEPS = 24
+STEPS = 14
 LIMIT = 120  # seconds without progress
-TEXT = ["--max-steps", STEPS, "--ckpt-freq", 1, "--keep-checkpoints", 2 * STEPS, "--eval-freq", 12]
+TEXT = ["--max-steps", STEPS, "--ckpt-freq", 1, "--keep-checkpoints", 2 * STEPS, "--eval-freq", 7]
 ROWS = [*TEXT, "--eval-freq", 0, "--shuffle-window", 10, "-b", 2, "--num-epochs", 99]
 SMALL = ["--keep", 0.1, "--min-compress", 600]
 ROUNDS = ["--replicas", 2, "--shard-size", 1, "--inner-steps", 5, "--outer-momentum", 0.5]
@@ -89,7 +89,7 @@ class Configured(Runs):
     """Runs of chapter 9, in the form of a `Trainer`."""
 
     def defaults(self, name: str) -> list:
-        steps = [f"training.max_steps={STEPS}", "training.save_steps=1", "training.eval_steps=12"]
+        steps = [f"training.max_steps={STEPS}", "training.save_steps=1", "training.eval_steps=7"]
         keep = f"training.save_total_limit={2 * STEPS}"
         return [*self.arguments, f"experiment_name={name}", *steps, keep, "parallel=ddp"]
 

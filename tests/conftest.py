@@ -58,6 +58,14 @@ LLAMA = {
 }
 
 
+# For `before`: torch.compile with the same graphs, but without the C++ code of Inductor, which takes
+# a minute and more. Chapters 1, 2, 3, 6, 7 and 11 have a test with Inductor.
+WITHOUT_INDUCTOR = """
+import functools
+import torch
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+"""
+
 # More than a minute each, some of it without computing: one of them at the end leaves a core idle.
 LONGEST = (
     "test_trains_what_chapter_1_trains",

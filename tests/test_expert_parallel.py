@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import (
+    WITHOUT_INDUCTOR,
     Trainer,
     assert_one_sentence,
     assert_opens,
@@ -351,7 +352,7 @@ def test_auxiliary_loss(shared):
 @pytest.mark.rest
 def test_compiled_layers(shared, plain):
     expected, single = plain
-    options = {"name": "compiled", "processes": 2} | EP
+    options = {"name": "compiled", "processes": 2, "before": WITHOUT_INDUCTOR} | EP
     flags = [*STEPS, *HALF, "--compile", "--activation-checkpointing"]
     found, run = gradients_of(shared, *flags, **options)
     error, name = worst(expected, found)

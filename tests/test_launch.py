@@ -230,12 +230,12 @@ def test_one_node(trainer):
     assert exact(one.records) == exact(undisturbed.records)
 
 
-KILLS = 10
+KILLS = 5
 
 
 @pytest.mark.rest
 def test_restarts_on_two_nodes(trainer, start):
-    """A worker dies on either node in turn, ten times, each time after a new checkpoint.
+    """A worker dies on either node in turn, five times, each time after a new checkpoint.
 
     The job is elastic, so nodes that missed each other after a restart would train on their own.
     """

@@ -314,7 +314,7 @@ def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
         (["--max-documents", 0], 2, "--max-documents must be at least 1"),
         (["--max-documents", -3], 2, "--max-documents must be at least 1"),
         (["--text-column", "body"], 1, "'body' is no column of text: choose --text-column among"),
-        (["-d", "/nowhere/*.jsonl"], 1, "no file matches /nowhere/*.jsonl"),
+        (["-d", "/nowhere/*.jsonl"], 1, "cannot load the dataset /nowhere/*.jsonl"),
         (["-s", 100_000], 1, "not a single row"),
         (["-o", str(REPOSITORY)], 1, "has other files"),
     ],

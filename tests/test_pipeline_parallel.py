@@ -42,8 +42,11 @@ PP = {"script": CHAPTER_7}
 # Runs a chapter many times in the same processes, each time with other flags. In some steps each
 # rank saves its gradients, before they are clipped.
 MANY = """
-import json, os, runpy, sys
+import functools, json, os, runpy, sys
 import torch
+
+inductor = torch.compile
+aot_eager = functools.partial(torch.compile, backend="aot_eager")  # in seconds, not in minutes
 
 SAVED = (1, 2, 10)
 
@@ -79,6 +82,7 @@ for case in json.load(open(sys.argv[1])):
     step = 0
     os.environ.update(case["env"])
     sys.argv = [case["script"], *case["flags"]]
+    torch.compile = inductor if case.get("inductor") else aot_eager
     print("\\ncase", case["name"], flush=True)
     try:
         runpy.run_path(case["script"], run_name="__main__")
@@ -194,7 +198,7 @@ def make_runs(folder, dataset):
         env = {"MASTER_PORT": str(free_port()), "COMET_AUTO_LOG_DISABLE": "true"}
         (folder / name).mkdir()
         case = {"name": name, "script": str(chapter), "env": env, "folder": str(folder / name)}
-        return case | {"flags": [str(flag) for flag in own]}
+        return case | {"flags": [str(flag) for flag in own], "inductor": more[-1:] == COMPILE}
 
     def start(name, cases, processes=0):
         file = folder / f"{name}.json"

@@ -3,7 +3,6 @@
 They have the losses and gradient norms of a plain loop. The norms are those before clipping.
 """
 
-import itertools
 import re
 
 import pytest
@@ -131,7 +130,7 @@ def test_resume(tmp_path):
     options = f"lr=LR, max_norm={MAX_NORM}, save_every=6"
     first = f"train(model, dataset, batches[:14], {options})"
     again = f"train(model, dataset, batches, {options})"
-    for before, after in itertools.permutations((1, 2, 4), 2):
+    for before, after in ((1, 2), (2, 4), (4, 1)):
         folder = tmp_path / f"{before}-{after}"
         options = {"size": 8, "optimizer": "AdamW"}
         assert_same(run(folder, RESUME, first, before, **options), of_steps(expected, 0, 14))
@@ -214,7 +213,7 @@ def test_split_decoder(tmp_path, name):
 def test_split_decoder_resumes(tmp_path, name):
     """On another number of ranks, with the moments of AdamW."""
     expected = alone("AdamW")
-    for before, after in itertools.permutations((1, 2, 4), 2):
+    for before, after in ((1, 2), (2, 4), (4, 1)):
         folder = tmp_path / f"{before}-{after}"
         options = {"save_every": 6, "optimizer": "AdamW"}
         assert_same(run_split(folder, name, before, steps=9, **options), of_steps(expected, 0, 9))

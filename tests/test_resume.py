@@ -158,14 +158,16 @@ def test_damaged_checkpoint(trainer):
     assert trainer(*flags).column("step") == whole.column("step")
 
 
-SHARDED = ("03-fsdp", "04-streaming", "05-multi-node", "06-tensor-parallel")
-SHARDED += ("07-pipeline-parallel",)
+SHARDED = ("03-fsdp", "05-multi-node")
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("chapter", ["02-ddp", "08-gradient-compression", *SHARDED])
+@pytest.mark.parametrize("chapter", ["02-ddp", *SHARDED])
 def test_damaged_checkpoint_of_several_ranks(trainer, chapter):
-    """One rank says so for all. Nothing is trained or removed."""
+    """One rank says so for all. Nothing is trained or removed.
+
+    The other chapters read checkpoints with the same lines as one of these.
+    """
     options = {"script": REPOSITORY / chapter / "train-llm.py", "processes": 2}
     flags = ["--eval-freq", 0, "--lr-scheduler", "constant"]
     run = trainer("--max-steps", 2, *flags, **options)

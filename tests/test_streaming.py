@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import assert_one_sentence, exact, take_over
+from conftest import WITHOUT_INDUCTOR, assert_one_sentence, exact, take_over
 from runner import CHAPTER_3, CHAPTER_4, load
 from test_fsdp import save_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
@@ -168,7 +168,7 @@ def test_losses_with_padding(stream, weights, processes, accumulation):
     flags = ["-m", weights, "--no-from-scratch", "--max-steps", 8, "--lr", 1e-3, "--eval-freq", 0]
     flags += ["--packing", "overflow", "-b", size, "--gradient-accumulation-steps", accumulation]
     flags += ["--compile"] if processes == 2 else []
-    run = stream(*flags, processes=processes)
+    run = stream(*flags, processes=processes, before=WITHOUT_INDUCTOR)
     assert ("8 files for 3 ranks: each rank reads all" in run.output) == (processes == 3)
     steps = [
         torch.cat(
