@@ -91,7 +91,7 @@ def main():
     transformers.logging.set_verbosity_error()
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    run_folder, checkpoint, state = open_run(args)  # checkpoint: its newest, or None
+    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint, or None
 
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
@@ -137,8 +137,9 @@ def main():
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
         run_log = RunLog(run_folder, checkpoint, state, args)
-        settings = {"global_batch": global_batch, "device_name": device_name}
-        run_log.log_parameters(settings | describe_run(args, model, train_samples))
+        parameters = describe_run(args, model, train_samples)
+        parameters |= {"global_batch": global_batch, "device_name": device_name}
+        run_log.log_parameters(parameters)
 
     # The training loop.
     loss_sum = torch.zeros((), device=device)
@@ -266,7 +267,7 @@ def build_model(args, config, device, checkpoint):
     # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
     with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
@@ -313,8 +314,9 @@ def build_model(args, config, device, checkpoint):
             used = model.config._attn_implementation
             if used != args.attention:
                 raise ValueError(f"the model uses {used} instead")
-    # Transformers can keep documents apart, whose positions begin at 0 again. In each pass it asks
-    # the GPU for such positions, and Python waits. Here a sample has none, so the answer is None.
+    # In each pass, Transformers asks whether positions begin at 0 again, as they do where it keeps
+    # the documents of a sample apart. Python would wait for the GPU's answer. Here positions go on
+    # from one document to the next, so the answer is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
@@ -323,8 +325,8 @@ def build_model(args, config, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Layers of one kind share compiled code. In a model that is compiled as a whole,
-        # Transformers cannot leave out the causal mask, and the fast attention accepts no mask.
+        # Compile layers, not the whole model: there, Transformers could not omit the causal mask,
+        # and the fast attention accepts no mask. Layers of one kind share compiled code.
         for layer in layers:
             layer.compile()
         # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -342,7 +344,9 @@ def from_files(name):
     if unfit:
         fail(f"the files of {name} lack these tensors, or their shapes differ: {unfit!s:.300}")
     # If the config ties two matrices that differ in the files, Transformers silently keeps both.
-    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+    tied_after_loading = model.all_tied_weights_keys
+    if tied_after_loading != tied_by_config:
         tied = f"the config of {name} ties lm_head to the embeddings, but its files do not"
         fail(f"{tied}: set tie_word_embeddings to false in config.json")
     return model
@@ -423,8 +427,8 @@ def load_documents(name, subset):
         # With None, a number among texts is an error. Otherwise `datasets` would turn the column
         # into JSON, and put quotation marks around each text.
         options["on_mixed_types"] = None
-    remedy = "check that the files exist and have text, or the name on the Hub, --dataset-subset"
-    with fail_on_error(f"cannot load the dataset {name}: {remedy} and network"):
+    remedy = "check that the files exist and have text; on the Hub, check name, subset and network"
+    with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
         splits = datasets.load_dataset(**options)
     # `datasets` makes a document of each line of the text files in a folder.
     builder = next(iter(splits.values())).info.builder_name
@@ -568,7 +572,7 @@ LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
-# Eight digits: step-final.bak is no checkpoint, and the names sort by step.
+# Eight digits, so the names sort by step. A copy such as step-00000500.bak is no checkpoint.
 CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
 
 
@@ -798,7 +802,7 @@ def open_run(args):
         fail(f"{newest} is no checkpoint of this chapter: see tools/convert-checkpoint.py")
     with all_fail_if_damaged(newest):
         saved = json.loads((newest / "state.json").read_text())
-    # A checkpoint of another chapter has other values, other flags or sharded files.
+    # A checkpoint of another chapter has values or flags that are unknown here, or sharded files.
     unknown = saved.keys() - asdict(new_state).keys()
     unknown |= saved["flags"].keys() - flags.keys()
     is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
@@ -1093,7 +1097,7 @@ def memory_metrics(device):
 
 
 def describe_run(args, model, train_samples):
-    """Values that are logged once: every flag, and numbers that follow from the flags."""
+    """Values that are logged once: every flag, and facts about model, data and machine."""
     device_memory = None
     if torch.cuda.is_available():
         device_memory = torch.cuda.mem_get_info()[1] / 1e9
@@ -1210,7 +1214,8 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library.
+# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library, without
+# files such as _sysconfigdata.py, which differ between machines.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/tiny-llama",
@@ -1245,8 +1250,8 @@ def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
     with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
         text = path.read_text()
-        values = yaml.safe_load(text)  # If a flag stands there twice, the last value counts.
-        names = [flag.value for flag, _ in yaml.compose(text).value]  # all flags, also twice
+        values = yaml.safe_load(text)  # keeps only the last value of a repeated flag
+        names = [flag.value for flag, _ in yaml.compose(text).value]  # keeps each flag
     if len(names) > len(values) or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
