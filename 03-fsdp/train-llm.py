@@ -31,9 +31,9 @@ from pathlib import Path
 
 # OpenMP's CPU threads wait in a busy loop. A shorter loop leaves more time to other programs.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Comet, which shows the metrics, must patch no library. It waits for its server at most 20 s at the
-# start, and a minute at the end.
+# Comet shows the metrics. Without this setting, it would change PyTorch to log more by itself.
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+# If its server does not answer, ask once (20 s) at the start, and wait 30 + 30 seconds at the end.
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
 os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
 os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
@@ -82,11 +82,12 @@ def main():
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     global_batch = args.batch_size * accumulation * WORLD_SIZE
     torch.manual_seed(args.seed)  # for random initial weights
-    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
-    transformers.logging.set_verbosity_error()  # and tables about tensors that are missing
+    # Transformers would show a progress bar for each file, and a table if tensors are missing.
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    run_folder, checkpoint, state = open_run(args)  # checkpoint: its newest, or None
+    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint, or None
 
     # Data, model, optimizer.
     config, tokenizer = load_config_and_tokenizer(args)
@@ -128,8 +129,9 @@ def main():
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
         run_log = RunLog(run_folder, checkpoint, state, args)
-        settings = {"global_batch": global_batch, "device_name": device_name}
-        run_log.log_parameters(settings | describe_run(args, model, train_samples))
+        parameters = describe_run(args, model, train_samples)
+        parameters |= {"global_batch": global_batch, "device_name": device_name}
+        run_log.log_parameters(parameters)
 
     # The training loop.
     loss_sum = torch.zeros((), device=device)
@@ -139,7 +141,7 @@ def main():
     # disable=None: a progress bar in terminals only.
     progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
     stop_signals = catch_stop_signals()  # SIGTERM and Ctrl-C append to this list
-    stop_signal = 0  # none
+    stop_signal = 0
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         # Several small passes need less memory than one large pass, and their gradients add up.
@@ -197,8 +199,8 @@ def main():
         set_time_limit(timedelta(minutes=30 if eval_now or save_now else 5))
         log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
-            # `.item()` waits until the GPU has computed the number. Between two logged steps the
-            # script reads no number back, so Python runs ahead and queues work for the GPU.
+            # `.item()` waits until the GPU has computed the number. Between two logged steps,
+            # training reads no number back, so Python runs ahead and queues work for the GPU.
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
             mean_loss = loss_sum.item() / (state.step - logged_step)
@@ -254,7 +256,7 @@ def build_model(args, config, device, checkpoint):
     # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
     # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
     with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # shapes, no memory
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, WORLD_SIZE)
@@ -286,7 +288,7 @@ def build_model(args, config, device, checkpoint):
     for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
         buffer.data = buffer.to(device)
     gpu_has_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
-    # `_compatible_flash_implementations`, if set, lacks flash_attention_2.
+    # A few models need another version of FlashAttention, and name it in the second attribute.
     model_has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
     if args.attention is None and gpu_has_flash and model_has_flash:
         args.attention = "flash_attention_2"
@@ -296,8 +298,9 @@ def build_model(args, config, device, checkpoint):
             used = model.config._attn_implementation
             if used != args.attention:
                 raise ValueError(f"the model uses {used} instead")
-    # In each pass, Transformers asks whether positions begin again in a sample, and Python waits
-    # for the GPU's answer. Here they never begin again, so the answer is always None.
+    # In each pass, Transformers asks whether positions begin at 0 again, as they do where it keeps
+    # the documents of a sample apart. Python would wait for the GPU's answer. Here positions go on
+    # from one document to the next, so the answer is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
@@ -306,8 +309,8 @@ def build_model(args, config, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # All layers are alike, so they share the compiled code of the first. If the whole model is
-        # compiled, Transformers builds a mask, and the fast causal attention accepts no mask.
+        # Compile layers, not the whole model: there, Transformers could not omit the causal mask,
+        # and the fast attention accepts no mask. Layers of one kind share compiled code.
         for layer in layers:
             layer.compile()
         # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -325,7 +328,9 @@ def from_files(name):
     if unfit:
         fail(f"the files of {name} lack these tensors, or their shapes differ: {unfit!s:.300}")
     # If the config ties two matrices that differ in the files, Transformers silently keeps both.
-    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
+    tied_after_loading = model.all_tied_weights_keys
+    if tied_after_loading != tied_by_config:
         tied = f"the config of {name} ties lm_head to the embeddings, but its files do not"
         fail(f"{tied}: set tie_word_embeddings to false in config.json")
     return model
@@ -403,11 +408,11 @@ def load_documents(name, subset):
     if file_format == "text":
         options |= {"sample_by": "document", "encoding_errors": "replace"}
     if file_format == "json":
-        # None: a number among texts is an error. By default, such a column becomes JSON, in which
-        # all texts have quotation marks.
+        # With None, a number among texts is an error. Otherwise `datasets` would turn the column
+        # into JSON, and put quotation marks around each text.
         options["on_mixed_types"] = None
-    remedy = "check that the files exist and have text, or the name on the Hub, --dataset-subset"
-    with fail_on_error(f"cannot load the dataset {name}: {remedy} and network"):
+    remedy = "check that the files exist and have text; on the Hub, check name, subset and network"
+    with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
         splits = datasets.load_dataset(**options)
     # `datasets` makes a document of each line of the text files in a folder.
     builder = next(iter(splits.values())).info.builder_name
@@ -551,7 +556,7 @@ LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
-# Eight digits: step-final.bak is no checkpoint, and the names sort by step.
+# Eight digits, so the names sort by step. A copy such as step-00000500.bak is no checkpoint.
 CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
 
 
@@ -637,7 +642,7 @@ def open_run(args):
         return run_folder, None, new_state
     with fail_if_damaged(newest):
         saved = json.loads((newest / "state.json").read_text())
-    # A checkpoint of another chapter has other values, other flags or sharded files.
+    # A checkpoint of another chapter has values or flags that are unknown here, or sharded files.
     unknown = saved.keys() - asdict(new_state).keys()
     unknown |= saved["flags"].keys() - flags.keys()
     is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
@@ -866,7 +871,7 @@ class PhaseTimer:
 
 def flops_per_token(config, seq_length):
     """Operations of both passes for a token: 6 per weight, and attention (see docs/metrics.md)."""
-    # Built again, because from chapter 3 on, a process has only a part of the model.
+    # Built again, without memory, because from chapter 3 on, a process has a part of the model.
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     if any(".experts." in name for name in model.state_dict()):
@@ -891,7 +896,7 @@ def memory_metrics(device):
 
 
 def describe_run(args, model, train_samples):
-    """Values that are logged once: every flag, and numbers that follow from the flags."""
+    """Values that are logged once: every flag, and facts about model, data and machine."""
     device_memory = None
     if torch.cuda.is_available():
         device_memory = torch.cuda.mem_get_info()[1] / 1e9
@@ -952,7 +957,7 @@ def start_comet(folder, state, args):
         try:
             return comet_ml.start(online=True, **options)
         except Exception as error:
-            say(f"warning: Comet cannot be reached ({error!r:.300})")  # 300 characters
+            say(f"warning: Comet cannot be reached ({error!r:.300})")
     logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the archive
     say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
     return comet_ml.start(online=False, **options)
@@ -999,7 +1004,7 @@ def catch_stop_signals():
 
     def remember(signum, frame):
         received.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C stops at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)
@@ -1008,7 +1013,8 @@ def catch_stop_signals():
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library.
+# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library, without
+# files such as _sysconfigdata.py, which differ between machines.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/tiny-llama",
@@ -1043,8 +1049,8 @@ def read_config(path):
     """The flags of a YAML file, in the form of the command line."""
     with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
         text = path.read_text()
-        values = yaml.safe_load(text)  # with the last value of a repeated flag
-        names = [flag.value for flag, _ in yaml.compose(text).value]  # with repetitions
+        values = yaml.safe_load(text)  # keeps only the last value of a repeated flag
+        names = [flag.value for flag, _ in yaml.compose(text).value]  # keeps each flag
     if len(names) > len(values) or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
