@@ -85,9 +85,7 @@ def main():
     group = RANK // args.context_parallel
     global_batch = args.batch_size * accumulation * groups
     torch.manual_seed(args.seed)  # for random initial weights
-    # Transformers would show a progress bar for each file, and a table if tensors are missing.
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     run_folder, checkpoint, state = open_run(args)  # the newest checkpoint, or None
@@ -448,10 +446,12 @@ def loss_of(model, input_ids, args):
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
+    # Transformers fills missing tensors, and those of another shape, with random numbers, and prints
+    # a table about them. Replace the function that prints, and end the run with a sentence.
+    transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
     model, report = AutoModelForCausalLM.from_pretrained(
         name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
     )
-    # Transformers fills missing tensors, and those of another shape, with random numbers.
     unfit = report["missing_keys"] | report["mismatched_keys"]
     if unfit:
         fail(f"the files of {name} lack these tensors, or their shapes differ: {unfit!s:.300}")

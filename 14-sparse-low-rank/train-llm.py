@@ -64,9 +64,7 @@ def main():
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation  # samples per optimizer step
     torch.manual_seed(args.seed)  # for random initial weights
-    # Transformers would show a progress bar for each file, and a table if tensors are missing.
-    transformers.logging.disable_progress_bar()
-    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     run_folder, checkpoint, state = open_run(args)  # the newest checkpoint, or None
