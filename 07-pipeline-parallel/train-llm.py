@@ -511,7 +511,7 @@ def build_model(args, config, device, checkpoint):
 
 def from_files(name):
     """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    # Transformers fills missing tensors, and those of another shape, with random numbers, and prints
+    # Transformers fills tensors that are missing or differ in shape with random numbers, and prints
     # a table about them. Replace the function that prints, and end the run with a sentence.
     transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
     model, report = AutoModelForCausalLM.from_pretrained(

@@ -58,8 +58,8 @@ LLAMA = {
 }
 
 
-# For `before`: torch.compile with the same graphs, but without the C++ code of Inductor, which takes
-# a minute and more. Chapters 1, 2, 3, 6, 7 and 11 have a test with Inductor.
+# For `before`: torch.compile with the same graphs, without the C++ code of Inductor, which takes a
+# minute and more. Chapters 1, 2, 3, 6, 7 and 11 have a test with Inductor.
 WITHOUT_INDUCTOR = """
 import functools
 import torch
