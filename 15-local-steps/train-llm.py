@@ -337,9 +337,9 @@ def build_model(args, config, device, checkpoint, mesh):  # LOCAL: the table of 
             used = model.config._attn_implementation
             if used != args.attention:
                 raise ValueError(f"the model uses {used} instead")
-    # In each pass, Transformers asks whether positions begin at 0 again, as they do where it keeps
-    # the documents of a sample apart. Python would wait for the GPU's answer. Here positions go on
-    # from one document to the next, so the answer is always None.
+    # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
+    # for positions that begin at 0 again. Here positions go on from one document to the next, so it
+    # would find nothing, and return None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
@@ -348,8 +348,8 @@ def build_model(args, config, device, checkpoint, mesh):  # LOCAL: the table of 
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Compile layers, not the whole model: there, Transformers could not omit the causal mask,
-        # and the fast attention accepts no mask. Layers of one kind share compiled code.
+        # Layers of one kind share compiled code. In a model that is compiled as a whole,
+        # Transformers has to build the causal mask, and the fast attention accepts no mask.
         for layer in layers:
             layer.compile()
         # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -1182,6 +1182,7 @@ class PhaseTimer:
         metrics = {}
         for phase, spans in self.spans.items():
             if self.on_gpu:
+                # The loop has called .item(), so the GPU has passed all events.
                 times = [begin.elapsed_time(end) for begin, end in spans]
             else:
                 times = [1e3 * (end - begin) for begin, end in spans]
@@ -1382,7 +1383,7 @@ def read_config(path):
     with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
         text = path.read_text()
         values = yaml.safe_load(text)  # keeps only the last value of a repeated flag
-        names = [flag.value for flag, _ in yaml.compose(text).value]  # keeps each flag
+        names = [flag.value for flag, _ in yaml.compose(text).value]  # of all pairs in the file
     if len(names) > len(values) or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
