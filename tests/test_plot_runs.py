@@ -12,6 +12,8 @@ from matplotlib.text import Text
 from PIL import Image
 from runner import REPOSITORY, load, outcome
 
+pytestmark = pytest.mark.rest
+
 TOOL = REPOSITORY / "tools" / "plot-runs.py"
 RECORDED = sorted((REPOSITORY / "benchmarks" / "demo-runs").iterdir())
 PICTURE = REPOSITORY / "docs" / "demo-runs.png"

@@ -41,6 +41,7 @@ def generate(folder, *arguments):
     return outcome(folder, GENERATE, *arguments)
 
 
+@pytest.mark.rest
 def test_generate(trainer, tmp_path):
     result = trainer("--max-steps", 2)
     short = ["--prompt", "def ", "--max-new-tokens", 8]
