@@ -711,7 +711,7 @@ def load_documents(name, subset):
         # With None, a number among texts is an error. Otherwise `datasets` would turn the column
         # into JSON, and put quotation marks around each text.
         options["on_mixed_types"] = None
-    remedy = "check that the files exist and have text; on the Hub, check name, subset and network"
+    remedy = "check that the files exist and have text, or Hub name, --dataset-subset and network"
     with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
         splits = datasets.load_dataset(**options)
     # `datasets` makes a document of each line of the text files in a folder.
