@@ -454,7 +454,7 @@ def from_files(name):
     )
     unfit = report["missing_keys"] | report["mismatched_keys"]
     if unfit:
-        fail(f"the files of {name} lack these tensors, or their shapes differ: {unfit!s:.300}")
+        fail(f"the files of {name} lack these tensors, or their shapes differ: {str(unfit)[:300]}")
     # If the config ties two matrices that differ in the files, Transformers silently keeps both.
     tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
     tied_after_loading = model.all_tied_weights_keys
@@ -1216,7 +1216,7 @@ def read_config(path):
     with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
         text = path.read_text()
         values = yaml.safe_load(text)  # keeps only the last value of a repeated flag
-        names = [flag.value for flag, _ in yaml.compose(text).value]  # of all pairs in the file
+        names = [flag.value for flag, _ in yaml.compose(text).value]  # compose keeps repeated flags
     if len(names) > len(values) or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []

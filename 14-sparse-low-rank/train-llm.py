@@ -204,7 +204,7 @@ def build_model(args, config, device, checkpoint):
     # SL: No pretrained weights, because B A + S cannot represent an arbitrary dense matrix.
     # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
     # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
-    # A model of shapes, without memory, for --from-scratch. It also refuses other configs early.
+    # SL: Shapes, without memory, in every run. This also refuses a config of no causal LM.
     with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         # SL 1: Replace layers while no layer has memory, because the dense model may not fit.
@@ -933,7 +933,7 @@ def read_config(path):
     with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
         text = path.read_text()
         values = yaml.safe_load(text)  # keeps only the last value of a repeated flag
-        names = [flag.value for flag, _ in yaml.compose(text).value]  # of all pairs in the file
+        names = [flag.value for flag, _ in yaml.compose(text).value]  # compose keeps repeated flags
     if len(names) > len(values) or "config" in names or None in values.values():
         fail(f"{path} must have each flag once, with a value, and no flag named config")
     flags = []
