@@ -588,9 +588,9 @@ def open_run(args):
         return run_folder, None, new_state
     with fail_if_damaged(newest):
         saved = json.loads((newest / "state.json").read_text())
-    # A checkpoint of another chapter has values or flags that are unknown here, or sharded files.
+    # Checkpoints of other chapters have unknown values, other flags with a value, or sharded files.
     unknown = saved.keys() - asdict(new_state).keys()
-    unknown |= saved["flags"].keys() - flags.keys()
+    unknown |= {name for name, value in saved["flags"].items() if value is not None} - flags.keys()
     has_shards = (newest / ".metadata").exists()  # a file of chapter 3 and later
     if unknown or has_shards:
         fail(f"{newest} is from another chapter or version: choose another --experiment-name")

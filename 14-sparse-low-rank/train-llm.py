@@ -670,7 +670,7 @@ def open_run(args):
         return run_folder, None, new_state
     with fail_if_damaged(newest):
         saved = json.loads((newest / "state.json").read_text())
-    # A checkpoint of another chapter has values or flags that are unknown here, or sharded files.
+    # Checkpoints of other chapters have unknown values, other flags with a value, or sharded files.
     unknown = saved.keys() - asdict(new_state).keys()
     # SL: Checkpoints of the other chapters have the config of their model.
     has_config = (newest / "config.json").exists()

@@ -24,6 +24,11 @@ def test_resume_is_exact(trainer, dropout_model):
     for number, checkpoint in enumerate([whole.checkpoints[0], middle]):
         name = f"resumed-{number}"
         shutil.copytree(whole.folder / checkpoint, trainer.folder / name / checkpoint)
+        # Older versions had a flag that was rarely set.
+        state = trainer.folder / name / checkpoint / "state.json"
+        saved = json.loads(state.read_text())
+        saved["flags"]["decay_steps"] = None
+        state.write_text(json.dumps(saved))
         # What a run that died after this checkpoint leaves: later records, half of a line
         text = (whole.folder / "metrics.jsonl").read_text()
         (trainer.folder / name / "metrics.jsonl").write_text(text[: len(text) * 4 // 5])
