@@ -141,7 +141,10 @@ class Note:
         self.file = file
 
     def write(self, state: str, name: str, line: int = 0) -> None:
-        self.file.write_text(json.dumps([state, name, line]))
+        # A rank may be ended while it writes. Then the note before stays whole.
+        new = self.file.with_suffix(".new")
+        new.write_text(json.dumps([state, name, line]))
+        new.rename(self.file)
 
     def read(self) -> tuple[str, str, int]:
         return tuple(json.loads(self.file.read_text())) if self.file.exists() else ("", "", 0)
