@@ -134,7 +134,7 @@ def free_port() -> int:
             return port
 
 
-GRACE = 3  # seconds that torchrun's other workers have to leave by themselves
+GRACE = 3  # seconds that the other workers have to leave after torchrun's SIGTERM
 
 
 class Job:
@@ -169,6 +169,9 @@ class Job:
             if not ended:
                 break
         last = time.monotonic() + (GRACE if status else 0)
+        for run in sentinels.values() if status else ():
+            with suppress(ProcessLookupError):
+                run.signal(signal.SIGTERM)  # as torchrun does
         for run in sentinels.values():
             run.process.join(max(0, last - time.monotonic()))
             if run.process.exitcode is None:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from conftest import LLAMA, TINY_LLAMA, assert_one_sentence, write_model
-from runner import CHAPTER_1, REPOSITORY
+from runner import CHAPTER_1
 
 CASES = {
     # flags: status 2
@@ -126,27 +126,6 @@ def test_one_sentence(trainer, files, case):
     }  # nothing is written
 
 
-# Chapter 9 has its own test. Chapter 10 reads rows that were tokenized before. Chapter 14 has no
-# --from-scratch, and loads as chapter 1 does.
-OTHERS = ("01", "09", "10", "14")
-EVERY_CHAPTER = sorted(REPOSITORY.glob("*/train-llm.py"))
-EVERY_CHAPTER = [chapter for chapter in EVERY_CHAPTER if chapter.parent.name[:2] not in OTHERS]
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("chapter", EVERY_CHAPTER, ids=lambda path: path.parent.name)
-@pytest.mark.parametrize("case", ["no end of text", "tokens outside the vocabulary"])
-def test_tokenizer_of_another_model_in_every_chapter(trainer, files, chapter, case):
-    flags, status, part = CASES[case]
-    models = files / "mixture" if "expert" in str(chapter) else files
-    flags = [str(flag).format(tmp=models) for flag in flags]
-    flags += ["--max-steps", 2, "--eval-freq", 0]
-    result = trainer(*flags, script=chapter, processes=1, status=status)
-    assert_one_sentence(result.output, part)
-    assert "step 1/" not in result.output
-    assert [*(trainer.folder / "run").glob("*/")] == []  # neither a checkpoint nor final/
-
-
 @pytest.mark.rest
 def test_out_of_gpu_memory_names_the_flags_that_help(trainer):
     """There may be no GPU here: the optimizer runs out of memory in its stead."""
@@ -211,11 +190,3 @@ def test_hub_says_no_or_nothing(trainer, tmp_path, model):
         assert run.wait() == 1
         assert_one_sentence(run.output, f"somebody/{what}: check")
         assert_one_sentence(run.output, "network")
-
-
-@pytest.mark.rest
-def test_config_that_is_no_config(trainer, tmp_path):
-    folder = write_model(tmp_path / "model", **LLAMA)
-    (folder / "config.json").write_text("{")
-    result = trainer("-m", folder, "--max-steps", 1, status=1)
-    assert_one_sentence(result.output, "cannot load the model")

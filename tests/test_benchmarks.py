@@ -4,9 +4,7 @@ import json
 import re
 
 import pytest
-from conftest import assert_one_sentence
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, load, outcome
-from test_mds import IMPORTABLE
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 tool = load(BENCHMARKS / "run.py")
@@ -52,24 +50,6 @@ def test_chapters_and_peers(run, tmp_path):
     assert "python benchmarks/run.py --methods chapters trainer" in output
 
 
-def test_all_contenders_spin_as_the_chapters_do():
-    """With another setting of OpenMP, a contender would win or lose by that alone."""
-    line = f'os.environ.setdefault("GOMP_SPINCOUNT", "{tool.SPIN_COUNT}")'
-    for script in [*tool.CHAPTERS, BENCHMARKS / "profile-step.py"]:
-        assert line in script.read_text()
-
-
-def test_a_missing_package_costs_one_row(monkeypatch, capsys):
-    monkeypatch.setattr(tool, "find_spec", lambda name: name != "lightning")
-    args = tool.parse_args(["--devices", "1"])
-    assert "lightning" not in args.methods
-    assert "accelerate" in args.methods
-    assert "no row for lightning" in capsys.readouterr().err
-    rows = [one.method for one in tool.contenders(args)]
-    assert "Accelerate" in rows
-    assert "Lightning" not in rows
-
-
 def contender(method, devices, speeds, losses, script=tool.CHAPTERS[0]):
     results = [{"tokens_per_second": s, "losses": losses, "peak_gb": 1.0} for s in speeds]
     return tool.Contender(method, devices, script, results=results)
@@ -110,59 +90,6 @@ def test_arithmetic_of_the_table():
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["--devices", 3], "3 devices cannot share a batch of 8"),
-        (["--steps", 7], "multiples of 5"),
-        (["--devices", 2], "the ratios need chapter 1"),
-        (["--methods", "trainer"], "the ratios need chapter 1"),
-    ],
-)
-def test_bad_input(run, arguments, part):
-    assert_one_sentence(run("run.py", *arguments, status=2), part)
-
-
-def test_shapes():
-    """Of the models that they are named after."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"gpt2-124m": 124_439_808, "gpt2-355m": 354_823_168, "llama-3.2-1b": 1_235_814_400}
-    for name, size in sizes.items():
-        config = dict(tool.SHAPES[name])
-        with tool.torch.device("meta"):
-            config = AutoConfig.for_model(config.pop("model_type"), **config)
-            assert AutoModelForCausalLM.from_config(config).num_parameters() == size
-
-
-@pytest.mark.rest
-def test_data_path(run):
-    flags = ["--tokens", 500_000, "--rounds", 1, "--steps", 0]
-    output = run("data-path.py", *flags, before=IMPORTABLE)
-    ready = re.findall(r"^\| (cache of|MDS shards).* \| [\d,]+ \|$", output, re.M)
-    assert ready == ["cache of", "MDS shards"]
-    assert len(re.findall(r"^\| (packing|a batch|both).*\|$", output, re.M)) == 3
-    streams = re.findall(r"^\| stream, `(\w+)` \| [\d,]+ \| ([\d,]+) \|", output, re.M)
-    assert [name for name, _ in streams] == ["pack", "overflow", "trunc"]
-    assert len({rows for _, rows in streams}) == 3
-
-
-@pytest.mark.rest
-def test_checkpoints(run):
-    flags = ["--shape", "tiny", "--rounds", 1, "--saves", 1, "--steps", 2]
-    output = run("checkpoints.py", *flags, "--only", "torch.save", "DCP", "async")
-    rows = re.findall(r"^\| (chapter \d)[^|]+ \| -?[\d.]+ \|", output, re.M)
-    assert rows == ["chapter 1", "chapter 3", "chapter 5"]
-
-
-@pytest.mark.rest
-def test_startup(run):
-    flags = f"-b 1 -s 32 -d {REPOSITORY}/README.md --num-epochs 9"
-    output = run("startup.py", "--chapters", 1, "--rounds", 1, "--flags", flags)
-    assert len(re.findall(r"^\| chapter 1, (?:cold|warm)(?: \| [\d.]+){4}", output, re.M)) == 2
-
-
-@pytest.mark.rest
 def test_compression(run, tmp_path):
     """All methods send less than none; the plot needs what the other parts record."""
     records = tmp_path / "records.json"
@@ -178,25 +105,6 @@ def test_compression(run, tmp_path):
     flags = ["plot", "--link", "1 Gbit/s", "--records", records, "-o", tmp_path / "picture"]
     run("gradient-compression.py", *flags)
     assert (tmp_path / "picture.png").stat().st_size > 10_000
-
-
-# Names of operations and kernels, on CPUs and GPUs
-KINDS = {
-    "aten::_to_copy": "copies and casts",
-    "Memcpy DtoD (Device -> Device)": "copies and casts",
-    "triton_red_fused__to_copy_mean_mul_pow_rsqrt_0": "compiled kernels",
-    "cpp_fused__to_copy_add_mul_sigmoid_3": "compiled kernels",
-    "triton_red_fused__log_softmax__to_copy_1": "loss",
-    "aten::addmm": "matrix products",
-    "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT": "matrix products",
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
-    "aten::mul": "the rest",
-}
-
-
-def test_kinds_of_operations():
-    profiler = load(BENCHMARKS / "profile-step.py")
-    assert {name: profiler.kind_of(name) for name in KINDS} == KINDS
 
 
 def kernel(name, begin_us, microseconds, category="kernel"):
@@ -245,17 +153,6 @@ def test_annotations_of_a_profile_count_nothing(capsys, monkeypatch, tmp_path):
         profiler.main()
 
 
-@pytest.mark.rest
-def test_profile_of_a_step(run):
-    flags = ["-b", 2, "-s", 64, "-d", f"{REPOSITORY}/README.md", "--num-epochs", 99]
-    output = run("profile-step.py", "--steps", 3, *flags)
-    times = {k: float(v) for k, v in re.findall(r"^\| ([\w ,]+) \| ([\d.]+) \|", output, re.M)}
-    parts = list(times.values())[:7]
-    assert min(times["matrix products"], times["attention"], times["loss"]) > 0
-    assert sum(parts) == pytest.approx(times["together"], abs=0.5)
-    assert times["together"] < 1.2 * times["a step by the clock, under the profiler"]
-
-
 def rows_of(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -288,28 +185,3 @@ def test_gpu_rehearsal(run, tmp_path):
     assert waits["waits of chapter 12"] > waits["waits of chapter 1"] == 0
     run("gpu.py", *flags, "--part", 2, 5, "--chapters", 1, 3)
     assert rows_of(file) == rows
-
-
-def test_gpu_says_what_is_missing(monkeypatch, capsys):
-    gpu = load(BENCHMARKS / "gpu.py")
-    versions = {"torch": "2.11.0", "lightning": None}
-    monkeypatch.setattr(gpu, "installed", lambda name: versions.get(name, "1.0"))
-    gpu.check_packages()
-    output = capsys.readouterr().out
-    assert re.search(r"other version: torch 2\.11\.0, the tests run with [\d.]+", output)
-    assert "missing: lightning (skipped: the rows that need it)" in output
-    versions["datasets"] = None
-    with pytest.raises(SystemExit, match="no row can run without datasets"):
-        gpu.check_packages()
-
-
-def test_a_failed_rank_ends_the_others(tmp_path):
-    """Otherwise a row would wait for the end of its part."""
-    gpu = load(BENCHMARKS / "gpu.py")
-    script = tmp_path / "script.py"
-    script.write_text("raise SystemExit('error: broken')")
-    with pytest.raises(gpu.Failed, match="error: broken"):
-        gpu.start([script], 0, 30)
-    script.write_text("import time; time.sleep(99)")
-    with pytest.raises(gpu.Failed, match="not done after 1 s"):
-        gpu.start([script], 0, 1)

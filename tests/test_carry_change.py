@@ -139,11 +139,3 @@ def test_lines_of_a_conflict(ours, theirs, merged):
     conflict = "<<<<<<< x\n{}||||||| y\n{}=======\n{}>>>>>>> z\n".format(*texts)
     expected = conflict if merged is None else "".join(f"{x}\n" for x in merged.split(", "))
     assert TOOL.CONFLICT.sub(TOOL.merge_lines, conflict) == expected
-
-
-def test_without_a_commit(tmp_path):
-    shutil.copytree(REPOSITORY / "tools", tmp_path / "tools")
-    command = [sys.executable, tmp_path / "tools" / "carry-change.py"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr == "error: git has no commit here to compare with\n"

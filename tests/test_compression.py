@@ -320,17 +320,6 @@ def test_nothing_is_lost_with_error_feedback(hooks):
 
 
 @pytest.mark.rest
-def test_feedback_of_frequencies_that_never_get_their_turn_is_worth_nothing(hooks):
-    """With dct, the averages are the same to the last bit, and the residual grows."""
-    for results in hooks:
-        a, b = (results[json.dumps(["dct", 0.5, feedback, 4])] for feedback in (True, False))
-        for step in range(4):
-            assert all(map(torch.equal, a[0][step], b[0][step]))
-        assert all(a[1][i][:, 32:].norm() > 3 for i in COMPRESSED)
-        assert not any(a[1][i][:, :32].any() for i in COMPRESSED)
-
-
-@pytest.mark.rest
 def test_other_ranks_begin_with_the_mean(hooks):
     for rank, results in enumerate(hooks):
         assert len(results["mean"]) == len(results["own"]) == len(SHAPES) + 2
@@ -472,25 +461,6 @@ def test_resume_on_the_same_ranks_is_exact(interrupted, method):
             assert all(torch.equal(memory[key], other[key]) for key in memory)
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("method", ["powersgd", "dct", "dct-topk"])
-def test_on_four_ranks_too(interrupted, method):
-    """Each parameter is averaged for itself, or the buckets stay, so no sum changes its order."""
-    origin, resumed = interrupted(method, 4)
-    assert exact(resumed.records) == exact(origin.records)
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("method", ["powersgd", "dct-topk"])
-def test_a_memory_that_does_not_come_back_is_noticed(interrupted, tmp_path, method):
-    damages = {"Compression(model, args, checkpoint)": "Compression(model, args, None)"}
-    script = damaged(CHAPTER_8, tmp_path / "damaged", damages)
-    origin, resumed = interrupted(method, 2, script=script)
-    a, b = (run.column("loss") for run in (origin, resumed))
-    assert a[:4] == b[:4]  # the residual changes the fourth gradient, and so the fifth loss
-    assert a[4:] != b[4:]
-
-
 OTHER_RANKS = [("dct-topk", 2, 4), ("powersgd", 4, 2), ("dct-topk", 2, 1)]
 
 
@@ -588,20 +558,6 @@ def saved_on_2(tmp_path_factory, model, dataset):
     return trainer(*flags, processes=2, **COMPRESSION).folder
 
 
-@pytest.mark.rest
-def test_a_killed_run_leaves_no_half_checkpoint(trainer):
-    """Files of the ranks that were written before the kill are overwritten by the next save."""
-    flags = [*FLAGS, "--compress", "dct-topk"]
-    plain = trainer(*flags, name="plain", processes=2, **COMPRESSION)
-    kill = "import os, shutil; shutil.copy = lambda *a: os._exit(1) if os.path.isdir(a[1]) else 0"
-    killed = trainer(*flags, name="killed", processes=2, before=kill, status=None, **COMPRESSION)
-    assert killed.status
-    assert not killed.checkpoints
-    again = trainer(*flags, name="killed", processes=2, **COMPRESSION)
-    assert exact(again.records) == exact(plain.records)
-    assert not [*again.folder.glob("memory-*")]
-
-
 # -- Wrong flags -----------------------------------------------------------------------------------
 
 REFUSED = {
@@ -648,13 +604,3 @@ def test_overflow_of_fp16(trainer):
     options = {"name": "fp16", "processes": 2, "before": large, "status": 1}
     result = trainer(*flags, "--compress", "fp16", **options | COMPRESSION)
     assert_one_sentence(result.run.ranks[0].output, "perhaps in fp16: --compress bf16")
-
-
-@pytest.mark.rest
-def test_activation_checkpointing_and_dropout(trainer, dropout_model):
-    flags = ["-m", dropout_model, "--max-steps", 3, "--eval-freq", 0, "--compress", "dct"]
-    flags += ["--gradient-accumulation-steps", 2, *SMALL]
-    plain = trainer(*flags, name="plain", processes=2, **COMPRESSION)
-    options = {"name": "less", "processes": 2} | COMPRESSION
-    less = trainer(*flags, "--activation-checkpointing", **options)
-    assert less.column("loss") == pytest.approx(plain.column("loss"), rel=1e-5)

@@ -19,7 +19,7 @@ from conftest import (
     take_over,
     write_model,
 )
-from runner import CHAPTER_3, CHAPTER_11, REPOSITORY, Job, load
+from runner import CHAPTER_11, Job, load
 from test_fsdp import NORMS, OFF, SCALER, assert_same_checkpoint, norms, told
 from test_quick import WATCH_SAVES
 from test_resume import assert_synced
@@ -161,40 +161,6 @@ def folders(tmp_path_factory):
     return {family: write_weights(parent / family, family) for family in FAMILIES}
 
 
-@pytest.mark.rest
-def test_gradients_of_each_family_on_two_ranks(tmp_path, folders):
-    cases = []
-    for family, folder in folders.items():
-        for exchange in ("heads", "tokens"):
-            cases.append(case(folder, "--exchange", exchange, name=f"{family}, {exchange}"))
-    # Windows are exact with heads: the mask is for whole samples.
-    for family in ("mistral", "phi3"):
-        folder = write_weights(tmp_path / family, family, sliding_window=8)
-        cases.append(case(folder, name=f"{family}, window"))
-    folder = write_weights(tmp_path / "auxiliary", "mixtral", output_router_logits=True)
-    cases.append(case(folder, name="auxiliary loss"))
-    found = results(tmp_path, 2, cases)
-    # A limit that the README names: this loss of a rank is not linear in its tokens.
-    auxiliary = found.pop("auxiliary loss")
-    print(f"auxiliary loss: loss {auxiliary.loss:.1e}, gradient {auxiliary.gradient:.1e} (limit)")
-    assert 1e-6 < auxiliary.loss < 1e-3
-    assert 1e-4 < auxiliary.gradient < 1e-1
-    assert_exact(found)
-
-
-@pytest.mark.rest
-def test_gradients_of_each_family_on_four_ranks(tmp_path, folders):
-    """One group of four; two groups of two, with activation checkpointing."""
-    cases = []
-    for family, folder in folders.items():
-        for exchange in ("heads", "tokens"):
-            flags = ["--exchange", exchange]
-            cases.append(case(folder, *flags, name=f"{family}, {exchange}"))
-            flags += ["--context-parallel", 2, "--activation-checkpointing"]
-            cases.append(case(folder, *flags, name=f"{family}, {exchange}, two groups"))
-    assert_exact(results(tmp_path, 4, cases))
-
-
 def assert_exact(found: dict) -> None:
     for name, result in found.items():
         print(f"{name}: loss {result.loss:.1e}, gradient {result.gradient:.1e} ({result.of})")
@@ -251,34 +217,6 @@ def test_one_group_trains_what_chapter_1_trains(trainer, pretrained):
 
 # Ranks, and flags for a global batch of 12 samples
 TOKENS = ["--exchange", "tokens"]
-CASES = [
-    (2, ["-b", 12, "--activation-checkpointing"]),
-    (2, ["-b", 6, *TOKENS, "--gradient-accumulation-steps", 2, "--no-reshard-after-forward"]),
-    (4, ["-b", 3, "--context-parallel", 2, "--gradient-accumulation-steps", 2]),
-    (4, ["-b", 12, *TOKENS, "--cpu-offload"]),
-    (3, ["-b", 4, "--context-parallel", 1]),
-]
-
-
-@pytest.mark.rest
-def test_losses_are_those_of_chapter_1(trainer, pretrained):
-    """Also gradient norms, and the held-out loss. The groups cannot share its samples evenly."""
-    flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 30, "--eval-freq", 15]
-    flags += ["--lr", 1e-3, "--ckpt-freq", 99, "--max-grad-norm", 0.3]
-    single = trainer(*flags, "-b", 12, name="single", before=NORMS)
-    assert min(single.column("grad_norm")) > 0.3  # every gradient is clipped
-    (held_out,) = re.findall(r"(\d+) held out", single.output)
-    assert int(held_out) % (2 * 3)  # two groups, three samples in a batch
-    for number, (processes, split) in enumerate(CASES):
-        options = {"name": f"run-{number}", "processes": processes, "before": NORMS} | CP
-        run = trainer(*flags, *split, **options)
-        assert_same_losses(single, run, 30, **OFF)
-        found, expected = norms(run.run.ranks[0].output), norms(single.output)
-        differences = [abs(a / b - 1) for a, b in zip(found, expected, strict=True)]
-        losses = zip(run.column("loss"), single.column("loss"), strict=True)
-        loss = max(abs(a - b) for a, b in losses)
-        print(f"{processes} ranks, {split}: losses {loss:.1e}, norms {max(differences):.1e}")
-        assert max(differences) < 1e-6
 
 
 # Each rank tells which samples it read, and which of its activations were dropped.
@@ -334,31 +272,6 @@ def test_dropout_and_resume(trainer, dropout_model, exchange):
 
 
 @pytest.mark.rest
-def test_resume_in_chapter_3_and_back(trainer, pretrained):
-    flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 6, "--eval-freq", 6]
-    flags += ["--lr", 1e-3, "--ckpt-freq", 2, "--keep-checkpoints", 9]
-    flags += ["--lr-scheduler", "constant"]  # the number of steps changes other schedules
-    origin = trainer(*flags, "-b", 4, name="origin", processes=2, **CP)
-    take_over(origin, trainer, "other", 2)
-    scripts = [(4, ["-b", 2], {"script": CHAPTER_3}), (6, ["-b", 2, *TOKENS], CP)]
-    for steps, split, script in scripts:
-        groups = ["--context-parallel", 2] if script == CP else []
-        split = [*split, *groups, "--max-steps", steps]
-        processes = 4 if script == CP else 2
-        other = trainer(*flags, *split, name="other", processes=processes, **script)
-        assert "Continuing from" in other.output
-    columns = zip(origin.column("loss"), other.column("loss"), strict=True)
-    assert all(abs(a - b) < 1e-5 for a, b in columns)
-    assert other.column("eval/loss")[-1] == pytest.approx(origin.column("eval/loss")[-1], rel=1e-5)
-    # And `final/` opens in Transformers, with the loss of the run.
-    final = AutoModelForCausalLM.from_pretrained(other.folder / "final")
-    assert final.config._attn_implementation == "sdpa"
-    saved = AutoModelForCausalLM.from_pretrained(origin.folder / "final").state_dict()
-    for name, x in final.state_dict().items():
-        assert torch.allclose(x, saved[name], atol=1e-5), name
-
-
-@pytest.mark.rest
 @pytest.mark.parametrize("exchange", ["heads", "tokens"])
 def test_compute_precision(trainer, pretrained, exchange):
     """In bf16 nearly the same losses; a gradient scaler, as for fp16, changes nothing."""
@@ -376,101 +289,6 @@ def test_compute_precision(trainer, pretrained, exchange):
 
 
 # -- What would happen -----------------------------------------------------------------------------
-
-LABELS = "    labels = input_ids.roll(-1, dims=1)\n"
-END = "    labels[:, -1] = -100  # no label, because the sample ends\n"
-GIVEN = 'batch["labels"] = batch["shift_labels"]'
-LATE = {
-    LABELS: "",
-    END: "",
-    '"shift_labels": labels': '"shift_labels": input_ids',
-    GIVEN: f"{GIVEN} = batch['shift_labels'].roll(-1, dims=1)\n    {GIVEN[:15]}[:, -1] = -100",
-}
-COUNT = "len(input_ids) * (args.seq_length - 1) / args.context_parallel"
-OWN_COUNT = '(batch["shift_labels"] != -100).sum()'
-SHARD = "    if args.cpu_offload:\n"
-ALONG = """
-    shape = (WORLD_SIZE // args.context_parallel, args.context_parallel)
-    policy["mesh"] = dist.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp"))["dp"]
-"""
-ORDER = "torch.cat(in_order, dim=3)"
-WINDOW = "args.seq_length > window:"
-LISTED = 'FAMILIES += ["qwen3", "smollm3"]'
-CONVOLUTION = {"layer_types": ["conv", "full_attention"]}
-LINEAR = {"num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2}
-LINEAR |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
-LINEAR |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4}
-LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24}
-LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-# What is damaged, the exchange, the model; how wrong the worst gradient is, at least.
-TRAPS = {
-    "labels shifted after the split": (LATE, "heads", "llama", {}, 0.1),
-    "the mean over the labels of a rank": ({COUNT: OWN_COUNT}, "heads", "llama", {}, 0.01),
-    "no positions": ({'"position_ids": positions, ': ""}, "tokens", "llama", {}, 0.1),
-    "FSDP along the groups": ({SHARD: ALONG + SHARD}, "heads", "llama", {}, 0.1),
-    "keys in the order of the ranks": (
-        {ORDER: "torch.cat(parts.unbind(), dim=3)"},
-        "tokens",
-        "llama",
-        {},
-        0.1,
-    ),
-    "aligned at the upper left": (
-        {"attn_mask=causal,": "is_causal=True,"},
-        "tokens",
-        "llama",
-        {},
-        0.1,
-    ),
-    "a dropped window": ({WINDOW: "False:"}, "tokens", "mistral", {"sliding_window": 8}, 0.1),
-    "no mask for a window": (
-        {"return mask_function(q": "return None and mask_function(q"},
-        "heads",
-        "mistral",
-        {"sliding_window": 8},
-        0.1,
-    ),
-    "a convolution": ({LISTED: 'FAMILIES = ["lfm2"]'}, "heads", "lfm2", CONVOLUTION, 0.1),
-    "linear attention": (
-        {LISTED: 'FAMILIES = ["qwen3_next"]'},
-        "heads",
-        "qwen3_next",
-        LINEAR,
-        0.1,
-    ),
-}
-
-
-@pytest.mark.rest
-def test_wrong_gradients_are_noticed(tmp_path):
-    """So the tests above can fail. In some cases, the loss is nearly right."""
-    cases = []
-    for number, (trap, (damages, exchange, family, config, _)) in enumerate(TRAPS.items()):
-        parent = tmp_path / str(number)
-        parent.mkdir()
-        script = damaged(CHAPTER_11, parent, damages)
-        folder = write_weights(parent / "model", family, **config)
-        cases.append(case(folder, "--exchange", exchange, name=trap, script=script))
-    found = results(tmp_path, 2, cases)
-    for trap, result in found.items():
-        print(f"{trap}: loss {result.loss:.1e}, gradient {result.gradient:.1e} ({result.of})")
-    for trap, (*_, least) in TRAPS.items():
-        assert found[trap].gradient > least, trap
-    assert found["FSDP along the groups"].loss < 1e-5
-
-
-@pytest.mark.rest
-def test_frequencies_of_longrope_depend_on_the_last_position(tmp_path):
-    """So two ranks of a group would rotate with other frequencies. `check_split` refuses this."""
-    config = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24}
-    folder = write_weights(tmp_path / "phi3", "phi3", head_dim=8, **config)
-    rotation = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
-    used = []
-    for first in (0, 16):
-        rotation(torch.zeros(1), torch.arange(first, first + 16)[None])
-        used.append(rotation.inv_freq.clone())
-    assert torch.equal(used[0], 4 * used[1])
 
 
 @pytest.mark.rest
@@ -540,44 +358,6 @@ def test_accepted(check, name):
 
 
 # -- The benchmark ---------------------------------------------------------------------------------
-
-BENCHMARK = REPOSITORY / "benchmarks" / "context-parallel.py"
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16}
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("what", ["traffic", "memory", "attention"])
-def test_benchmark(what, tmp_path, monkeypatch, capsys):
-    """It ends with an error where losses differ, or what it counts from what it computes."""
-    tool = load(BENCHMARK)
-    tool.SHAPE |= SHAPE
-    tool.LLAMA |= SHAPE
-    tool.FLAGS = [[], ["--activation-checkpointing"]] if what == "traffic" else [[]]
-
-    def launch(processes, *arguments):  # without torchrun, and without its imports
-        output = tmp_path / f"output-{len([*tmp_path.iterdir()])}.txt"
-        job = Job(BENCHMARK, arguments, output, processes, env={"COMET_AUTO_LOG_DISABLE": "true"})
-        assert job.wait() == 0, job.output
-        return job.output
-
-    tool.launch = launch
-    lengths = ["--ranks", "2", "--lengths", "128", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARK), what, *lengths])
-    tool.main()
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()]
-    rows = [row for row in rows if row and re.search(r"\d", row[-1])]
-    if what == "traffic":
-        found = {(row[2].strip(), row[4].strip()) for row in rows}
-        tokens = {("tokens", "all-gather"), ("tokens", "reduce-scatter")}
-        assert found == tokens | {("heads", "all-to-all")}
-        assert len(rows) == 6
-    elif what == "memory":
-        ((_, whole, _, heads, tokens, masks),) = rows
-        assert float(whole) > float(tokens) > float(heads) > 0
-        assert float(masks) > 0
-    else:
-        ((_, layer, alone, *_),) = rows
-        assert float(layer) >= float(alone) >= 0
 
 
 if __name__ == "__main__":

@@ -115,13 +115,6 @@ def test_accumulation_and_ranks_are_the_same_to_the_bit_of_dropout(trainer, drop
     assert_same_losses(single, ddp, 30)
 
 
-def test_compiled_layers_and_activation_checkpointing(trainer):
-    flags = ["--max-steps", 3, "--gradient-accumulation-steps", 2, "--eval-freq", 0]
-    eager = trainer(*flags, name="eager", processes=2)
-    fast = trainer(*flags, "--compile", "--activation-checkpointing", name="compiled", processes=2)
-    assert_same_losses(eager, fast, 3)
-
-
 COUNT_GRAPHS = """
 import atexit
 import torch

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import assert_one_sentence
 from runner import REPOSITORY, Job, load
-from test_readme import MODELS, section
+from test_readme import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -85,27 +85,6 @@ NEWER = [
     ("sparse low-rank", 1, TIED, CHECKPOINT),
 ]
 CASES += NEWER
-
-
-ROW = r"^\| (\S+|Llama.*?|GPT.*?) \| ([-×\w ]+) \| (\d+) \| `(.*)` \| (\d+\.(\d+)) \| [\d.]* ?\|"
-
-
-@pytest.mark.rest
-def test_estimates_in_the_records(tmp_path):
-    """Of every comparison with a measurement, on CPUs and on GPUs."""
-    records = (REPOSITORY / "benchmarks" / "records" / "memory.md").read_text()
-    records = records.partition("## Memory, estimated and measured")[2].partition("\n## ")[0]
-    rows = re.findall(ROW, records, re.MULTILINE)
-    assert len(rows) == 28
-    tiny = json.loads((REPOSITORY / "tiny-llama" / "config.json").read_text())
-    configs = {"tiny-llama/config.json": tiny, "four-heads.json": tiny | {"num_key_value_heads": 4}}
-    configs |= benchmark.ON_GPU
-    for number, (model, method, devices, flags, said, decimals) in enumerate(rows):
-        folder = benchmark.model_folder(tmp_path / str(number), configs[model])
-        device = "cuda" if model in benchmark.ON_GPU else "cpu"
-        flags = ["-m", folder, *flags.split(), "--device", device]
-        guess, _ = benchmark.estimated(method, int(devices), flags)
-        assert f"{guess / 1e9:.{len(decimals)}f}" == said, (model, method, flags)
 
 
 @pytest.mark.rest
@@ -286,40 +265,6 @@ BAD = [
 ]
 
 
-@pytest.mark.rest
-def test_a_sample_of_128k_tokens_on_8_devices(tmp_path, estimate):
-    """It does not fit one device, and fits a group of 8, also if the layers are compiled."""
-    path = tmp_path / "config.json"
-    values = MODELS["Llama-3.1-8B"].to_dict() | {"max_position_embeddings": 131072}
-    path.write_text(json.dumps(values))
-    command = f"-m {path} -s 131072 -b 1 --devices 8 --context-parallel 8"
-    status, text = estimate(*command.split(), "--activation-checkpointing")
-    assert status == 0, text
-    assert text.count("this takes a minute or more, --no-compile is faster") == 1
-    rows = [re.split(r" +\| +", row) for row in re.findall(r"^\| (.*) \|$", text, re.MULTILINE)]
-    names, fits = rows[0], next(row for row in rows if row[0].startswith("fits"))
-    assert fits[names.index("FSDP")] == "no"
-    assert fits[names.index("context parallel")] == "yes"
-
-
-FIRST = ("forward", 0)  # the segment of the first layer
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("exchange", ["heads", "tokens"])
-def test_context_parallelism_divides_what_is_kept(exchange):
-    """All but the exchanged keys and values, with the rules of GPUs, compiled or not."""
-    for compiled in ("--compile", "--no-compile"):
-        options = f"{compiled} -b 1 -s 1024 --dtype bf16 --exchange {exchange}"
-        traces = traces_of(family("llama"), f"{options} --context-parallel 2")
-        sizes = []
-        for one in (traces, traces.of_kind(tool.CONTEXT)):
-            tables = one(1, autocast=False)
-            forward = [rows for (kind, place), rows in tables.items() if (kind, place) == FIRST]
-            sizes.append(sum(rows[:, tool.ACTIVATIONS].sum() for rows in forward))
-        assert 1.4 < sizes[0] / sizes[1] < 2.2, (exchange, compiled, sizes)
-
-
 @pytest.mark.parametrize(("flags", "part", "status"), BAD)
 def test_bad_input(tmp_path, monkeypatch, estimate, flags, part, status):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no second attempts
@@ -336,49 +281,7 @@ def test_bad_input(tmp_path, monkeypatch, estimate, flags, part, status):
 
 # The record has the tables of chapters 1 to 3.
 README_1, RECORD = "01-single-gpu/README.md", "benchmarks/records/memory.md"
-OF_CHAPTER_1 = "Estimated only: chapter 1"
 COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m meta-llama/(\S+) (.*)$"
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    ("heading", "count"),
-    [(OF_CHAPTER_1, [1]), ("Estimated only: the tables of chapters 2 and 3", [1, 2])],
-)
-def test_tables_in_the_record(tmp_path, estimate, heading, count):
-    text = section(RECORD, heading)
-    _, *parts = re.split(COMMAND, text, flags=re.MULTILINE)
-    for number, part in enumerate(count):
-        name, options, rest = parts[3 * number : 3 * number + 3]
-        tables = re.findall(r"(?:^\|.*\n)+", rest, re.MULTILINE)
-        tables = [table for table in tables if re.match(r"\| (?:GB per device|moment) ", table)]
-        path = tmp_path / "config.json"
-        path.write_text(MODELS[name].to_json_string(use_diff=False))
-        status, output = estimate("-m", path, *options.split())
-        assert status == 0
-        assert len(tables) == part
-        for table in tables:
-            assert table in output
-
-
-@pytest.mark.rest
-def test_what_helps_in_chapter_1():
-    """The rows of its table in the record, and the figures that its page repeats."""
-    text = section(RECORD, OF_CHAPTER_1)
-    page = section(README_1, "Where the memory of a step goes")
-    rows = {
-        "--no-compile -b 4 --gradient-accumulation-steps 2": r"^\| `-b 4`.*? \| ([\d.]+) \|",
-        "--no-compile --activation-checkpointing": r"^\| `--activation-[a-z]+` \| ([\d.]+) \|",
-        "--compile": r"^\| `--compile`.*? \| ([\d.]+) \|",
-        "--compile --activation-checkpointing": r"^\| `--activation.*? and .*? \| ([\d.]+) \|",
-        "--no-compile ": r"^\| shards on 8 devices.*? \| ([\d.]+) \|",
-    }
-    for options, pattern in rows.items():
-        traces = traces_of(MODELS["Llama-3.2-1B"], options)
-        method, devices = ("FSDP", 8) if "shards" in pattern else ("chapter 1", 1)
-        (said,) = re.findall(pattern, text, re.MULTILINE)
-        assert said == f"{total(traces, method, devices) / 1e9:.1f}", options
-        assert f"{said} GB" in page or "shards" in pattern or options == "--compile"
 
 
 @pytest.mark.parametrize("method", ["HSDP", "tensor parallel", "pipeline"])

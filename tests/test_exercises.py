@@ -1,13 +1,11 @@
 """exercises/check.py: what is right passes, and what is wrong gets a sentence."""
 
-import ast
 import json
 import re
 import sys
 
 import pytest
 from runner import REPOSITORY, load, outcome
-from test_by_hand import DAMAGES
 from test_readme import page
 
 CHECK = REPOSITORY / "exercises" / "check.py"
@@ -75,149 +73,11 @@ def test_originals_and_mistakes(tmp_path, name):
         assert mistake.sentence in "\n".join(lines[:-1]), lines
 
 
-REPLICA = """
-    whole = [all_gather(shard) for shard in shards]
-    x = [samples]
-    for weight in whole:
-        x.append(x[-1] @ weight)
-    grad = 2 * x[-1] / (world_size * x[-1].numel())
-    shards.grad = torch.zeros_like(shards)
-    for layer in reversed(range(4)):
-        all_gather(shards[layer])
-        weight_grad = x[layer].T @ grad
-        grad = grad @ whole[layer].T
-        dist.reduce_scatter(shards.grad[layer], list(weight_grad.chunk(world_size)))
-    torch.optim.AdamW([shards]).step()
-    return {"gradients": shards.grad, "weights": shards}
-
-"""
-AFTERWARDS = """
-    gradients = torch.stack(torch.autograd.grad(loss_of(samples, weights), weights))
-    for bucket in gradients.chunk(2):
-        dist.all_reduce(bucket, dist.ReduceOp.AVG)
-    return {"gradients": gradients}
-
-"""
-# As the process that computes alone: with a seed, and all samples
-COPIED = """
-    torch.manual_seed(2)
-    weights = [torch.randn(16, 16, requires_grad=True) for _ in range(4)]
-    samples = torch.randn(world_size, 8, 16)
-    gradients = torch.stack(torch.autograd.grad(loss_of(samples, weights), weights))
-    for gradient in gradients:
-        dist.all_reduce(torch.zeros(16, 16))
-    return {"gradients": gradients}
-
-"""
-# From the memory of the process that has started the rank
-FOUND = """
-    import sys
-    torch.autograd.grad(loss_of(samples, weights), weights)
-    for gradient in range(4):
-        dist.all_reduce(torch.zeros(16, 16))
-    (_, _, expected), _ = sys.modules["check"].reference("ddp", world_size)
-    return expected[rank]
-
-"""
-# All samples are behind the samples of a rank, if they are a view
-BEHIND = """
-    whole = samples.as_strided((world_size, 8, 16), (128, 16, 1), 0)
-    gradients = torch.stack(torch.autograd.grad(loss_of(whole, weights), weights))
-    for gradient in gradients:
-        dist.all_reduce(torch.zeros(16, 16))
-    return {"gradients": gradients}
-
-"""
-CONSTANT = """
-    return {"gradients": torch.ones(4, 16, 16)}
-
-"""
-WAITS = """
-    request = dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True)
-    request.wait()
-    return request
-
-"""
 FORWARD = """    for shard in shards:
         weight = all_gather(shard)
         x.append(x[-1] @ weight)
         del weight
 """
-# All weights are in memory, in the forward pass only
-WHOLE_FORWARD = """    replica = torch.empty(4, 8 * world_size, 8 * world_size)
-    for weight, shard in zip(replica, shards):
-        dist.all_gather_into_tensor(weight, shard)
-        x.append(x[-1] @ weight)
-    del replica, weight
-"""
-MISTAKES = {mistake.sentence: mistake for mistake in TECHNIQUES["fsdp"].mistakes}
-WHOLE_LIST = next(x for sentence, x in MISTAKES.items() if "before the first layer" in sentence)
-
-
-def assert_only_memory_is_wrong(lines):
-    text = "\n".join(lines[:-1])
-    assert re.search("gradients +ok", text)
-    assert re.search("bytes +ok", text)
-    assert re.search(r"memory +WRONG +rank 0 has .* = \d+ bytes when collective [14] ", text)
-    assert lines[-1] is False
-
-
-def test_faked_solutions(tmp_path):
-    """Right gradients are not enough."""
-    forward, afterwards, reference = graded(
-        tmp_path,
-        changed("fsdp", (WHOLE_LIST.code, WHOLE_LIST.instead)),
-        solution("ddp", "bucket_by_bucket", AFTERWARDS),
-        solution("ddp", "gradient_by_gradient", "    return one_process()\n\n"),
-    )
-    assert_only_memory_is_wrong(forward)
-    assert f"It looks like this mistake: {WHOLE_LIST.sentence}." in forward
-    text = "\n".join(afterwards[:-1])
-    assert "WRONG  rank 0: no all-reduce begins during the backward pass" in text
-    assert "gradients  WRONG" not in text
-    assert "bytes      WRONG" not in text
-    assert any("NameError" in line for line in reference[:-1])
-    assert afterwards[-1] is reference[-1] is False
-
-
-@pytest.mark.rest
-def test_other_faked_solutions(tmp_path):
-    """A replica for the whole step, a replica in one tensor, made-up gradients, and an all-reduce
-    that the backward pass waits for."""
-    replica, buffer, constant, waits = graded(
-        tmp_path,
-        solution("fsdp", "train", REPLICA),
-        changed("fsdp", (FORWARD, WHOLE_FORWARD)),
-        solution("ddp", "gradient_by_gradient", CONSTANT),
-        solution("ddp", "average", WAITS),
-    )
-    assert_only_memory_is_wrong(replica)
-    assert_only_memory_is_wrong(buffer)
-    assert any("gradients  WRONG" in line for line in constant[:-1])
-    (wrong,) = [line for line in waits[:-1] if "WRONG" in line]
-    assert "order      WRONG  rank 0: the backward pass waits until the first all-reduce" in wrong
-    assert constant[-1] is waits[-1] is False
-
-
-def test_no_rank_has_the_results(tmp_path):
-    """Not in its memory, not with a seed, and not behind its data."""
-    name, copied = solution("ddp", "gradient_by_gradient", COPIED)
-    found = solution("ddp", "gradient_by_gradient", FOUND)
-    behind = solution("ddp", "gradient_by_gradient", BEHIND)
-    seeded, *others = graded(tmp_path, (name, copied), behind)
-    assert seeded[2] == "    gradients  ok     equal to one process: gradients", seeded
-    assert seeded[-1] is True  # where the seed is known: the case is what it seems to be
-    for lines in [*others, *graded(tmp_path, found, (name, copied), flags=["fresh"])]:
-        assert lines[-1] is False
-        assert lines[2] != seeded[2], lines
-    assert check.draw_seed() != check.draw_seed()
-
-
-def test_a_rank_gets_its_own_data_only(tmp_path):
-    """No tensor is a view of a larger one: pickle would send the larger one."""
-    for sizes in graded(tmp_path, *[(name, "data") for name in TECHNIQUES]):
-        assert sizes
-        assert all(own == memory for own, memory in sizes), sizes
 
 
 PREFETCH = """    def begin(shard):
@@ -399,29 +259,6 @@ def test_a_run_that_hangs(tmp_path):
     assert f"rank 0 waits in reduce_scatter on line {number}: `dist.reduce_scatter(" in output
 
 
-ALONE = """
-    if rank == 0:
-        return dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True)
-    return type("Request", (), {"wait": lambda self: None})()
-
-"""
-
-
-@pytest.mark.rest
-def test_a_request_that_hangs(tmp_path):
-    """The line that waits is given. The line that began the collective is the learner's."""
-    _, text = solution("ddp", "average", ALONE)
-    status, output = start(tmp_path, "ddp-1", "--seconds", 3, text=text)
-    assert status == 1
-    waits, begun = (
-        text[: text.index(code)].count("\n") + 1
-        for code in ("average(gradient).wait()", "return dist.all_reduce")
-    )
-    line = f"rank 0 waits in all_reduce on line {waits}: `average(gradient).wait()`, which began "
-    assert f"{line}on line {begun}: `return dist.all_reduce(tensor, dist." in output, output
-    assert "rank 1 has returned from `gradient_by_gradient`, and waits for the others" in output
-
-
 def command(monkeypatch, capsys, *arguments, answers=None) -> tuple[int, str]:
     """Calls the program. `answers` are what a person types; without them, there is no terminal."""
     monkeypatch.setattr(sys, "argv", ["check.py", *map(str, arguments)])
@@ -520,15 +357,6 @@ def test_the_question(tmp_path, monkeypatch, capsys, name):
     assert "Your answer" not in output
     _, output = command(monkeypatch, capsys, f"{name}-1", "--folder", tmp_path)
     assert "Before the check" not in output
-
-
-def test_damages_are_known_mistakes():
-    """The damages of the scripts in test_by_hand.py have a sentence here."""
-    for name, code, instead in DAMAGES:
-        script = check.original(name)
-        damaged = ast.dump(ast.parse(script.replace(code, instead)))
-        mistakes = [check.replaced(script, mistake) for mistake in TECHNIQUES[name].mistakes]
-        assert damaged in [ast.dump(ast.parse(text)) for text in mistakes], (name, code)
 
 
 def test_the_page(tmp_path):

@@ -2,12 +2,10 @@
 
 import json
 import re
-import sys
 
 import pytest
 import torch
 from conftest import (
-    WITHOUT_INDUCTOR,
     Trainer,
     assert_one_sentence,
     assert_opens,
@@ -18,9 +16,9 @@ from conftest import (
     take_over,
     write_model,
 )
-from runner import CHAPTER_3, CHAPTER_12, REPOSITORY, Job, load
+from runner import CHAPTER_3, CHAPTER_12, REPOSITORY, load
 from safetensors.torch import load_file, save_file
-from test_fsdp import OFF, SCALER, assert_same_folder, told
+from test_fsdp import OFF, SCALER, told
 from test_quick import WATCH_SAVES
 from test_resume import assert_synced
 from test_tensor_parallel import worst, write_weights
@@ -104,35 +102,6 @@ def gradients_of(trainer, *flags, name, before="", status=0, **options):
 # Ranks, and flags. Without --expert-parallel, all ranks are one group.
 WHOLE = ["-b", 2, "--gradient-accumulation-steps", 4]  # the same micro-batches on one device
 HALF = ["-b", 2, "--gradient-accumulation-steps", 2]
-ONE_STEP = ["--max-steps", 1, "--lr", 0, "--eval-freq", 1, "--max-grad-norm", 0]
-CASES = {
-    "mixtral": [
-        (2, [*HALF, "--no-reshard-after-forward"]),
-        (4, ["-b", 2, "--cpu-offload"]),
-        (4, ["-b", 2, "--expert-parallel", 2, "--activation-checkpointing"]),
-    ],
-    "qwen3_moe": [(4, ["-b", 2, "--expert-parallel", 2])],
-    "olmoe": [(2, [*HALF, "--activation-checkpointing"])],
-    "deepseek_v3": [(4, ["-b", 2, "--expert-parallel", 2, "--activation-checkpointing"])],
-    "gpt_oss": [(2, [*HALF, "--cpu-offload"])],
-    "qwen3_5_moe": [(2, HALF)],
-}
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_each_family(trainer, tmp_path, family):
-    """Of every parameter. And final/ is that of chapter 1, to the last bit."""
-    flags = ["-m", folder_of(tmp_path, family), *ONE_STEP]
-    expected, single = gradients_of(trainer, *flags, *WHOLE, name="single")
-    for number, (processes, split) in enumerate(CASES[family]):
-        options = {"name": f"run-{number}", "processes": processes} | EP
-        found, run = gradients_of(trainer, *flags, *split, **options)
-        error, name = worst(expected, found)
-        print(f"{family}, {processes} ranks, {split[2:]}: {error:.1e} ({name})")
-        assert error < 1e-5, name
-        assert_same_losses(single, run, 1, **OFF)
-        assert_same_folder(single.folder / "final", run.folder / "final")
 
 
 @pytest.fixture(scope="module")
@@ -172,102 +141,6 @@ def test_clipping_over_both_meshes(shared, plain, layout):
     error, name = worst({n: g * (0.1 / norm) for n, g in expected.items()}, found)
     print(f"{layout}: {error:.1e} ({name})")
     assert error < 3e-5, name
-
-
-@pytest.mark.rest
-def test_a_norm_per_mesh_is_noticed(shared, plain, tmp_path):
-    """Experts would get another factor than the other weights."""
-    expected, _ = plain
-    norm = sum(g.double().square().sum().item() for g in expected.values()) ** 0.5
-    own_norm = {"s_with_norm_(parameters, max_norm, norm)": "_norm_(parameters, max_norm)"}
-    script = damaged(CHAPTER_12, tmp_path, own_norm)
-    options = {"name": "norm-per-mesh", "processes": 2, "script": script}
-    found, run = gradients_of(shared, *STEPS, *HALF, "--max-grad-norm", 0.1, **options)
-    error, name = worst({n: g * (0.1 / norm) for n, g in expected.items()}, found)
-    print(f"norm {run.column('grad_norm')[0]:.4f}, gradients {error:.1e} ({name})")
-    assert error > 0.5
-    assert "experts" in name
-
-
-# The layout, and what is damaged; the gradient that is worst, how wrong it is at least, and the
-# largest error of a loss in five steps. Losses alone would not show the first two.
-TRAPS = {
-    "no divide factor": (
-        "one group",
-        {"        experts.set_gradient_divide_factor(WORLD_SIZE)\n": ""},
-        ("experts", 0.99, 1e-5),
-    ),
-    "a divide factor of the column": (
-        "two groups",
-        {"experts.set_gradient_divide_factor(WORLD_SIZE)": "experts.set_gradient_divide_factor(2)"},
-        ("experts", 0.99, 1e-5),
-    ),
-    "forced sums with one group": (
-        "one group",
-        {"comms(groups > 1)": "comms(True)"},
-        ("experts", 0.49, 1e-5),
-    ),
-    "messages without autograd": (
-        "one group",
-        {"single_autograd(copies,": "single_autograd(copies.detach(),"},
-        ("", 0.3, 1e-1),
-    ),
-    "the old order is not restored": (
-        "one group",
-        {"returned[order.argsort()]": "returned"},
-        ("", 0.5, 1e-1),
-    ),
-    "equal samples in a group": (
-        "one group",
-        {"(micro_step * WORLD_SIZE + RANK)": "(micro_step * WORLD_SIZE + RANK // 2)"},
-        ("", 0.2, 1e-1),
-    ),
-}
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("trap", TRAPS)
-def test_wrong_gradients_are_noticed(shared, plain, tmp_path, trap):
-    """So the tests above can fail."""
-    expected, single = plain
-    layout, damages, (name, error, loss_error) = TRAPS[trap]
-    processes, split = LAYOUTS[layout]
-    script = damaged(CHAPTER_12, tmp_path, damages)
-    options = {"name": trap.replace(" ", "-"), "processes": processes, "script": script}
-    found, run = gradients_of(shared, *STEPS, *split, **options)
-    losses = [a / b - 1 for a, b in zip(run.column("loss"), single.column("loss"), strict=True)]
-    farthest = max(map(abs, losses))
-    print(f"{trap}: {worst(expected, found)}, losses {farthest:.1e}")
-    assert worst(expected, found)[0] > error
-    assert name in worst(expected, found)[1]
-    assert farthest < loss_error
-
-
-ONE_NORM = "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)"
-# The layout, what is damaged, and a part of the error
-RAISES = {
-    "a norm over both meshes": (
-        "one group",
-        {"grad_norm = clip_gradients(model, max_norm)": f"grad_norm = {ONE_NORM}"},
-        "aten.stack",
-    ),
-    "a factor without forced sums": (
-        "two groups",
-        {"comms(groups > 1)": "comms(False)"},
-        "PREMUL_SUM",
-    ),
-}
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("trap", RAISES)
-def test_mistakes_that_end_with_an_error(shared, tmp_path, trap):
-    layout, damages, part = RAISES[trap]
-    processes, split = LAYOUTS[layout]
-    options = {"processes": processes, "script": damaged(CHAPTER_12, tmp_path, damages)}
-    result = shared(*STEPS, *split, name=trap.replace(" ", "-"), status=None, **options)
-    assert result.status != 0
-    assert part in result.output
 
 
 @pytest.mark.rest
@@ -313,26 +186,6 @@ def auxiliary(trainer):
 
 
 @pytest.mark.rest
-def test_losses_on_four_ranks(shared):
-    """With two groups of the experts, accumulation and checkpointing; from saved weights."""
-    flags = ["--no-from-scratch", "--max-steps", 30, "--eval-freq", 15, "--lr", 1e-3]
-    small = ["-b", 1, "--gradient-accumulation-steps"]
-    single = shared(*flags, *small, 8, name="saved-weights")
-    split = [*small, 2, "--expert-parallel", 2, "--activation-checkpointing"]
-    run = shared(*flags, *split, name="saved-weights-on-four", processes=4, **EP)
-    assert_same_losses(single, run, 30, **OFF)
-
-
-@pytest.mark.rest
-def test_random_weights_are_those_of_chapter_1(shared):
-    flags = ["--max-steps", 1, "--lr", 0, "--eval-freq", 0]
-    single = shared(*flags, *WHOLE, name="random")
-    split = ["-b", 2, "--expert-parallel", 2]
-    run = shared(*flags, *split, name="random-on-four", processes=4, **EP)
-    assert_same_model(single, run)
-
-
-@pytest.mark.rest
 def test_auxiliary_loss(shared):
     """It is that of each micro-batch, also with checkpointing. One large batch has another one."""
     flags = [*STEPS, "-m", auxiliary(shared), "--from-scratch"]
@@ -347,18 +200,6 @@ def test_auxiliary_loss(shared):
     print(f"one large batch: {error:.1e} ({name})")
     assert error > 0.01
     assert "gate" in name
-
-
-@pytest.mark.rest
-def test_compiled_layers(shared, plain):
-    expected, single = plain
-    options = {"name": "compiled", "processes": 2, "before": WITHOUT_INDUCTOR} | EP
-    flags = [*STEPS, *HALF, "--compile", "--activation-checkpointing"]
-    found, run = gradients_of(shared, *flags, **options)
-    error, name = worst(expected, found)
-    print(f"compiled: {error:.1e} ({name})")
-    assert error < 1e-5, name
-    assert run.column("loss") == pytest.approx(single.column("loss"), rel=1e-5)
 
 
 @pytest.mark.rest
@@ -659,32 +500,6 @@ def test_the_demo_on_any_number_of_ranks(monkeypatch, ranks, group):
 
 
 # -- The benchmark ---------------------------------------------------------------------------------
-
-
-@pytest.mark.rest
-def test_benchmark(tmp_path, monkeypatch, capsys):
-    """It ends with an error where losses differ, or what it counts from what it computes."""
-    script = REPOSITORY / "benchmarks" / "expert-parallel.py"
-    tool = load(script)
-    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-    tool.SHAPE |= small
-    tool.MIXTRAL |= small
-
-    def launch(processes, *arguments):  # without torchrun, and without its imports
-        output = tmp_path / f"output-{len([*tmp_path.iterdir()])}.txt"
-        job = Job(script, arguments, output, processes, env={"COMET_AUTO_LOG_DISABLE": "true"})
-        assert job.wait() == 0, job.output
-        return job.output
-
-    tool.launch = launch
-    monkeypatch.setattr(sys, "argv", [str(script), "--ranks", "2"])
-    tool.main()
-    lines = capsys.readouterr().out.splitlines()
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line]
-    together = {row[0]: float(row[6]) for row in rows if row[1] == "together"}
-    experts = {row[0]: float(row[1]) for row in rows[-3:]}
-    assert together["groups of 2"] < together["chapter 3"]
-    assert experts["groups of 2"] == pytest.approx(experts["chapter 3"] / 2, abs=1e-3)
 
 
 # Prints the types of the tensors that the experts get, behind all hooks of FSDP.

@@ -2,10 +2,8 @@
 
 import json
 import os
-import random
 import re
 import shutil
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from conftest import (
     LLAMA,
     assert_one_sentence,
     assert_same_losses,
-    damaged,
     exact,
     take_over,
     write_model,
@@ -145,57 +142,6 @@ def save_weights(folder, dtype=torch.float32, **options):
 def pretrained(tmp_path_factory):
     """Weights on the disk for a model with two layers; with the root, 3 groups to gather."""
     return save_weights(write_model(tmp_path_factory.mktemp("models") / "pretrained", **LLAMA))
-
-
-@pytest.fixture(scope="session")
-def untied(tmp_path_factory):
-    """The same with 5 groups: embeddings and head are groups of their own."""
-    shape = LLAMA | {"tie_word_embeddings": False}
-    return save_weights(write_model(tmp_path_factory.mktemp("models") / "untied", **shape))
-
-
-# Processes, accumulation, other flags; all-gathers and reduce-scatters per step. Each micro-batch
-# gathers two layers twice, and the rest once. With --no-reshard-after-forward, each step gathers
-# all once.
-CASES = {
-    "pretrained": [  # two layers and the root
-        (1, 2, ["--activation-checkpointing"], 0, 0),
-        (2, 3, ["--ckpt-freq", 7], 3 * 5, 3 * 3),
-        (3, 2, ["--no-reshard-after-forward"], 3, 3),
-    ],
-    "untied": [  # two layers, embeddings, head and the root
-        (2, 3, ["--ckpt-freq", 7], 3 * 7, 3 * 5),
-        (3, 2, ["--no-reshard-after-forward"], 5, 5),
-        (4, 1, ["--activation-checkpointing", "--cpu-offload"], 7, 5),
-    ],
-}
-
-
-def test_compiled_layers(trainer):
-    flags = ["--max-steps", 3, "-b", 4]
-    eager = trainer(*flags, name="eager", processes=2, **FSDP)
-    flags += ["--compile", "--activation-checkpointing"]
-    fast = trainer(*flags, name="compiled", processes=2, **FSDP)
-    assert_same_losses(eager, fast, 3)
-
-
-@pytest.mark.parametrize("source", CASES)
-def test_losses_are_those_of_chapter_1(trainer, request, source):
-    """And its gradient norms, from the same saved weights, at the same global batch."""
-    folder = request.getfixturevalue(source)
-    flags = ["-m", folder, "--no-from-scratch", "--max-steps", 30, "--eval-freq", 30]
-    flags += ["--lr", 1e-4]
-    single = trainer(*flags, "-b", 12, name="single", before=NORMS)
-    for processes, accumulation, others, gathers, scatters in CASES[source]:
-        split = ["-b", 12 // processes // accumulation, "--gradient-accumulation-steps"]
-        options = {"name": f"fsdp-{processes}", "processes": processes, "before": NORMS + WATCH}
-        fsdp = trainer(*flags, *others, *split, accumulation, **options, **FSDP)
-        assert_same_losses(single, fsdp, 30, **OFF)
-        expected = pytest.approx(norms(single.output), rel=1e-6)
-        assert norms(fsdp.run.ranks[0].output) == expected
-        assert len(norms(single.output)) == 30
-        assert told(fsdp, "all-gathers") == [[str(30 * gathers)]] * processes
-        assert told(fsdp, "reduce-scatters") == [[str(30 * scatters)]] * processes
 
 
 # Each rank tells the types of what it sends in training, and whether gradients are bf16 numbers.
@@ -454,25 +400,6 @@ def test_loading_never_holds_the_whole_model(trainer, tmp_path):
     assert int(taken) < whole / 4
 
 
-def test_a_family_that_is_converted_is_held_by_one_rank(trainer, tmp_path):
-    """It alone has the whole model in its memory, for a while."""
-    shape = LLAMA | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
-    shape |= {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
-    shape |= {"num_attention_heads": 8, "num_key_value_heads": 8, "num_local_experts": 8}
-    folder = write_model(tmp_path / "large", **shape)
-    save_weights(folder, torch.bfloat16)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    whole = 4 * model.num_parameters()
-    assert whole > 400e6
-    options = {"processes": 4, "before": PEAK, **FSDP}
-    result = trainer("-m", folder, "-b", 1, "--no-from-scratch", **options)
-    first, *others = (int(taken) / whole for (taken,) in told(result, "loading took"))
-    print(f"rank 0 took {first:.2f} of the model, the others", *(f"{x:.2f}" for x in others))
-    assert first > 1
-    assert max(others) < 0.5
-
-
 def whole_state(checkpoint) -> dict:
     """All tensors of a sharded checkpoint, read without any process group."""
     reader = dcp.FileSystemReader(checkpoint)
@@ -516,46 +443,6 @@ def test_resume_on_any_number_of_ranks(trainer, dropout_model):
     assert exact(resumed.records) == exact(origin.records)
 
 
-def test_sigkill_at_random_moments(trainer):
-    """Every checkpoint there is then is whole: of one step, and the one of an undisturbed run."""
-    flags = ["--max-steps", 16, "--ckpt-freq", 1, "--keep-checkpoints", 99, "--eval-freq", 0]
-    flags += ["-b", 1, "--log-freq", 16]
-    undisturbed = trainer(*flags, name="undisturbed", processes=4, **FSDP)
-    assert len(undisturbed.checkpoints) == 16
-    for name in ("killed", "killed-again"):
-        job = trainer.start(*flags, name=name, processes=4, **FSDP)
-        folder = trainer.folder / name
-        end = time.monotonic() + 60
-        while len([*folder.glob("step-*[0-9]")]) < 3:
-            assert time.monotonic() < end, job.output
-            time.sleep(0.01)
-        time.sleep(random.uniform(0, 1))
-        for rank in random.sample(job.ranks, 4):
-            rank.process.kill()
-            time.sleep(random.uniform(0, 0.02))
-        job.wait()
-        complete = sorted(folder.glob("step-*[0-9]"))
-        assert len(complete) >= 3
-        for checkpoint in complete:
-            assert_same_checkpoint(checkpoint, undisturbed.folder / checkpoint.name)
-    resumed = trainer(*flags, name="killed", processes=4, **FSDP)
-    assert "Continuing from" in resumed.output
-    assert exact(resumed.records) == exact(undisturbed.records)
-    assert not (resumed.folder / "incomplete").exists()
-
-
-def test_stop_signal_saves(trainer):
-    flags = ["--max-steps", 200, "--ckpt-freq", 50, "--eval-freq", 0]
-    job = trainer.start(*flags, processes=2, **FSDP)
-    job.wait_for("step 5/200")
-    job.ranks[1].signal(15)  # one rank is told, all of them stop
-    assert job.wait() == 128 + 15
-    (step,) = re.findall(r"Stopped after step (\d+): the same command", job.output)
-    newest = max((trainer.folder / "run").glob("step-*"))
-    assert json.loads((newest / "state.json").read_text())["step"] == int(step)
-    assert whole_state(newest)
-
-
 def test_full_disk_while_saving(trainer):
     """One rank cannot write its shards: one sentence says so, and what was saved before stays."""
     flags = ["--eval-freq", 0]
@@ -573,16 +460,6 @@ if os.environ["RANK"] == "1":
     assert (after.folder / "final").exists()
     resumed = trainer(*flags, "--max-steps", 4, processes=2, **FSDP)
     assert resumed.checkpoints == ["step-00000002", "step-00000004"]
-
-
-def test_out_of_gpu_memory_names_the_flags_of_this_chapter(trainer):
-    """There may be no GPU here: the optimizer runs out of memory in its stead."""
-    before = "import torch\n"
-    before += "def step(*_, **__): raise torch.OutOfMemoryError('CUDA out of memory')\n"
-    before += "torch.optim.AdamW.step = step\n"
-    result = trainer("--max-steps", 2, status=1, before=before, processes=1, **FSDP)
-    for flag in ("--batch-size", "--activation-checkpointing", "--cpu-offload"):
-        assert_one_sentence(result.output, flag)
 
 
 @pytest.mark.rest
@@ -779,23 +656,3 @@ def test_a_gradient_scaler_sees_all_shards(trainer):
     for rank in scaled.run.ranks:
         scales = re.findall(r"^scale (\d) (.*)$", rank.output, re.MULTILINE)
         assert scales[:3] == [("1", "65536.0"), ("2", "65536.0"), ("3", "32768.0")]
-
-
-def test_checkpoints_of_experts_that_were_cut_by_rows(trainer, tmp_path):
-    """Three experts on two ranks: another dimension is cut now. Checkpoints fit both layouts."""
-    line = 'policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, WORLD_SIZE)'
-    script = damaged(CHAPTER_3, tmp_path / "rows", {line: "pass"})
-    by_rows = {"script": script, "processes": 2}
-    even = {"processes": 2} | FSDP
-    config = FAMILIES["mixtral"] | {"num_local_experts": 3}
-    flags = ["-m", write_model(tmp_path / "mixture", model_type="mixtral", **config)]
-    flags += ["--max-steps", 4, "--eval-freq", 4, "--ckpt-freq", 2, "--keep-checkpoints", 9]
-    for name, first, second in (("old", by_rows, even), ("new", even, by_rows)):
-        run = trainer(*flags, name=name, **first)
-        take_over(run, trainer, f"{name}-resumed", 2)
-        resumed = trainer(*flags, name=f"{name}-resumed", **second)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(run, resumed, 4, **OFF)
-        a, b = (load_file(next(x.folder.glob("final/*.safetensors"))) for x in (run, resumed))
-        for tensor in a:
-            torch.testing.assert_close(a[tensor], b[tensor], rtol=0, atol=1e-6)

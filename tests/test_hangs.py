@@ -321,16 +321,6 @@ def test_the_private_names_are_there(tool, tmp_path):
     assert dump["note"] == f"{both} groups are unknown"
 
 
-def test_the_launcher_loads_the_preload_if_a_folder_is_named(tmp_path):
-    (tmp_path / "python").write_text('#!/bin/sh\necho "path $PYTHONPATH"\n')
-    (tmp_path / "python").chmod(0o755)
-    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "VIRTUAL_ENV": "yes", "NPROC_PER_NODE": "2"}
-    command = [REPOSITORY / "launch" / "run.sh", "02", "--demo"]
-    for more, path in (({}, ""), ({"HANG_DUMPS": "/tmp/x"}, str(PRELOAD))):
-        done = subprocess.run(command, env=env | more, capture_output=True, text=True)
-        assert done.stdout == f"path {path}\n"
-
-
 def test_the_preload_imports_torch_only_when_the_script_does(tmp_path):
     """The script's own settings come first."""
     script = tmp_path / "script.py"

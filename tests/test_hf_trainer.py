@@ -1,6 +1,5 @@
 """Chapter 9: the Trainer trains as chapter 1 does, from a typed configuration, and on Slurm."""
 
-import ast
 import importlib.util
 import json
 import math
@@ -23,8 +22,7 @@ from runner import CHAPTER_1, CHAPTER_9, REPOSITORY, Job, Run
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_fsdp import save_weights
-from test_readme import Estimator, parameters, section
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 CONF = CHAPTER_9.parent / "conf"
 TOOLS = REPOSITORY / "tools"
@@ -183,22 +181,6 @@ def undisturbed(tmp_path_factory, model, dataset) -> Result:
 
 
 @pytest.mark.rest
-def test_stop_and_resume(runs, undisturbed):
-    """The signal reaches one rank only. The same command goes on with the same numbers."""
-    flags = {"name": "stopped", "processes": 2}
-    stopped = runs(*STEPS, "parallel=ddp", **flags, before=STOP, status=143)
-    assert "Stopped after step 5: the same command" in stopped.output
-    checkpoint = f"{stopped.folder}/checkpoint-5"
-    assert json.loads((stopped.folder / "run.json").read_text())["checkpoint"] == checkpoint
-    # A save that was cut short: it has a later step, but is not complete
-    (stopped.folder / "checkpoint-7").mkdir()
-    again = runs(*STEPS, "parallel=ddp", **flags)
-    assert f"checkpoint: {checkpoint}" in again.output
-    assert again.column("loss") == undisturbed.column("loss")
-    assert [record["step"] for record in again.records[:8]] == [*range(1, 9)]
-
-
-@pytest.mark.rest
 def test_other_settings_do_not_resume(runs):
     runs("training.max_steps=2", name="run")
     text = (runs.folder / "conf" / "small.yaml").read_text()
@@ -278,15 +260,6 @@ def test_files_with_a_head_that_the_config_ties(runs, tmp_path):
 
 
 @pytest.mark.rest
-def test_a_misspelt_key_in_a_file_is_one_sentence(runs):
-    file = runs.folder / "conf" / "small.yaml"
-    file.write_text(file.read_text().replace("seq_length", "sequence_length"))
-    run = runs.start()
-    assert run.wait() == 1
-    assert_one_sentence(run.output, "Key 'sequence_length' not in 'Data'")
-
-
-@pytest.mark.rest
 def test_a_sweep_without_save_dir(tmp_path):
     """Hydra needs the folder of a sweep before it knows the folder of its configuration."""
     flags = ["-m", "--config-name", "demo", "experiment_name=test-of-a-sweep"]
@@ -297,26 +270,6 @@ def test_a_sweep_without_save_dir(tmp_path):
         assert "error: cannot set up the run" in run.output
     finally:
         shutil.rmtree(REPOSITORY / "outputs" / "test-of-a-sweep")
-
-
-def test_the_files_of_the_issue_exist_and_every_field_has_a_comment():
-    names = {f"{file.parent.name}/{file.stem}" for file in CONF.glob("**/*.yaml")}
-    models = ("llama-3.2-1b", "gpt2-124m", "gpt2-355m", "pythia-1b", "tiny-llama")
-    expected = {f"model/{name}" for name in models} | {"conf/demo", "conf/train"}
-    expected |= {f"data/{name}" for name in ("alpaca", "tinystories", "openwebtext", "stdlib")}
-    expected |= {f"parallel/{name}" for name in ("single", "ddp", "fsdp")}
-    assert names == expected | {"launcher/slurm", "launcher/local"}
-    for file in CONF.glob("**/*.yaml"):
-        for line in file.read_text().splitlines():
-            if line.strip() and not line.strip().endswith(":"):
-                assert "# " in line, f"{file.name}: {line}"
-    lines = CHAPTER_9.read_text().splitlines()
-    fields = 0
-    for node in ast.walk(ast.parse(CHAPTER_9.read_text())):
-        if isinstance(node, ast.AnnAssign):
-            fields += 1
-            assert "  # " in lines[node.lineno - 1], lines[node.lineno - 1]
-    assert fields > 35
 
 
 def compose(*overrides, name="train"):
@@ -406,29 +359,6 @@ def test_a_gpu_that_does_not_shard_ends_the_run(chapter_9, runs):
     args = SimpleNamespace(fsdp=True, device=torch.device("cuda"))
     with pytest.raises(SystemExit, match="parallel=fsdp, but nothing is sharded"):
         run.on_train_begin(args, SimpleNamespace(global_step=0), None, torch.nn.Linear(1, 1))
-
-
-def test_memory_in_the_record():
-    """The formula and tools/estimate-memory.py, for Pythia-1B. The README repeats two rows."""
-    heading = "2026-11-23, estimated only: Pythia-1B for chapter 9"
-    text = section("benchmarks/records/memory.md", heading)
-    readme = " ".join(section("09-hf-trainer/README.md", "Memory").split())
-    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
-    shape |= {"num_attention_heads": 8, "vocab_size": 50304, "tie_word_embeddings": False}
-    config = AutoConfig.for_model("gpt_neox", **shape)
-    whole, root, layer = parameters(config)
-    tokens_per_device = 8 * 1024
-    behind = 34 * tokens_per_device * 2048 * 16 + 4 * tokens_per_device * 50304
-    ddp = (16 * whole + 2 * whole + behind) / 1e9
-    fsdp = (16 * whole / 2 + 2 * (root + 2 * layer) + behind) / 1e9
-    assert f"| the formula | {ddp:.1f} | {fsdp:.1f} |" in text
-    names = "the estimator", "the estimator with `--activation-checkpointing`"
-    for name, flags in zip(names, ([], ["--activation-checkpointing"]), strict=True):
-        total = Estimator().trace(config, "--no-compile", *flags)
-        cells = [f"{total(method, 2):.1f}" for method in ("DDP", "FSDP")]
-        assert f"| {name} | {' | '.join(cells)} |" in text
-        assert f"{cells[0]} GB" in readme
-        assert f"and {cells[1]} GB" in readme
 
 
 # -- Logs ------------------------------------------------------------------------------------------

@@ -16,14 +16,13 @@ from conftest import (
     assert_one_sentence,
     assert_opens,
     assert_same_model,
-    damaged,
     exact,
     take_over,
     write_model,
 )
 from runner import CHAPTER_2, CHAPTER_5, CHAPTER_15, REPOSITORY, Run, load
 from safetensors.torch import load_file
-from test_fsdp import assert_same_checkpoint, save_weights, told, whole_state
+from test_fsdp import assert_same_checkpoint, save_weights, told
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 PAPER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -250,11 +249,6 @@ def test_a_run_is_the_plain_loop(train, llama, dataset, case):
     assert_as_planned(*case_of(train, llama, dataset, *CASES[case]))
 
 
-@pytest.mark.rest
-def test_with_dropout(train, with_dropout, dataset):
-    assert_as_planned(*case_of(train, with_dropout, dataset, [], {}))
-
-
 # Evaluation in each step, and no save, which would hide stale weights
 WHOLE_HEAD = (["--eval-freq", 1, "--ckpt-freq", 99], {"eval_freq": 1, "ranks": 2})
 
@@ -277,23 +271,7 @@ def test_messages_in_bf16(train, llama, dataset):
     assert bytes_per_round == 2 * sum(w.numel() for w in plain.weights.values())
 
 
-@pytest.mark.rest
-def test_the_answer_with_int8_messages(train, llama, dataset, tmp_path):
-    """Of the README. It rounds, so it is near the plain loop, but not as near as without."""
-    readme = CHAPTER_15.with_name("README.md").read_text()
-    (answer,) = re.findall(r"   ```python\n(   rows = .*?)   ```", readme, re.DOTALL)
-    lines = "".join(f"     {line}\n" for line in answer.splitlines())
-    instead = "        dist.all_reduce(message, dist.ReduceOp.AVG, self.group)\n"
-    script = damaged(CHAPTER_15, tmp_path / "int8", {instead: lines})
-    run, plain = case_of(train, llama, dataset, [], {}, script)
-    assert_as_planned(run, plain, tolerance=2e-2)
-    with pytest.raises(AssertionError):
-        assert_as_planned(run, plain, tolerance=1e-5)
-
-
 # -- Special cases are other chapters --------------------------------------------------------------
-
-SGD = "import torch\ntorch.optim.AdamW = lambda groups, lr, **_: torch.optim.SGD(groups, lr=lr)\n"
 
 
 def assert_near(one, other, norms=True) -> None:
@@ -311,15 +289,6 @@ def assert_near(one, other, norms=True) -> None:
     a, b = (load_file(x.folder / "final" / "model.safetensors") for x in (one, other))
     for name in a:
         torch.testing.assert_close(b[name], a[name], rtol=0, atol=3e-6)
-
-
-@pytest.mark.rest
-def test_sgd_and_rounds_of_one_step_are_chapter_2(train):
-    """The mean of the steps is the step along the mean gradient."""
-    flags = ["--max-grad-norm", 0, "--lr", 0.5, "--eval-freq", 2]
-    two = train(*flags, script=CHAPTER_2, name="two", before=SGD)
-    run = train(*flags, "--inner-steps", 1, before=SGD)
-    assert_near(two, run, norms=False)  # each replica has a gradient and a norm of its own
 
 
 @pytest.mark.rest
@@ -358,22 +327,6 @@ def test_resume_within_a_round(train, trainer, with_dropout, case):
     flags, options = FORMATS[case]
     flags = [*flags, "-m", with_dropout]
     resume(train, trainer, steps=(2, 4, 6), flags=flags, **options)
-
-
-@pytest.mark.rest
-def test_replicas_differ_within_a_round_only(train):
-    """The shared weights never differ. `model` has them, also for tools."""
-    run = train("--ckpt-freq", 1, "--checkpoint-format", "local", "--keep-checkpoints", 99)
-    for step in range(1, 8):
-        states = [whole_state(run.folder / f"rank-{n}" / f"step-{step:08d}") for n in range(2)]
-        name = "model.layers.0.mlp.up_proj.weight"
-        shared = [state[f"model.{name}"] for state in states]
-        own = [states[n][f"weights of replica {n}.{name}"] for n in range(2)]
-        assert torch.equal(*shared)
-        assert torch.equal(*own) == (step in (3, 6, 7))
-        assert torch.equal(shared[0], own[0]) == (step in (3, 6, 7))
-        moments = [states[n][f"optimizer of replica {n}.state.{name}.exp_avg"] for n in range(2)]
-        assert not torch.equal(*moments)
 
 
 FINGERPRINT = """
@@ -419,21 +372,6 @@ def test_another_number_of_replicas(train, trainer):
     take_over(origin, trainer, "ranks", 4)
     run = train(*flags, name="ranks", ranks=2)
     assert run.column("loss") == pytest.approx(origin.column("loss"), rel=0.02)
-
-
-@pytest.mark.rest
-def test_a_smaller_number_of_steps_ends_with_the_shared_weights(train, trainer):
-    """Not with the weights of a replica within its round."""
-    origin = train(name="origin")
-    take_over(origin, trainer, "shorter", 4)
-    shorter = train("--max-steps", 4, name="shorter")
-    saved = load_file(shorter.folder / "final" / "model.safetensors")
-    state = whole_state(origin.folder / "step-00000004")
-    for name, weight in saved.items():
-        assert torch.equal(weight, state[f"model.{name}"])
-    assert not torch.equal(
-        saved["model.norm.weight"], state["weights of replica 0.model.norm.weight"]
-    )
 
 
 @pytest.mark.rest

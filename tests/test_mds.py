@@ -2,16 +2,11 @@
 
 import http.server
 import json
-import math
 import os
-import re
-import shlex
 import shutil
 import signal
-import sys
 import threading
 import time
-import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +14,7 @@ import pytest
 import torch
 import xxhash
 from conftest import NO_TORCHVISION, STAND_IN, TINY_LLAMA, assert_one_sentence, exact, take_over
-from runner import CHAPTER_10, REPOSITORY, Job, Run, load
+from runner import CHAPTER_10, REPOSITORY, Run, load
 from test_fsdp import save_weights
 from test_streaming import WATCH, plain_losses, reference_rows
 from transformers import AutoConfig, AutoTokenizer
@@ -289,22 +284,6 @@ def test_changed_documents_have_another_fingerprint(tmp_path, monkeypatch):
     server.shutdown()
 
 
-def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
-    """One warning, because the tool is of use there, too."""
-    tool = load(WRITE_MDS)
-    with tool.lock(tmp_path), pytest.raises(SystemExit, match="another process is writing"):
-        tool.lock(tmp_path)
-    with tool.lock(tmp_path):  # a lock that was released is free
-        pass
-
-    def refuse(file, operation):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(tool.fcntl, "flock", refuse)
-    with tool.lock(tmp_path):
-        assert capsys.readouterr().out.startswith(f"warning: cannot lock {tmp_path}")
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize(
     ("flags", "status", "sentence"),
@@ -322,16 +301,6 @@ def test_a_disk_without_locks(tmp_path, monkeypatch, capsys):
 def test_bad_flags_of_the_tool(write, flags, status, sentence):
     run = write(f"bad-{sentence[:9]}", "--processes", 1, *flags, status=status)
     assert_one_sentence(run.output, sentence)
-
-
-@pytest.mark.rest
-def test_a_tokenizer_without_end_of_text(write, tmp_path):
-    """The tool would write no token after a document."""
-    shutil.copytree(TINY_LLAMA, tmp_path / "model")
-    file = tmp_path / "model" / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": None}))
-    run = write("no-end", "-m", tmp_path / "model", "--processes", 1, status=1)
-    assert_one_sentence(run.output, "has no end-of-text token")
 
 
 @pytest.fixture
@@ -469,23 +438,6 @@ def test_a_rank_downloads_some_of_the_shards(world_size, batch_size):
 
 
 @pytest.mark.rest
-def test_memory_and_time_do_not_grow_with_the_rows():
-    order_of([1])  # imports the libraries, whose memory does not count
-    tracemalloc.start()
-    begin = time.monotonic()
-    order = order_of([10_000] * 100_000)
-    numbers = [*range(0, 10**9, 10**6), *range(10**9, 10**9 + 1000)]
-    rows = rows_of(order, numbers)
-    seconds = time.monotonic() - begin
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(set(rows)) == 2000
-    print(f"{seconds:.2f} s, {peak / 1e6:.1f} MB")
-    assert peak < 30e6
-    assert seconds < 20
-
-
-@pytest.mark.rest
 def test_an_address_and_its_cache(train, many, trainer):
     """A rank fetches a shard once, or again if its cache is small. The cache begins empty."""
     plain, zipped = many
@@ -612,16 +564,6 @@ def test_two_runs_at_a_time(train, many, trainer):
     assert len(folders) == 3
 
 
-@pytest.mark.rest
-def test_two_runs_read_one_folder(train, shards, trainer):
-    flags = ["--max-steps", 20]
-    options = {"processes": 1, "start_only": True}
-    runs = [train(shards, *flags, name=name, **options) for name in "ab"]
-    assert [run.wait() for run in runs] == [0, 0]
-    a, b = (map(json.loads, (trainer.folder / name / "metrics.jsonl").open()) for name in "ab")
-    assert exact(a) == exact(b)
-
-
 # Each row has its own shard, and a step has 4 rows. In step 3, the forward pass waits until the
 # first download of step 4 has begun. This download waits until the forward pass is over. Without a
 # thread, the forward pass would wait in vain.
@@ -737,19 +679,6 @@ def test_a_damaged_index(shards, opened, change, has_hash, sentence):
 
 
 @pytest.mark.rest
-def test_rows_of_an_earlier_version(train, shards, tmp_path):
-    """Without a hash of the index: they train, with one warning."""
-    folder = tmp_path / "earlier"
-    shutil.copytree(shards, folder)
-    facts = json.loads((folder / "rows.json").read_text())
-    del facts["index_hash"], facts["rows"]
-    (folder / "rows.json").write_text(json.dumps(facts))
-    run = train(folder, "--max-steps", 1)
-    assert run.output.count("warning: ") == 1
-    assert f"warning: {folder} was written without a hash of index.json" in run.output
-
-
-@pytest.mark.rest
 def test_other_rows_are_refused(train, shards, zipped, trainer, tmp_path):
     def copy(name, **facts):
         shutil.copytree(shards, tmp_path / name)
@@ -793,56 +722,3 @@ def test_other_rows_of_a_run_that_goes_on(train, write, few, trainer, tmp_path):
     shutil.copytree(other, data)
     run = train(data, "--max-steps", 2, processes=1, name="changed", status=1)
     assert_one_sentence(run.output, "has changed since this run began")
-
-
-@pytest.mark.rest
-def test_held_out_documents(train, shards, texts, trainer, monkeypatch):
-    """The loss of tools/perplexity.py, and no document after the first ones is read."""
-    folder = trainer.folder / "held-out"
-    folder.mkdir()
-    lines = [json.dumps({"text": text}) + "\n" for text in texts[300:320]]
-    (folder / "a.jsonl").write_text("".join(lines))
-    (folder / "b.jsonl").write_text("no JSON")
-    flags = ["--max-steps", 3, "--eval-freq", 3, "--lr", 1e-3]
-    flags += ["--eval-dataset", f"{folder}/*.jsonl", "--eval-documents"]
-    run = train(shards, *flags, 20)
-    assert "20 documents held out" in run.output
-    (loss,) = run.column("eval/loss")
-    assert run.column("eval/perplexity") == [pytest.approx(math.exp(loss))]
-
-    monkeypatch.syspath_prepend(REPOSITORY / "tools")
-    tool = load(REPOSITORY / "tools" / "perplexity.py")
-    arguments = [run.folder / "final", "-d", f"{folder}/a.jsonl", "-s", 32, "--eval-documents", 20]
-    monkeypatch.setattr(sys, "argv", ["perplexity.py", *map(str, arguments)])
-    assert tool.measure(tool.parse_args())[0] == pytest.approx(loss, rel=1e-5)
-    run = train(shards, *flags, 21, status=1, name="all")
-    assert_one_sentence(run.run.ranks[0].output, "cannot read the documents of")
-
-
-@pytest.mark.rest
-def test_the_demo(trainer):
-    """The two commands of the README, to the second step. Without the first, one sentence."""
-    text = (REPOSITORY / "10-mds-shards" / "README.md").read_text()
-    write, train = re.findall(r"^(?:python|torchrun) .*--demo.*$", text, re.MULTILINE)[:2]
-    tool, *flags = shlex.split(write.replace("../outputs/", f"{trainer.folder}/"))[1:]
-    assert CHAPTER_10.parent.joinpath(tool).resolve() == WRITE_MDS
-    output = trainer.folder / "out"
-    run = Run(WRITE_MDS, [*flags, "--processes", 1], output, before=IMPORTABLE)
-    more = ["--save-dir", trainer.folder, "--max-steps", 2, "--log-freq", 1, "--eval-freq", 2]
-    more += ["--eval-documents", 2]
-    flags = [*shlex.split(train.partition("train-llm.py ")[2]), *more]
-    # The preset reads the rows of the first command in the folder `outputs`.
-    elsewhere = trainer.folder / "10-mds-shards" / "train-llm.py"
-    elsewhere.parent.mkdir()
-    shutil.copy(CHAPTER_10, elsewhere)
-    (trainer.folder / "tiny-llama").symlink_to(TINY_LLAMA)
-    (trainer.folder / "outputs").symlink_to(trainer.folder)
-    job = Job(elsewhere, flags, trainer.folder / "early", 2, before=IMPORTABLE)
-    assert job.wait() == 1
-    assert_one_sentence(job.ranks[0].output, "write them with tools/write-mds.py")
-    assert run.wait() == 0, run.output
-    job = Job(elsewhere, flags, trainer.folder / "train", 2, before=IMPORTABLE)
-    assert job.wait() == 0, job.output
-    records = [*map(json.loads, (trainer.folder / "demo-mds-shards" / "metrics.jsonl").open())]
-    assert [record["loss"] for record in records[:2]] == [pytest.approx(7.55, abs=0.15)] * 2
-    assert "2 documents held out" in job.output

@@ -4,12 +4,10 @@ The nodes are ranks of this machine. A disk of a node is a folder of a rank.
 """
 
 import json
-import random
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import psutil
@@ -21,7 +19,6 @@ from conftest import (
     assert_same_model,
     damaged,
     exact,
-    require,
     take_over,
     write_model,
 )
@@ -316,20 +313,6 @@ def test_resume_dir(train, trainer):
     assert_one_sentence(result.run.ranks[0].output, "/no is no checkpoint of this chapter")
 
 
-def test_checkpoints_of_chapter_3_and_back(train, trainer):
-    """The format shard is chapter 3's."""
-    flags = ["--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9]
-    origin = train(*flags, name="origin", script=CHAPTER_3)
-    take_over(origin, trainer, "on", 3)
-    resumed = train(*flags, "--shard-size", 1, "--async-checkpoint", name="on")
-    assert_same_losses(origin, resumed, 6, **OFF)
-    take_over(resumed, trainer, "back", 6)
-    flags = [*flags, "--max-steps", 8]
-    back = train(*flags, name="back", script=CHAPTER_3)
-    assert "step-00000006" in back.output
-    assert len(back.records) == 8
-
-
 # -- Another format --------------------------------------------------------------------------------
 
 CONVERT = REPOSITORY / "tools" / "convert-checkpoint.py"
@@ -461,20 +444,6 @@ def test_shards_of_three_experts(train, trainer, convert, tmp_path, cut):
         assert_same_model(resumed, origin)
 
 
-def test_shards_that_do_not_fit_together(train, trainer, convert, tmp_path):
-    """One rank has its experts by rows, and the other one along another dimension."""
-    config = FAMILIES["mixtral"] | {"num_local_experts": 3}
-    flags = ["-m", write_model(tmp_path / "mixture", model_type="mixtral", **config)]
-    flags += ["--max-steps", 1, "--checkpoint-format", "local"]
-    rows = train(*flags, name="rows", script=damaged(CHAPTER_5, tmp_path / "rows", BY_ROWS))
-    even = train(*flags, name="even")
-    shutil.rmtree(even.folder / "rank-1")
-    shutil.copytree(rows.folder / "rank-1", even.folder / "rank-1")
-    output = convert("even/1", "no/1", "--to", "full", status=1)
-    assert_one_sentence(output, "cannot be joined to model.layers.0.mlp.")
-    assert not (trainer.folder / "no").exists()
-
-
 def test_checkpoints_of_chapters_1_and_3(trainer, convert):
     """Chapters 3 and 5 go on where chapter 1 was saved, and the other way round."""
     flags = ["--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9, "--eval-freq", 0]
@@ -541,35 +510,6 @@ def test_training_goes_on_while_files_are_written(train, trainer):
     assert not (folder / "incomplete").exists()
 
 
-@pytest.mark.parametrize("how", ["async", "local"])
-def test_sigkill_at_random_moments(train, trainer, how):
-    """The next run goes on exactly, from the newest step or the one before."""
-    flags = ["--max-steps", 30, "--ckpt-freq", 2, "--keep-checkpoints", 99]
-    flags += ["--async-checkpoint"] if how == "async" else ["--checkpoint-format", how]
-    undisturbed = train(*flags, name="undisturbed")
-    folder = trainer.folder / "killed"
-
-    def saved() -> set[str]:
-        return {p.name for glob in ("step-*", "rank-1/step-*") for p in folder.glob(glob)}
-
-    for _ in range(2):
-        job = train(*flags, name="killed", start=True)
-        end = time.monotonic() + 60
-        reached = saved()
-        while len(saved() - reached) < 2:
-            assert time.monotonic() < end, job.output
-            time.sleep(0.01)
-        time.sleep(random.uniform(0, 0.2))
-        for rank in random.sample(job.ranks, 2):
-            rank.process.kill()
-            time.sleep(random.uniform(0, 0.02))
-        job.wait()
-    resumed = train(*flags, name="killed")
-    assert "Continuing from" in resumed.output
-    assert exact(resumed.records) == exact(undisturbed.records)
-    assert_same_model(resumed, undisturbed)
-
-
 def test_a_thread_that_cannot_write(train):
     """The run ends at the next checkpoint, and the ones before it stay."""
     full = """
@@ -582,25 +522,6 @@ if os.environ["RANK"] == "1":
     after = train(*flags, before=full, status=1)
     all_say(after, "cannot write")
     assert after.checkpoints == before.checkpoints == ["step-00000002"]
-
-
-def test_the_slow_disk_of_the_benchmark(tmp_path):
-    """Files of one folder are slow, and the others are not."""
-    require("cc")
-    library, source = tmp_path / "slow.so", REPOSITORY / "benchmarks" / "slow-disk.c"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-    env = {"LD_PRELOAD": str(library), "SLOW_FOLDER": str(tmp_path / "slow")}
-    env |= {"SLOW_BYTES_PER_S": "1e6", "SLOW_FSYNC_S": "0.5"}
-    times = []
-    for name in ("slow", "fast"):
-        (tmp_path / name).mkdir()
-        code = "import os, sys; f = open(sys.argv[1], 'wb', 0); f.write(b'x' * 500_000)"
-        command = [sys.executable, "-c", f"{code}; os.fsync(f.fileno())", tmp_path / name / "file"]
-        begin = time.monotonic()
-        subprocess.run(command, env=env, check=True)
-        times.append(time.monotonic() - begin)
-    assert times[0] > times[1] + 0.5
-    assert times[0] > 1
 
 
 # -- Flags -----------------------------------------------------------------------------------------

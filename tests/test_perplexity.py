@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -100,17 +99,6 @@ def test_a_plain_loop_finds_the_same(trained, documents, held_out, measure):
     assert measure(final, held_out)[1:] == (COUNT - 4, labels)
     loss = measure(final, held_out)[0]
     assert math.exp(loss) == pytest.approx(math.exp(expected), rel=1e-6)
-
-
-@pytest.mark.rest
-def test_output(trained, held_out, measure):
-    """One line, from a process as users start it."""
-    final = trained.folder / "final"
-    command = [sys.executable, PERPLEXITY, final, "-d", held_out, "-s", str(LENGTH)]
-    output = subprocess.check_output([*command, "--eval-documents", str(COUNT)], text=True)
-    loss, documents, labels = measure(final, held_out)
-    figures = f"loss {loss:.4f}  perplexity {math.exp(loss):.2f}"
-    assert output == f"{figures}  ({documents} documents, {labels} tokens)\n"
 
 
 @pytest.mark.rest

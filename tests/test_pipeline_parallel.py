@@ -1,7 +1,6 @@
 """Chapter 7 trains what chapter 1 trains, with the layers on different ranks."""
 
 import json
-import os
 import re
 import shutil
 import time
@@ -11,27 +10,23 @@ import torch
 from conftest import (
     LLAMA,
     assert_one_sentence,
-    assert_same_losses,
     assert_same_model,
     damaged,
     exact,
     take_over,
     write_model,
 )
-from filelock import FileLock
-from runner import CHAPTER_1, CHAPTER_3, CHAPTER_7, CHAPTER_13, Job, Run, free_port
+from runner import CHAPTER_7, CHAPTER_13
 from safetensors.torch import load_file, save_file
 from test_fsdp import (
-    OFF,
     PEAK,
     assert_same_folder,
     save_weights,
     tensors_of,
     told,
-    whole_state,
 )
 from test_tensor_parallel import FAMILIES as TP_FAMILIES
-from test_tensor_parallel import SIZE, worst
+from test_tensor_parallel import SIZE
 from test_tensor_parallel import write_weights as write_tp_weights
 from test_torchrun import ONE_NODE, Forking
 
@@ -39,56 +34,6 @@ pytestmark = pytest.mark.rest
 
 PP = {"script": CHAPTER_7}
 
-# Runs a chapter many times in the same processes, each time with other flags. In some steps each
-# rank saves its gradients, before they are clipped.
-MANY = """
-import functools, json, os, runpy, sys
-import torch
-
-inductor = torch.compile
-aot_eager = functools.partial(torch.compile, backend="aot_eager")  # in seconds, not in minutes
-
-SAVED = (1, 2, 10)
-
-def watch(name):
-    original = getattr(torch.nn.utils, name)
-
-    def call(parameters, *args):
-        parameters = list(parameters)
-        global step
-        step += 1
-        if step in SAVED:
-            model, = models
-            gradients = {n: p.grad for n, p in model.named_parameters()}
-            whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients.items()}
-            file = f"{case['folder']}/gradients-{step}-{os.environ.get('RANK', '0')}"
-            torch.save({n: g.clone() for n, g in whole.items()}, file)
-        return original(parameters, *args)
-
-    setattr(torch.nn.utils, name, call)
-
-watch("clip_grad_norm_")  # chapter 1
-watch("clip_grads_with_norm_")  # the pipelines, after the norm of all stages
-
-def train(self, mode=True):
-    if hasattr(self, "lm_head") and "forward" not in vars(self):
-        models[:] = [self]
-    return original_train(self, mode)
-
-original_train = torch.nn.Module.train
-torch.nn.Module.train = train
-models = []
-for case in json.load(open(sys.argv[1])):
-    step = 0
-    os.environ.update(case["env"])
-    sys.argv = [case["script"], *case["flags"]]
-    torch.compile = inductor if case.get("inductor") else aot_eager
-    print("\\ncase", case["name"], flush=True)
-    try:
-        runpy.run_path(case["script"], run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, end.code
-"""
 
 SHAPE = SIZE | {"num_hidden_layers": 8, "pad_token_id": None}
 MIXED = ["sliding_attention", "full_attention"] * 4
@@ -116,144 +61,7 @@ SOURCES = {
     "tied, from scratch": (TIED, ["--from-scratch"]),
     "untied, from scratch": (UNTIED, ["--from-scratch"]),
 }
-BATCH = 16  # samples per step
 CHECKPOINTING, COMPILE = ["--activation-checkpointing"], ["--compile"]
-# Ranks, those of a pipeline, schedule, source and other flags
-CASES = [
-    (2, 2, "gpipe", "tied, pretrained", []),
-    (2, 2, "1f1b", "untied, from scratch", CHECKPOINTING),
-    (2, 2, "interleaved", "tied, from scratch", []),
-    (2, 2, "zbv", "tied, pretrained", CHECKPOINTING),
-    (2, 2, "1f1b", "tied, pretrained", COMPILE),
-    (2, 2, "interleaved", "untied, pretrained", [*COMPILE, *CHECKPOINTING]),
-    (2, 2, "1f1b", "tied, pretrained", ["--reshard-after-forward", "--layers-per-stage", "1,3"]),
-    (2, 2, "zbv", "untied, pretrained", ["--cpu-offload"]),
-    (2, 1, "1f1b", "tied, pretrained", []),
-    (4, 4, "gpipe", "untied, from scratch", CHECKPOINTING),
-    (4, 4, "1f1b", "tied, pretrained", []),
-    (4, 4, "interleaved", "untied, pretrained", []),
-    (4, 4, "zbv", "tied, from scratch", []),
-    (4, 2, "gpipe", "tied, from scratch", []),
-    (4, 2, "1f1b", "untied, pretrained", ["--reshard-after-forward"]),
-    (4, 2, "interleaved", "tied, pretrained", CHECKPOINTING),
-    (4, 2, "zbv", "tied, pretrained", ["--cpu-offload"]),
-]
-LOOPED = ("interleaved", "zbv")
-FAMILY_CASES = [(2, 2, "1f1b", family, []) for family in FAMILIES]
-FAMILY_CASES += [(2, 2, "interleaved", "gemma2", []), (2, 2, "zbv", "qwen2", [])]
-
-
-def name_of(case) -> str:
-    return "-".join(str(part) for part in (*case[:4], *case[4])).replace(", ", "-")
-
-
-def steps_of(case) -> int:
-    """Compiled ones and families take fewer."""
-    return 10 if case[3] in SOURCES and "--compile" not in case[4] else 4
-
-
-def layers_of(case) -> int:
-    """Eight stages need eight, and the families have eight."""
-    return 8 if case[3] in FAMILIES or (case[1] == 4 and case[2] in LOOPED) else 4
-
-
-def single_of(case) -> str:
-    """The name of the same in chapter 1."""
-    return f"{case[3]}, {layers_of(case)} layers, {steps_of(case)} steps"
-
-
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory, dataset):
-    """All of CASES, and chapter 1 for each source: their folders by name.
-
-    Workers of pytest-xdist share them: the first one makes them, the others wait.
-    """
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pipelines"
-    with FileLock(f"{folder}.lock"):
-        if not (folder / "complete").exists():
-            folder.mkdir()
-            make_runs(folder, dataset)
-            (folder / "complete").touch()
-    return folder
-
-
-def make_runs(folder, dataset):
-    script = folder / "many.py"
-    script.write_text(MANY)
-    flags = ["--save-dir", folder, "-d", dataset, "-s", 32, "--lr", 1e-4, "--log-freq", 1]
-    flags += ["--ckpt-freq", 99]
-    alone = {single_of(case): case for case in CASES + FAMILY_CASES}
-    models = {}
-    for source, layers in {(case[3], layers_of(case)) for case in alone.values()}:
-        config = SOURCES[source][0] | {"num_hidden_layers": layers} if source in SOURCES else {}
-        family, path = "llama" if config else source, folder / f"model-{source}-{layers}"
-        models[source, layers] = write_weights(path, family, **config)
-
-    def described(name, chapter, case, more):
-        source, steps = case[3], steps_of(case)
-        origin = SOURCES[source][1] if source in SOURCES else ["--no-from-scratch"]
-        steps = ["--max-steps", steps, "--eval-freq", steps // 2]
-        own = ["-e", name, "-m", models[source, layers_of(case)], *origin, *flags, *steps, *more]
-        env = {"MASTER_PORT": str(free_port()), "COMET_AUTO_LOG_DISABLE": "true"}
-        (folder / name).mkdir()
-        case = {"name": name, "script": str(chapter), "env": env, "folder": str(folder / name)}
-        return case | {"flags": [str(flag) for flag in own], "inductor": more[-1:] == COMPILE}
-
-    def start(name, cases, processes=0):
-        file = folder / f"{name}.json"
-        file.write_text(json.dumps(cases))
-        output = folder / f"{name}.txt"
-        return Job(script, [file], output, processes) if processes else Run(script, [file], output)
-
-    single = [described(name, CHAPTER_1, case, ["-b", BATCH]) for name, case in alone.items()]
-    jobs = [start("single", single)]
-    for processes in (2, 4):
-        cases = []
-        for case in CASES + FAMILY_CASES:
-            ranks, size, schedule, _, more = case
-            if ranks == processes:
-                count = size * (1 + (schedule in LOOPED))
-                own = ["-b", BATCH // count // (ranks // size), "--schedule", schedule]
-                own += ["--pipeline-parallel", size, *more]
-                cases.append(described(name_of(case), CHAPTER_7, case, own))
-        jobs[-1].wait(500)
-        jobs.append(start(f"on-{processes}", cases, processes))
-    for job in jobs:
-        assert job.wait(500) == 0, job.output[-5000:]
-
-
-def gradients(folder, step: int) -> dict:
-    """Of all ranks; those of a stage are equal on all of its ranks."""
-    files = sorted(folder.glob(f"gradients-{step}-*"))
-    return {name: g for file in files for name, g in torch.load(file).items()}
-
-
-class Folder:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def column(self, name: str) -> list[float]:
-        records = map(json.loads, (self.folder / "metrics.jsonl").open())
-        return [record[name] for record in records if name in record]
-
-
-@pytest.mark.parametrize("case", CASES + FAMILY_CASES, ids=name_of)
-def test_trains_what_chapter_1_trains(runs, case):
-    """Losses, norms, held-out losses, every gradient, and the model in the end."""
-    steps = steps_of(case)
-    single, run = (Folder(runs / name) for name in (single_of(case), name_of(case)))
-    assert_same_losses(single, run, steps, **OFF)
-    assert len(run.column("eval/loss")) == 2
-    assert min(run.column("time/schedule_ms")) > 0
-    for step in (1, 2, 10) if steps == 10 else (1, 2):
-        expected, found = gradients(single.folder, step), gradients(run.folder, step)
-        print(f"step {step}: {worst(expected, found)}")
-        assert worst(expected, found)[0] < 1e-4, step
-    a, b = (tensors_of(x.folder / "final") for x in (single, run))
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
 
 
 # Each rank tells at its end which modules have weights on it, and how many numbers.
@@ -305,36 +113,6 @@ def test_each_rank_has_its_stage_and_reads_no_more(trainer, tmp_path):
 def tied(tmp_path_factory):
     config = {"num_hidden_layers": 4} | TIED
     return write_weights(tmp_path_factory.mktemp("models") / "tied", "llama", **config)
-
-
-def test_resume_on_other_stages(trainer, tied):
-    """Saved by four stages; bit for bit on as many. Two, zbv, and chapter 3 go on, and back."""
-    flags = ["-m", tied, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 4]
-    flags += ["--ckpt-freq", 2, "--lr", 1e-3]
-    four = {"name": "origin", "processes": 4} | PP
-    origin = trainer(*flags, "-b", 2, **four)
-    take_over(origin, trainer, "same", 2)
-    same = trainer(*flags, "-b", 2, **four | {"name": "same"})
-    assert exact(same.records) == exact(origin.records)
-    a, b = (whole_state(run.folder / "step-00000004") for run in (origin, same))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    others = [
-        ("two", 2, ["-b", 4], PP),
-        ("chapter-3", 2, ["-b", 4], {"script": CHAPTER_3}),
-        ("zbv", 4, ["-b", 1, "--schedule", "zbv", "--pipeline-parallel", 2], PP),
-    ]
-    for name, processes, split, script in others:
-        take_over(origin, trainer, name, 2)
-        resumed = trainer(*flags, *split, name=name, processes=processes, **script)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(origin, resumed, 4, **OFF)
-        a, b = (whole_state(run.folder / "step-00000004") for run in (origin, resumed))
-        assert a.keys() == b.keys()
-        if script != PP:  # and back
-            take_over(resumed, trainer, "back", 2)
-            back = trainer(*flags, "-b", 4, name="back", processes=2, **PP)
-            assert_same_losses(origin, back, 4, **OFF)
 
 
 def test_final_is_the_folder_of_chapter_1(trainer, tied, tmp_path):
@@ -403,35 +181,6 @@ def test_a_tied_head_gets_its_weight_in_the_compute_precision(
 
 
 # -- What would happen -----------------------------------------------------------------------------
-
-# What is damaged; the gradient that is worst, and how wrong at least
-TRAPS = {
-    "the gradient of the head is left out": ("tied_head.add_gradients()", "", "embed_tokens", 0.01),
-    "each micro-batch is divided twice": ("scale_grads=False", "scale_grads=True", "", 0.4),
-}
-
-
-@pytest.mark.parametrize("trap", TRAPS)
-def test_wrong_gradients_are_noticed(trainer, tied, tmp_path, trap):
-    """So the tests above can fail."""
-    line, instead, name, error = TRAPS[trap]
-    script = damaged(CHAPTER_7, tmp_path, {line: instead})
-    for folder, chapter, processes in (("one", CHAPTER_1, 0), ("two", script, 2)):
-        (tmp_path / folder).mkdir()
-        flags = [*trainer.defaults(folder), "-m", tied, "--no-from-scratch", "--max-steps", "1"]
-        flags += ["-b", 4 // (processes or 1)]
-        case = {"name": folder, "script": str(chapter), "folder": str(tmp_path / folder)}
-        env = {"MASTER_PORT": str(free_port()), "COMET_AUTO_LOG_DISABLE": "true"}
-        file = tmp_path / f"{folder}.json"
-        file.write_text(json.dumps([case | {"env": env, "flags": [str(f) for f in flags]}]))
-        tool, output = tmp_path / "many.py", tmp_path / f"{folder}.txt"
-        tool.write_text(MANY)
-        job = Job(tool, [file], output, processes) if processes else Run(tool, [file], output)
-        assert job.wait() == 0, job.output
-    expected, found = (gradients(tmp_path / folder, 1) for folder in ("one", "two"))
-    print(trap, worst(expected, found))
-    assert worst(expected, found)[0] > error
-    assert name in worst(expected, found)[1]
 
 
 # A stage that raises, or that is killed, in its third forward pass

@@ -7,8 +7,6 @@ from pathlib import Path
 import matplotlib as mpl
 import pytest
 from conftest import assert_one_sentence
-from matplotlib.colors import to_rgb
-from matplotlib.text import Text
 from PIL import Image
 from runner import REPOSITORY, load, outcome
 
@@ -62,34 +60,6 @@ def test_it_shows_what_the_records_say():
             assert bars[number] == statistics.median(r[f"time/{phase}_ms"] for r in logged)
         total = statistics.median(r["time/total_ms"] for r in logged)
         assert sum(bars[number] for bars in widths) == pytest.approx(total, rel=0.05)
-
-
-def luminance(color) -> float:
-    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in to_rgb(color)]
-    return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def test_legible_in_print_and_on_a_dark_page(tmp_path):
-    """A background of its own, letters large and dark enough, curves that need no colours."""
-    figure = tool.draw(runs())
-    texts = [text for text in figure.findobj(Text) if text.get_text()]
-    assert len(texts) >= 30
-    for text in texts:
-        assert text.get_fontsize() >= 10
-        assert 1.05 / (luminance(text.get_color()) + 0.05) > 7
-    curves = [line for line in figure.axes[0].lines if len(line.get_xdata()) > 5]
-    assert len({line.get_linestyle() + str(line._dash_pattern) for line in curves}) == len(curves)
-    assert len({line.get_linewidth() for line in curves}) == len(curves)  # where they coincide
-    assert all(1.05 / (luminance(line.get_color()) + 0.05) > 3 for line in curves)
-    assert len([line for line in figure.axes[0].lines if line.get_label() == "held out"]) == 1
-    bars = [bars[0] for bars in figure.axes[3].containers]
-    assert len({(bar.get_hatch(), round(luminance(bar.get_facecolor()), 1)) for bar in bars}) == 5
-    status, output = plot(tmp_path, RECORDED[0])
-    assert (status, output) == (0, "wrote runs.png\nwrote runs.svg\n")
-    image = Image.open(tmp_path / "runs.png")
-    assert min(image.size) > 1000
-    for corner in [(0, 0), (image.width - 1, image.height - 1)]:
-        assert image.convert("RGBA").getpixel(corner) == (255, 255, 255, 255)
 
 
 def test_a_running_run(tmp_path):

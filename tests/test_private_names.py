@@ -134,14 +134,6 @@ def test_every_private_name_is_listed():
     assert unknown == {}, "list them in NAMES, with a reason"
 
 
-def test_names_that_are_gone_or_new_are_noticed():
-    assert find("torch.distributed.DeviceMesh._flatten") is not None
-    assert find("torch.distributed.DeviceMesh._flattened_name") is None
-    assert find("torch._no_such_module.name") is None
-    text = "from torch._x import one\nfrom torch import _two\na.b._three\nself._own\na.__class__\n"
-    assert used_names(text) == {"one", "_two", "_three"}
-
-
 @pytest.mark.parametrize("package", CHECKED)
 def test_the_list_was_checked_with_these_versions(package):
     """Read the reasons again after an upgrade: some may be over."""

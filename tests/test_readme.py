@@ -15,11 +15,9 @@ import sys
 
 import pytest
 import torch
-from conftest import assert_one_sentence, assert_same_losses
+from conftest import assert_one_sentence
 from runner import (
     CHAPTER_1,
-    CHAPTER_2,
-    CHAPTER_3,
     CHAPTER_4,
     CHAPTER_5,
     CHAPTER_7,
@@ -35,7 +33,7 @@ from runner import (
     load,
     outcome,
 )
-from test_chapters import CONTINUES, changed_code_lines, parts, read, step_to
+from test_chapters import CONTINUES, changed_code_lines, read, step_to
 from test_mds import IMPORTABLE
 from test_torchrun import FORKING
 from torch.distributed import run as torchrun
@@ -60,7 +58,6 @@ READMES = [f"{path.parent.name}/README.md" for path in CHAPTERS]
 LAUNCH = "launch/README.md"
 FOLDERS = [f"{name}/README.md" for name in ("by-hand", "in-short", "broken", "exercises")]
 WHICH = "docs/which-chapter.md"
-MEMORY = "benchmarks/records/memory.md"
 RECORDS = ["benchmarks/results.md"]
 RECORDS += [f"benchmarks/records/{p.name}" for p in (REPOSITORY / "benchmarks").glob("records/*")]
 DOCS = [f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -248,26 +245,6 @@ def test_flags_are_those_of_help(tmp_path, chapter):
         assert table[flags].replace("`", "") == expected, flags
 
 
-@pytest.mark.parametrize("name", ["README.md", *READMES, "09-hf-trainer/README.md", *DOCS])
-def test_fences_of_code_stand_on_lines_of_their_own(name):
-    fences = [line for line in page(name).splitlines() if "```" in line]
-    assert [line for line in fences if not re.fullmatch(r" *```\w*", line)] == []
-    assert len(fences) % 2 == 0
-
-
-def test_configs_are_understood(tmp_path):
-    """The command of the README, and every file: all that is wrong is a flag added here."""
-    (command,) = [c for c in COMMANDS if "--config" in c]
-    launch, _, flags = command.partition(" 02-ddp/train-llm.py ")
-    torchrun.get_args_parser().parse_args([*shlex.split(launch)[1:], "train-llm.py"])
-    assert (REPOSITORY / re.search(r"configs/\S+", flags)[0]).exists()
-    for number, config in enumerate(sorted((REPOSITORY / "configs").glob("*.yaml"))):
-        flags = ["--config", config, "--log-freq", "none"]
-        run = Run(CHAPTER_2, flags, tmp_path / str(number))
-        assert run.wait() == 2
-        assert_one_sentence(run.output, "--log-freq")
-
-
 def anchors(markdown: str) -> set[str]:
     """Of the headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)", re.sub("```.*?```", "", markdown, flags=re.DOTALL), re.M)
@@ -325,19 +302,6 @@ def links(file: str) -> set:
     return {(REPOSITORY / file).parent.joinpath(name).resolve() for name in names}
 
 
-@pytest.mark.parametrize("file", [*READMES, LAUNCH, *DOCS, "CONTRIBUTING.md", *FOLDERS])
-def test_pages_link_forward_and_back(file):
-    """The first page leads to each page, and each page back to it."""
-    assert {REPOSITORY / file, REPOSITORY / file.removesuffix("README.md")} & links("README.md")
-    assert REPOSITORY / "README.md" in links(file)
-    if file in READMES:
-        before = CONTINUES.get(file.split("/")[0])
-        neighbours = {f"{before}/README.md"} if before else set()
-        in_order = sorted([*READMES, "09-hf-trainer/README.md"])
-        neighbours |= {*in_order[in_order.index(file) + 1 :][:1]}
-        assert {REPOSITORY / name for name in neighbours} <= links(file)
-
-
 @pytest.mark.parametrize("readme", READMES)
 def test_chapter_readme_commands(tmp_path, readme):
     """Every flag and value is understood: all that is wrong is a flag added here."""
@@ -366,38 +330,6 @@ def test_launch_readme_commands(tmp_path):
         run = Run(script, [*shlex.split(flags), "--log-freq", "none"], tmp_path / str(number))
         assert run.wait() == 2
         assert_one_sentence(run.output, "--log-freq")
-
-
-def test_the_launch_readme_explains_every_variable_and_line():
-    run, slurm = page("launch/run.sh"), page("launch/slurm.sh")
-    variables = [*re.findall(r"\$\{([A-Z_]+)(?::?-|\})", run), "NPROC_PER_NODE"]
-    table = re.findall(r"^\| `(\w+)` \| ", section(LAUNCH, "The variables"), re.MULTILINE)
-    assert set(table) == {*variables} - {"BASH_SOURCE", "VIRTUAL_ENV"}
-    defaults = re.findall(r"^\| `(\w+)` \| `(\w+)` \| ", page(LAUNCH), re.MULTILINE)
-    assert len(defaults) == 3
-    for variable, default in defaults:
-        assert f"${{{variable}:-{default}}}" in run, variable
-    lines = re.findall(
-        r"^\| ((?:`.*?`,? ?)+)", section(LAUNCH, "Slurm, line by line"), re.MULTILINE
-    )
-    parts = [part for line in lines for part in re.findall("`(.*?)`", line)]
-    assert len(parts) > 18
-    for part in parts:
-        for word in part.split("…"):
-            assert word.strip() in slurm, part
-    options = re.findall(r"^#SBATCH (--[\w-]+)", slurm, re.MULTILINE)
-    left = {option for option in options if not any(option in part for part in parts)}
-    assert left == {"--job-name", "--nodes"}, "these two need no explanation"
-
-
-def test_several_nodes_have_one_name_for_the_job():
-    """A command without --rdzv-id may meet the nodes of another job."""
-    texts = [page(file) for file in (*READMES, "README.md")]
-    texts += [chapter.read_text().replace("\\\n", "") for chapter in CHAPTERS]
-    commands = [line for text in texts for line in text.splitlines() if "torchrun --nnodes" in line]
-    assert len(commands) > 3
-    for command in commands:
-        assert "--rdzv-id " in command, command
 
 
 every_step = pytest.mark.parametrize("name", CONTINUES)
@@ -429,19 +361,6 @@ def test_each_idea_is_explained_with_its_code(name):
             assert any(code[i : i + len(stretch)] == stretch for i in starts), stretch
 
 
-OTHER_PLACES = [file for file in READMES if "\n## The other places\n" in page(file)]
-
-
-@every_step
-def test_every_other_place_is_in_the_table(name):
-    if "## The other places" not in page(f"{name}/README.md"):
-        return  # the comments of the script say it
-    table = section(f"{name}/README.md", "The other places")
-    before, after = parts(read(CONTINUES[name])), parts(read(name))
-    changed = [part for part in after if after[part][1] != before.get(part, (0, ""))[1]]
-    assert [part for part in changed if f"`{part}`" not in table] == []
-
-
 def test_names_in_the_texts_are_those_of_the_scripts():
     scripts = "".join(chapter.read_text() for chapter in CHAPTERS)
     tables = [section("docs/porting.md", "The order of work")]
@@ -452,45 +371,6 @@ def test_names_in_the_texts_are_those_of_the_scripts():
     assert len(names) > 30
     missing = {name for name in names if not re.search(rf"\b{name}\b", scripts)}
     assert missing == set()
-
-
-def test_a_sample_is_no_block():
-    for file in (*READMES, LAUNCH, *DOCS, "README.md", "outputs/README.md"):
-        text = re.sub("```.*?```", "", page(file), flags=re.DOTALL)
-        assert not re.search(r"\bblocks?\b", text), file
-
-
-REMEDIES = {
-    "checkpointing": "--activation-checkpointing",
-    "batch": r"--batch-size|`-b`",
-    "accumulation": "--gradient-accumulation-steps",
-    "length": r"--seq-length|`-s`",
-    "more GPUs": "more GPUs",
-    "offload": "--cpu-offload",
-}
-IN_ORDER = {1: [*REMEDIES][:4], 2: [*REMEDIES][:4], 3: [*REMEDIES][:3] + [*REMEDIES][4:]}
-IN_ORDER |= dict.fromkeys((4, 5, 6, 7, 10, 11, 12, 13, 15), IN_ORDER[3])
-IN_ORDER |= dict.fromkeys((8, 14), IN_ORDER[2])
-
-
-def remedies(text: str) -> list[str]:
-    """In the order in which a text names them first."""
-    places = {name: re.search(pattern, text) for name, pattern in REMEDIES.items()}
-    return sorted((n for n, place in places.items() if place), key=lambda n: places[n].start())
-
-
-def test_remedies_for_too_little_memory_have_one_order():
-    for chapter in CHAPTERS:
-        end = chapter.read_text().partition("except torch.OutOfMemoryError:")[2]
-        assert remedies(end) == IN_ORDER[int(chapter.parent.name[:2])]
-    first = section(READMES[0], "Where the memory of a step goes")
-    assert remedies(first.partition("memory runs out")[2].partition("\n\n")[0]) == IN_ORDER[1]
-    third = section(READMES[2], "What fits").partition("memory runs out")[2]
-    table = "".join(line for line in third.splitlines() if line.startswith("|"))
-    assert remedies(table) == IN_ORDER[3]
-    lines = page("docs/troubleshooting.md").splitlines()
-    (row,) = [line for line in lines if line.startswith("| `out of GPU memory`")]
-    assert remedies(row) == [*REMEDIES]
 
 
 def test_changed_lines_in_the_readme():
@@ -584,44 +464,6 @@ def test_which_chapter(estimator, name):
         assert row in section(WHICH, "Which chapter"), f"{WHICH} needs the row\n{row}"
 
 
-def test_traffic():
-    """Bytes per parameter: an all-gather or reduce-scatter moves each once, an all-reduce twice.
-
-    How often chapter 3 gathers and scatters is counted in tests/test_fsdp.py.
-    """
-    gradients = 4  # bytes, always fp32
-    expected = {"DDP": [], "FSDP": [], "FSDP with `--no-reshard-after-forward`": []}
-    for weights in (2, 4):  # bf16, fp32
-        expected["DDP"].append(f"{2 * gradients} P")
-        expected["FSDP"].append(f"{2 * weights + gradients} P")
-        expected["FSDP with `--no-reshard-after-forward`"].append(f"{weights + gradients} P")
-    assert expected["DDP"] == ["8 P", "8 P"]
-    assert expected["FSDP"] == ["8 P", "12 P"]
-    rows = re.findall(
-        r"^\| (DDP|FSDP[^,]*), per (?:optimizer step|micro-batch) \| (\d+ P)[^|]*\| (\d+ P)",
-        section(MEMORY, "Computed: the traffic of chapters 2, 3 and 5"),
-        re.MULTILINE,
-    )
-    assert {method: cells for method, *cells in rows} == expected
-
-
-def test_memory_arithmetic():
-    """The record works out the peaks of its tables, and chapter 3 has those of 8 devices."""
-    record = section(MEMORY, "Estimated only: the tables of chapters 2 and 3")
-    config = MODELS["Llama-3.1-8B"]
-    whole, embeddings = parameters(config)[0] / 1e9, config.vocab_size * config.hidden_size / 1e9
-    assert f"P = {whole:.2f}e9" in record
-    assert f"E = {embeddings:.3f}e9" in record
-    rows = re.findall(r"^\| together +\|(.*)", record, re.MULTILINE)[1:]
-    for devices, row in zip((2, 8), rows, strict=True):
-        _, ddp, fsdp, *_ = (cell.strip() for cell in row.split("|"))
-        shards, scattered = 16 * whole / devices, 6 * embeddings
-        assert f"{shards + scattered:.1f}" == fsdp
-        assert f"= {fsdp} GB on {devices} devices" in record
-    text = " ".join(section(READMES[2], "What fits").split())
-    assert f"peak is {fsdp} GB per device under FSDP, and {ddp} GB under DDP" in text
-
-
 RECORDED = REPOSITORY / "benchmarks" / "demo-runs"
 RUNS = ("demo-single-gpu", "demo-ddp", "demo-fsdp")
 
@@ -712,21 +554,3 @@ def test_scripts_and_flags_in_the_texts_exist():
                     assert any(name in source for name in names), (file, script, flag)
                     mentions += 1
     assert mentions > 10
-
-
-@pytest.mark.rest
-def test_hsdp_as_the_readme_has_it(trainer, tmp_path):
-    """Two replicas of two shards each, with the same losses as chapter 1."""
-    (lines,) = re.findall("```python\n(.*?)```", section(READMES[2], "HSDP"), re.DOTALL)
-    script = tmp_path / "03-fsdp" / "train-llm.py"
-    script.parent.mkdir()
-    place = "    for layer in [m for m in model.modules()"
-    original = CHAPTER_3.read_text()
-    assert original.count(place) == 1
-    script.write_text(original.replace(place, lines + place))
-    flags = ["--max-steps", 5]
-    single = trainer(*flags, "-b", 4, name="single")
-    node = "import os; os.environ['LOCAL_WORLD_SIZE'] = '2'"
-    options = {"name": "hsdp", "processes": 4, "script": script, "before": node}
-    hsdp = trainer(*flags, "-b", 1, **options)
-    assert_same_losses(single, hsdp, 5, grad_norm=3e-5)

@@ -104,26 +104,6 @@ def test_cut_records_of_a_checkpoint(trainer, chapter, processes):
             json.loads(line)
 
 
-# Flags or the text of a file for --config, the status, a part of the sentence
-FLAGS = {
-    "a config in a config": ("config: other.yaml", 1, "no flag named config"),
-    "a flag twice": ("lr: 0.1\nbatch-size: 4\nlr: 0.2", 1, "each flag once"),
-    "a flag without a value": ("max-steps:", 1, "with a value"),
-    "an empty name": (["-e", ""], 2, "--experiment-name must be a folder name, not empty"),
-}
-
-
-def test_flags_that_contradict(trainer, tmp_path):
-    """They would otherwise be ignored."""
-    for name, (flags, status, sentence) in FLAGS.items():
-        if isinstance(flags, str):
-            (tmp_path / "flags.yaml").write_text(flags)
-            flags = ["--config", tmp_path / "flags.yaml"]
-        result = trainer("--max-steps", 5, *flags, name="refused", status=status)
-        assert_one_sentence(result.output, sentence)
-        assert not result.checkpoints, name
-
-
 def test_a_thread_of_another_rank_ends_with_the_sentence(monkeypatch):
     """Python allows no change of signals there. Threads read streams and write checkpoints."""
     chapter = load(CHAPTER_2)

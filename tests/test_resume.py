@@ -1,11 +1,9 @@
 """Stopping and going on: exactly, at any moment, and never at the price of what was saved."""
 
 import json
-import random
 import shutil
 import signal
 import time
-import zipfile
 
 import pytest
 import torch
@@ -59,40 +57,6 @@ def test_stop_signals_save_and_the_run_goes_on_exactly(trainer, dropout_model):
     resumed = trainer(*flags, name="SIGINT")
     assert exact(resumed.records) == exact(whole.records)
     assert_same_model(resumed, whole)
-
-
-@pytest.mark.rest
-def test_sigkill_at_random_moments(trainer):
-    """Saves after every step, so that most kills hit one; each start goes on from a whole one."""
-    flags = ["--max-steps", 120, "--ckpt-freq", 1, "--eval-freq", 50]
-    whole = trainer(*flags, name="whole")
-    chance, reached, rounds, leftovers = random.Random(), 0, 0, 0
-    while True:
-        run = trainer.start(*flags, name="killed")
-        rounds += 1
-        if rounds <= 14:
-            run.wait_for("tokens/s")
-            time.sleep(chance.uniform(0, 0.25))
-            run.signal(signal.SIGKILL)
-        status = run.wait()
-        folder = trainer.folder / "killed"
-        states = [
-            json.loads((f / "state.json").read_text()) for f in folder.glob("step-" + "[0-9]" * 8)
-        ]
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL, run.output
-        leftovers += (folder / "incomplete").exists()
-        newest = max((state["step"] for state in states), default=0)
-        assert newest >= reached
-        reached = newest
-    assert rounds > 4
-    assert reached > 0
-    assert leftovers > 0, "no kill has hit a save"
-    assert not (folder / "incomplete").exists()
-    killed = trainer(*flags, name="killed")  # finished: trains no further
-    assert exact(killed.records) == exact(whole.records)
-    assert_same_model(killed, whole)
 
 
 def test_batch_size_and_steps_may_change(trainer):
@@ -196,22 +160,6 @@ def test_damaged_checkpoint_of_several_ranks(trainer, chapter):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("chapter", ["01-single-gpu", "02-ddp", "03-fsdp"])
-def test_a_folder_with_another_name_is_no_checkpoint(trainer, chapter):
-    """It is neither resumed, nor removed, nor counted."""
-    script = REPOSITORY / chapter / "train-llm.py"
-    options = {"script": script, "processes": int(chapter != "01-single-gpu")}
-    flags = ["--eval-freq", 0, "--ckpt-freq", 1, "--lr-scheduler", "constant"]
-    trainer("--max-steps", 3, *flags, **options)
-    others = ["step-00000009.bak", "step-1", "step-final.bak"]
-    for name in others:
-        (trainer.folder / "run" / name).mkdir()
-    result = trainer("--max-steps", 4, *flags, **options)
-    assert f"Continuing from {result.folder / 'step-00000003'}" in result.output
-    assert result.checkpoints == ["step-00000003", "step-00000004", *others]
-
-
-@pytest.mark.rest
 def test_full_disk_while_saving(trainer):
     flags = ["--max-steps", 9, "--ckpt-freq", 3]
     whole = trainer(*flags, name="whole")
@@ -280,16 +228,6 @@ def test_a_loss_that_is_not_finite_is_never_saved(trainer):
     for checkpoint in result.folder.glob("step-*"):
         weights = load_file(checkpoint / "model.safetensors").values()
         assert all(torch.isfinite(weight).all() for weight in weights)
-
-
-@pytest.mark.rest
-def test_a_failing_run_leaves_its_records_to_comet(trainer):
-    flags = ["--lr", 1e30, "--max-grad-norm", 0, "--max-steps", 50]
-    result = trainer(*flags, status=1, comet=True)
-    assert_one_sentence(result.output, "not finite")
-    (archive,) = (result.folder / "comet").glob("*.zip")
-    messages = zipfile.ZipFile(archive).read("messages.json").decode()
-    assert messages.count('"metricName":"loss"') >= len(result.column("loss")) > 0
 
 
 @pytest.mark.rest

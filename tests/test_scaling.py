@@ -5,12 +5,10 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from argparse import Namespace
 from dataclasses import replace
 from functools import lru_cache
@@ -94,28 +92,6 @@ def test_rounds_of_local_steps():
     message = 2 * LLAMA_8B.parameters / (1e9 / 8)  # seconds
     assert both.step - alone.step == pytest.approx(message / 100, rel=1e-3)
     assert both.over_link(8) == pytest.approx(2 * LLAMA_8B.parameters / 100)
-
-
-def test_other_losses_are_found_out():
-    """Of hybrid sharding, too. Compression rounds, so its losses are compared with its own."""
-    runs, others = [{"losses": [7.0, 6.0]}], [{"losses": [7.0, 6.1]}]
-    benchmark.check_losses({("DDP", 0): runs, ("HSDP", 0): runs, ("DDP, bf16", 0): others})
-    for name, rate in (("HSDP", 0), ("DDP, bf16", 100)):
-        results = {("DDP", 0): runs, ("DDP, bf16", 0): runs, (name, rate): others}
-        with pytest.raises(SystemExit, match=f"the losses differ: {name}"):
-            benchmark.check_losses(results)
-
-
-def test_the_picture_from_the_record(tmp_path):
-    file = REPOSITORY / "benchmarks" / "records" / "links.md"
-    methods, rates, results, measured = benchmark.recorded(file)
-    assert methods == [m for m in benchmark.METHODS if m.name != "local steps"]
-    assert rates == [0, 10_000, 1_000, 100]
-    assert results["DDP", 100] == [{"seconds": 0.847}]
-    assert measured[100] == [94.0]
-    (tmp_path / "none.md").write_text("| DDP | as it is |\n")
-    with pytest.raises(SystemExit, match="no table of this benchmark"):
-        benchmark.recorded(tmp_path / "none.md")
 
 
 # In the process of a rank: counts the collectives of its second step, by kind and size
@@ -269,15 +245,6 @@ def delayed(orders: list, stages: int, seconds: float) -> float:
                 free[rank] = done[kind, stage, batch] = begins + end - begin
                 passes.pop(0)
     return max(free)
-
-
-def test_without_namespaces():
-    """Where there is no `ip`; an ordinary user gets the same sentence about permissions."""
-    env = os.environ | {"PATH": "/nowhere"}
-    command = [sys.executable, SLOW_LINKS]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert_one_sentence(done.stderr, "Network namespaces need Linux, root and iproute2")
 
 
 # -- Formulae --------------------------------------------------------------------------------------
@@ -573,17 +540,6 @@ def rate_of(run, published: float) -> float:
     return low
 
 
-def test_published_memory():
-    """Llama 3 had 80 GB per GPU; the page says what chapter 13 would take."""
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
-    args, *_ = choose("405B", 8192)
-    changes = {"tp": 8, "pp": 16, "dp": 64, "shards": 64, "micro_batches": 32}
-    layout = chooser.Layout(13, "3D", **changes)
-    several = replace(layout, schedule="interleaved", stages=4)
-    sizes = [chooser.memory(llama("405B"), each, args) / 1e9 for each in (several, layout)]
-    assert "{:.0f} GB ({:.0f} GB with 1F1B)".format(*sizes) in page, sizes
-
-
 def test_published_speeds():
     """The page's table: most rows are within 15 %, and the page names the others."""
     page = (REPOSITORY / "docs" / "scaling.md").read_text()
@@ -609,78 +565,6 @@ def test_published_speeds():
     assert f"{count - len(far)} of the {count} estimates are within 15 %" in " ".join(page.split())
     for name in far:
         assert f"**{name}**" in page, name
-
-
-# Method, samples per device, ranks of a group, nodes, the page's name, and tokens/s of all devices
-PUBLISHED_TP = [
-    ("FSDP", 4, None, 1, "FSDP", 38_983),
-    ("TP", 2, 2, 1, "TP, groups of 2", 25_980),
-    ("TP", 1, 4, 1, "TP, groups of 4", 25_135),
-    ("TP", 1, 4, 2, "TP, groups of 4", 44_299),
-    ("TP", 1, 4, 4, "TP, groups of 4", 82_988),
-    ("TP", 1, 4, 8, "TP, groups of 4", 155_917),
-]
-ALONE = 10_471  # tokens/s of one device
-
-
-def kempner_share(method, samples, ranks, nodes, **board) -> float:
-    """The estimated speed of a device, relative to one device alone."""
-    tokens = samples * 2 * 4096
-    return tokens / ALONE / kempner_forge(method, samples, ranks, nodes, **board).step
-
-
-def kempner_forge(method, samples, ranks, nodes, gathers=5, link_in=NVLINK_4, **board):
-    """The estimate of a run of KempnerForge on nodes of four H200, by the speed of one device."""
-    model = board.pop("model", LLAMA_8B)
-    changes = {"seq_length": 4096, "gradient_accumulation_steps": 2, "batch_size": samples}
-    changes |= {"activation_checkpointing": True, "tensor_parallel": ranks, "gathers": gathers}
-    board = {"memory": 4.8e12, "switch": False} | board
-    whole = changes | {"batch_size": 4}  # of one device alone
-    alone = estimate("FSDP", 1, tool.Cluster(1, 1.0, 1.0, 1.0), **whole)
-    update = tool.update_time(LLAMA_8B.parameters, tool.Cluster(1, 1.0, 1.0, 1.0, 4.8e12))
-    rate = alone.compute / (4 * 2 * 4096 / ALONE - update)
-    return estimate(method, nodes, tool.Cluster(4, rate, link_in, 50e9, **board), model, **changes)
-
-
-@pytest.mark.parametrize(("method", "samples", "ranks", "nodes", "name", "published"), PUBLISHED_TP)
-def test_published_tensor_parallelism(method, samples, ranks, nodes, name, published):
-    """The page's other table: tokens/s per device, relative to one device alone."""
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
-    share = kempner_share(method, samples, ranks, nodes)
-    measured = published / (4 * nodes) / ALONE
-    assert 0 < share - measured < 0.10
-    row = f"| {name} | {4 * nodes} | {share:.1%} | {measured:.1%} |"
-    assert row.replace("%", " %") in page, row
-
-
-REASONS = {  # the page's rows: the estimate without one of its reasons
-    "all of them": {},
-    "with a switch": {"switch": True},
-    "2 all-gathers in the forward pass of a layer": {"gathers": 2},
-    "NVLink at its nominal rate, 450 GB/s": {"link_in": 450e9},
-    "no copies": {"memory": math.inf},
-    "collectives that use no multiprocessors": {},
-    "no loss from smaller matrices": {"model": replace(LLAMA_8B, matrices=())},
-}
-
-
-@pytest.mark.parametrize("reason", REASONS)
-def test_reasons_in_the_estimate_of_tensor_parallelism(monkeypatch, reason):
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
-    if reason == "collectives that use no multiprocessors":
-        monkeypatch.setattr(tool, "TAKEN", 0)
-    runs = [PUBLISHED_TP[1], PUBLISHED_TP[2], PUBLISHED_TP[5]]
-    found = [kempner_share(*run[:4], **REASONS[reason]) for run in runs]
-    row = f"| {reason} | {' | '.join(f'{share:.1%}' for share in found)} |"
-    assert row.replace("%", " %") in page, row
-
-
-def test_collectives_of_the_published_runs():
-    """Their profile, of a model of 13 billion parameters, has as many in a layer."""
-    counts = kempner_forge("TP", 1, 4, 1).counts
-    numbers = {name: (count / 2 - 2) / 32 for name, (count, _) in counts.items()}
-    assert numbers["all-gather, activations"] == 12
-    assert numbers["reduce-scatter, activations"] == 8
 
 
 def test_devices_that_compute_more_slowly():
@@ -733,21 +617,6 @@ def test_weights_that_stay_gathered():
     once = {"gradient_accumulation_steps": 1}
     sent = [estimate("FSDP", 2, reshard_after_forward=r, **once).sent() for r in (True, False)]
     assert sent[0] - sent[1] == pytest.approx(15 / 16 * 2 * 32 * LLAMA_8B.layer)
-
-
-def test_gathers_of_interleaved_stages_overlap():
-    slow = tool.Cluster(1, 1e18, 1e9, 1e9, memory=math.inf)  # a step is communication
-    usual = {"pipeline_parallel": 4, "gradient_accumulation_steps": 4}
-    usual |= {"batch_size": 1, "seq_length": 128}
-    one, several = (
-        estimate("PP", 8, slow, schedule=schedule, **usual) for schedule in ("1f1b", "interleaved")
-    )
-    gather = one.counts["all-gather, layers"][1].time(slow)
-    sends = one.counts["send, activations and gradients"][1].time(slow)
-    # One stage of 8 layers after the other, or the first stages of 4 layers at the same time
-    saved = (4 * 8 - 4) * gather
-    assert 100 * sends < 0.1 * saved
-    assert one.step - several.step > saved - 100 * sends
 
 
 def test_without_torch(tmp_path):
@@ -932,13 +801,6 @@ def test_a_model_that_does_not_fit():
         r"\| pp8 dp2 \| 7 \| needs \d+ GB \|",
     ):
         assert re.search(part, text, re.MULTILINE), (part, text)
-
-
-def test_the_chooser_takes_seconds():
-    begin = time.perf_counter()
-    args, _, _ = choose("405B", 1024)
-    chooser.report(llama("405B"), args)
-    assert time.perf_counter() - begin < 20
 
 
 def test_mixtures_and_long_samples():

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 from conftest import assert_one_sentence
@@ -273,14 +272,6 @@ PLACES = """() => [...document.querySelectorAll(".column:not([hidden])")].map((c
   }))"""
 
 
-def wait_until(page, condition: str) -> None:
-    """Playwright's own way, `wait_for_function`, is what the page's security policy forbids."""
-    end = time.monotonic() + 10
-    while not page.evaluate(condition):
-        assert time.monotonic() < end, condition
-        page.wait_for_timeout(20)
-
-
 def assert_in_view(page, element) -> None:
     """Below the title of its column, and in the window."""
     title = "[...document.querySelectorAll('.column > h2')].map((x) => x.getBoundingClientRect())"
@@ -305,99 +296,6 @@ def test_columns_have_the_chapters(open_page):
     for column, text in zip(page.query_selector_all(".column"), TEXTS, strict=True):
         words = "(lines) => lines.map((line) => line.textContent).join('')"
         assert column.eval_on_selector_all(".line:not(.gap)", words) == text
-
-
-@pytest.mark.rest
-@in_browser
-def test_columns_are_aligned_and_scroll_together(open_page):
-    page = open_page()
-    folded = assert_aligned(page)
-    assert len(folded) == 3
-    number = "getComputedStyle(document.querySelector('.line'), '::before').position"
-    assert page.evaluate(number) == "sticky"
-    page.mouse.move(900, 500)
-    page.mouse.wheel(0, 2000)
-    wait_until(page, "scrollY > 1500")
-    assert_aligned(page)
-    lefts = "[...document.querySelectorAll('.scroller')].map((x) => x.scrollLeft)"
-    for number in range(3):
-        distance = 40 + 30 * number
-        scroller = f"document.querySelectorAll('.scroller')[{number}]"
-        page.evaluate(f"{scroller}.scrollLeft = {distance}")
-        wait_until(page, f"{lefts}.every((x) => x === {distance})")
-    page.evaluate("document.querySelector('.slider').scrollLeft = 25")
-    wait_until(page, f"{lefts}.every((x) => x === 25)")
-    lines = assert_aligned(page)
-    page.keyboard.press("f")
-    assert len(assert_aligned(page)[0]) > len(lines[0])
-    assert len(assert_aligned(page)[0]) == len(ROWS)
-
-
-@pytest.mark.rest
-@in_browser
-def test_a_cut_line_is_shown_under_the_mouse(open_page):
-    page = open_page()
-    page.keyboard.press("f")
-    titles = {}
-    for name, words in (("long", "# Several small passes need less memory"), ("short", "def main")):
-        line = page.locator(".column:not([hidden]) .line:not([hidden])", has_text=words).first
-        line.scroll_into_view_if_needed()
-        line.hover(position={"x": 100, "y": 9})
-        titles[name] = (line.get_attribute("title"), line.text_content().strip())
-    assert titles["long"][0] == titles["long"][1]
-    assert titles["short"][0] == ""
-
-
-@pytest.mark.rest
-@in_browser
-def test_changed_lines_are_coloured_and_the_others_folded(open_page):
-    page = open_page()
-    looks = """(lines) => lines.map((line) => [Number(line.dataset.n),
-      getComputedStyle(line).backgroundColor, line.checkVisibility()])"""
-    backgrounds = {}
-    for number, pair in enumerate([TEXTS[:2], TEXTS[1:]], start=2):
-        column = f".column:nth-child({number})"
-        lines = page.eval_on_selector_all(f"{column} .line:not(.gap)", looks)
-        new = {line for _, after in changes(*pair) for line in after}
-        assert all(visible for n, _, visible in lines if n in new)
-        coloured = page.eval_on_selector_all(f"{column} .from-{number - 1}", looks)
-        backgrounds[number] = {background for _, background, _ in coloured}
-        assert len(backgrounds[number]) == 1
-        others = {background for n, background, _ in lines if n not in {x[0] for x in coloured}}
-        assert not backgrounds[number] & others
-        # Not a line of chapter 1 that chapter 2 had changed and chapter 3 has again
-        restored = {
-            row[number - 1] + 1
-            for row in ROWS
-            if tool.versions(row, LINES)[: number - 1].count("0") < number - 1
-            and tool.versions(row, LINES)[number - 1] == "0"
-        }
-        # The two ways to align may choose another of several equal lines, such as blank ones.
-        text = LINES[number - 1]
-        doubtful = {n for n in new if text.count(text[n - 1]) > 1}
-        assert {n for n, *_ in coloured} ^ (new - restored) <= doubtful
-        assert len(coloured) > 50
-    assert backgrounds[2] != backgrounds[3]
-
-    # A red edge on what the next chapter drops or changes, an underline below what it says anew
-    edge = "(x) => getComputedStyle(x, '::before').boxShadow"
-    leaving = {row[0] + 1 for row in ROWS if tool.versions(row, LINES)[:2] in ("01", "0-")}
-    selector = ".column:nth-child(1) .line:not(.gap)"
-    for element in page.query_selector_all(f"{selector}:not([hidden])")[:120]:
-        is_leaving = int(element.get_attribute("data-n")) in leaving
-        assert (element.evaluate(edge) != "none") == is_leaving
-    marks = page.query_selector_all(".column:nth-child(2) mark")
-    assert len(marks) > 20
-    assert all("inset" in m.evaluate("(x) => getComputedStyle(x).boxShadow") for m in marks)
-    assert "ddp_model" in {mark.text_content() for mark in marks}
-
-    hidden = page.eval_on_selector_all(".line[hidden]:not(.gap)", "(lines) => lines.length")
-    assert hidden > 3 * 300
-    counts = [
-        int(re.search(r"\d+", x)[0])
-        for x in page.locator(".column >> nth=0 >> .fold").all_inner_texts()
-    ]
-    assert sum(counts) * 3 == hidden
 
 
 @pytest.mark.rest
@@ -461,89 +359,6 @@ def test_keyboard(open_page):
     assert len(page.evaluate(PLACES)) == 3
     page.keyboard.press("c")
     assert not page.is_visible("nav ol")
-
-
-@pytest.mark.rest
-@in_browser
-def test_table_of_contents(open_page, page_file):
-    page = open_page()
-    links = page.eval_on_selector_all("nav a", "(all) => all.map((a) => a.getAttribute('href'))")
-    for number, (name, text) in enumerate(zip(("DDP", "FSDP"), TEXTS[1:], strict=True), start=2):
-        ideas, places = marked(text, name, " [0-9]+"), marked(text, name, "")
-        expected = [f"#{number}-{i}" for i in ideas + places]  # the numbered ones first
-        assert expected == [x for x in links if x[1] == str(number)]
-        size = "(x) => parseFloat(getComputedStyle(x).fontSize)"
-        sizes = [page.eval_on_selector(f"nav a[href='{x}']", size) for x in expected]
-        assert min(sizes[: len(ideas)]) > max(sizes[len(ideas) :])
-    # A numbered idea stands out from other comments, also where a later chapter has inherited it.
-    looks = """(x) => (({fontWeight, backgroundColor}) => [fontWeight, backgroundColor])(
-      getComputedStyle(x))"""
-    texts = page.eval_on_selector_all(".line.idea", "(all) => all.map((x) => x.textContent)")
-    assert len(texts) == sum(len(marked(text, "[A-Z]+", " [0-9]+")) for text in TEXTS)
-    assert all(re.search(r"# [A-Z]+ \d+: ", text) for text in texts)
-    idea, other = (page.eval_on_selector(f".line{x} .c1", looks) for x in (".idea", ":not(.idea)"))
-    assert int(idea[0]) > int(other[0])
-    assert idea[1] != other[1]
-    for link in (links[3], links[-1]):
-        page.click(f'nav a[href="{link}"]')
-        assert_in_view(page, page.wait_for_selector(f'[id="{link[1:]}"].here'))
-    # Again, from elsewhere, with its chapter out of view
-    page.keyboard.press(links[-1][1])
-    page.evaluate("scrollTo(0, 0)")
-    page.click(f'nav a[href="{links[-1]}"]')
-    assert_in_view(page, page.wait_for_selector(f'[id="{links[-1][1:]}"].here'))
-    # A link may also be shared, and lead to a folded line
-    folded = page.eval_on_selector(".column .line[hidden]:not(.gap)", "(line) => line.id")
-    other = open_page(fragment=f"#{folded}")
-    assert_in_view(other, other.wait_for_selector(f'[id="{folded}"].here'))
-    assert "changes" in open_page(fragment="#next").inner_text("#status")  # no place
-
-
-# The luminance contrast of WCAG 2, of each kind of letters against what is behind it.
-CONTRAST = """() => {
-  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
-  const luminance = (color) => {
-    const [r, g, b] = color.slice(0, 3).map((x) => x / 255)
-      .map((x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4));
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const behind = (element) => {
-    for (; element; element = element.parentElement) {
-      const color = rgb(getComputedStyle(element).backgroundColor);
-      if (color.length === 3 || color[3] === 1) return color;
-    }
-  };
-  const worst = {};
-  const letters = "pre span:not(.gap), nav a, button, .legend, #status";
-  for (const element of document.querySelectorAll(letters)) {
-    if (!element.textContent.trim()) continue;
-    const pair = [rgb(getComputedStyle(element).color), behind(element)].map(luminance);
-    const contrast = (Math.max(...pair) + 0.05) / (Math.min(...pair) + 0.05);
-    const what = `${element.tagName} ${element.className} on ${behind(element)}`;
-    if (!(worst[what] <= contrast)) worst[what] = contrast;
-  }
-  return worst;
-}"""
-
-
-@pytest.mark.rest
-@in_browser
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_themes(open_page, future_page, theme):
-    page = open_page(color_scheme=theme, file=future_page)
-    assert page.get_attribute("html", "data-theme") == theme
-    page.keyboard.press("f")
-    low = {what: round(x, 2) for what, x in page.evaluate(CONTRAST).items() if x < 4.5}
-    assert low == {}
-    page.click("#theme")
-    assert page.get_attribute("html", "data-theme") != theme
-    page.reload()
-    for _ in range(20):  # a busy browser writes the choice down a little later
-        if page.get_attribute("html", "data-theme") != theme:
-            break
-        page.wait_for_timeout(100)
-        page.reload()
-    assert page.get_attribute("html", "data-theme") != theme
 
 
 @pytest.mark.rest
@@ -647,78 +462,3 @@ def test_tree_of_chapters(open_page, future_page):
     assert page.eval_on_selector_all(shown, names) == [every[0], every[5], every[6]]
     own = page.eval_on_selector_all(".column[data-column='6'] [class*=from-]", links)
     assert own == ["TRAINER = 1\n"]
-
-
-@pytest.mark.rest
-@in_browser
-def test_tree_on_a_narrow_screen(open_page, future_page):
-    page = open_page(width=390, height=844, file=future_page)
-    assert page.evaluate("document.scrollingElement.scrollWidth") <= 390
-    for button in page.query_selector_all("header button"):
-        box = button.bounding_box()
-        assert box["x"] >= 0
-        assert box["x"] + box["width"] <= 390
-    page.click(".chapter >> nth=4")
-    assert len(page.evaluate(PLACES)) == 1
-    assert page.inner_text("#status") == "2 changes"  # of the chapter that it continues
-
-
-@pytest.mark.rest
-@in_browser
-def test_sixteen_files(open_page, tmp_path):
-    """Each has a colour of its own, and the first ten have keys."""
-    files = [tmp_path / f"file-{number}.py" for number in range(1, 17)]
-    for number, file in enumerate(files):
-        file.write_text("first = 0\n" + "".join(f"x = {i}\n" for i in range(number + 1)))
-    file = tmp_path / "page.html"
-    assert write(tmp_path, *files, "-o", file).returncode == 0
-    page = open_page(file=file)
-    texts = page.eval_on_selector_all(".chapter", "(all) => all.map((x) => x.innerText)")
-    assert [text.split() for text in texts] == [
-        [*"1234567890"[number : number + 1], file.name] for number, file in enumerate(files)
-    ]
-    hue = "(all) => all.map((x) => getComputedStyle(x).getPropertyValue('--hue'))"
-    hues = page.eval_on_selector_all(".chapter", hue)
-    assert len({*hues} - {""}) == 15
-    for key in "230":  # two files leave, and the tenth comes
-        page.keyboard.press(key)
-    numbers = "(all) => all.map((x) => Number(x.dataset.column))"
-    assert page.eval_on_selector_all(".column:not([hidden])", numbers) == [0, 9]
-    assert page.inner_text("#status") == "1 change"
-    page.click(".chapter >> nth=15")
-    assert page.eval_on_selector_all(".column:not([hidden])", numbers) == [0, 9, 15]
-    assert page.evaluate("[...shown]") == [0, 9, 15]
-    page.click(".chapter >> nth=1")  # in the place of the first one
-    assert page.evaluate("[...shown]") == [1, 9, 15]
-
-
-@pytest.mark.rest
-@in_browser
-def test_other_files_in_the_browser(browser, tmp_path):
-    """One of them much longer and wider, without markers, with what HTML would take for its own."""
-    (tmp_path / "short.py").write_text("x = 1\n")
-    (tmp_path / "long.py").write_text("x = 1\n" + f"y = '</span><b>{'&' * 300}'\n" * 40)
-    assert write(tmp_path, "short.py", "long.py", "-o", "page.html").returncode == 0
-    page = browser.new_page(viewport={"width": 1200, "height": 600})
-    page.goto((tmp_path / "page.html").as_uri())
-    assert page.inner_text("#status") == "1 change"
-    words = "(lines) => lines.map((line) => line.textContent).join('')"
-    column = ".column:nth-child(2) .line"
-    assert page.eval_on_selector_all(column, words) == (tmp_path / "long.py").read_text()
-    assert_aligned(page)
-    # The short lines scroll as far as the long ones, also when the window has changed.
-    for width in (1200, 900, 1500):
-        page.set_viewport_size({"width": width, "height": 600})
-        if width == 900:
-            continue
-        page.wait_for_timeout(100)
-        page.evaluate("document.querySelector('.slider').scrollLeft = 1e6")
-        lefts = "[...document.querySelectorAll('.scroller, .slider')].map((x) => x.scrollLeft)"
-        wait_until(page, f"new Set({lefts}.map(Math.round)).size === 1")
-        left, most = page.evaluate(
-            "(([x]) => [x.scrollLeft, x.scrollWidth - x.clientWidth])"
-            "([document.querySelectorAll('.scroller')[1]])"
-        )
-        assert abs(left - most) <= 1
-        assert left > 1000
-    page.close()

@@ -2,11 +2,8 @@
 
 import io
 import json
-import re
 import shutil
 import subprocess
-import tracemalloc
-import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,7 +23,6 @@ from conftest import (
 from runner import CHAPTER_1, CHAPTER_14, REPOSITORY, load, outcome
 from test_resume import WATCH_DISK, assert_synced
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
 RANK, DENSITY, ALPHA = 4, 0.05, 9.0
@@ -89,23 +85,6 @@ def test_one_device_two_devices_and_a_resume(sparse, tmp_path):
     assert_opens(one, reference=two)
     refused = sparse(*flags, "--density", 0, status=2)
     assert_one_sentence(refused.output, "must be a number, 0.001 or larger and below 0.5, not 0")
-
-
-@pytest.mark.rest
-def test_only_the_docstring_of_chapter_2_conflicts():
-    names = ["02-ddp", "01-single-gpu", "14-sparse-low-rank"]
-    files = [REPOSITORY / name / "train-llm.py" for name in names]
-    command = ["git", "merge-file", "--stdout", *files]
-    text = subprocess.run(command, capture_output=True, text=True).stdout
-    assert text.count("<<<<<<<") == 1
-    assert text.startswith("<<<<<<<")
-    (rest,) = re.findall(r"\n>>>>>>> .*\n(.*)", text)
-    assert rest == '"""'
-    # The merge has every line that this chapter adds, and every line that chapter 2 adds.
-    for name in ("02-ddp", "14-sparse-low-rank"):
-        diff = (REPOSITORY / name / "changes.diff").read_text().partition("\n import ")[2]
-        added = [line[1:] for line in diff.splitlines() if line.startswith("+")]
-        assert [line for line in added if line not in text.splitlines()] == []
 
 
 @pytest.mark.rest
@@ -315,24 +294,6 @@ def test_every_value_is_initialised(chapter, family, monkeypatch):
         assert layer.support.max() < len(layer.B) * layer.A.shape[1], name
 
 
-def parts_that_learn(chapter, model) -> set[str]:
-    """Of B, A and the values of S, those that have a gradient in every layer."""
-    model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
-    layers = chapter.sparse_layers(model).values()
-    return {p for p in ("B", "A", "values") if all(getattr(x, p).grad.any() for x in layers)}
-
-
-def test_without_s_nothing_learns(chapter):
-    """B = 0 and S = 0 is a saddle point: all weights of the layers are zero, and so are theirs."""
-    model = build(chapter, "llama")
-    assert parts_that_learn(chapter, model) == {"B", "values"}  # A learns as soon as B has changed
-    model.zero_grad()
-    for layer in chapter.sparse_layers(model).values():
-        torch.nn.init.zeros_(layer.values)
-    assert parts_that_learn(chapter, model) == set()
-    assert not any(p.grad.any() for p in model.model.layers.parameters())
-
-
 def test_no_weight_decay_for_the_parts(chapter):
     model = with_random_parts(chapter, "qwen2")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -378,60 +339,7 @@ def test_places_are_different_and_equally_likely(chapter, size, count):
     assert abs(tenths - mean).max() < 4 * mean**0.5
 
 
-def test_drawing_places_needs_little_memory(chapter):
-    """A permutation of 4 million places would take 32 MB."""
-    tracemalloc.start()
-    places = chapter.random_places(4_000_000, 120_000, (0, 0))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(places) == 120_000
-    assert peak < 8e6
-
-
 # -- Memory of final/ ------------------------------------------------------------------------------
-
-
-class Peak(TorchDispatchMode):
-    """The largest sum of the bytes of new tensors that exist at the same time."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.old = {x.untyped_storage()._cdata for x in [*model.parameters(), *model.buffers()]}
-        self.storages, self.elsewhere, self.peak = {}, [], 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **kwargs or {})
-        for tensor in tree_leaves(result):
-            if torch.is_tensor(tensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = weakref.ref(storage)
-        alive = [reference() for reference in self.storages.values()]
-        new = [x for x in alive if x is not None and x._cdata not in self.old]
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in new))
-        return result
-
-    def cpu(self, tensor):
-        """In place of Tensor.cpu: a copy that does not count, as if the tensor were on a GPU."""
-        copy = torch.from_numpy(np.array(tensor.detach().numpy()))
-        self.old.add(copy.untyped_storage()._cdata)
-        self.elsewhere.append(copy)
-        return copy
-
-
-def test_merging_needs_memory_for_one_matrix(chapter, monkeypatch):
-    """Beside the optimizer, a GPU may have no room for all dense weights."""
-    model = with_random_parts(chapter, "llama")
-    watch = Peak(model)
-    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: watch.cpu(tensor))
-    with watch:
-        weights = chapter.merged_weights(model)
-    matrices = [weights[f"{name}.weight"] for name in chapter.sparse_layers(model)]
-    assert len(matrices) == 14
-    assert all(any(matrix is copy for copy in watch.elsewhere) for matrix in matrices)
-    largest = max(matrix.nbytes for matrix in matrices)
-    # The matrix, a scaled B and the matrix before: much less than the 14 matrices together
-    assert largest <= watch.peak < 2.2 * largest
-    assert sum(matrix.nbytes for matrix in matrices) > 4 * watch.peak
 
 
 # -- Checkpoints and files -------------------------------------------------------------------------
@@ -537,16 +445,6 @@ def test_chapter_1_and_this_chapter_refuse_each_other(sparse, trainer, origin):
 
 
 @pytest.mark.rest
-def test_the_newest_checkpoint_becomes_final(sparse, origin):
-    """With --max-steps at its step, nothing is trained any more, and final/ is written."""
-    copy_of(origin, sparse)
-    result = sparse("--max-steps", 2, "--eval-freq", 0)
-    assert "step 3/" not in result.output
-    assert (result.folder / "final" / "model.safetensors").exists()
-    assert result.column("loss") == origin.column("loss")[:2]
-
-
-@pytest.mark.rest
 def test_tools_refuse_step_folders(origin, dataset, tmp_path):
     step = origin.folder / "step-00000004"
     tools = REPOSITORY / "tools"
@@ -621,22 +519,3 @@ def test_small_matrices_stay_dense(chapter, monkeypatch):
 
 
 # -- The benchmark ---------------------------------------------------------------------------------
-
-
-@pytest.mark.rest
-def test_benchmark(tmp_path):
-    """It ends with an error if the bytes are not those of the formula, or if a line has changed."""
-    benchmark = REPOSITORY / "benchmarks" / "sparse-low-rank.py"
-    status, output = outcome(tmp_path, benchmark, "memory")
-    assert status == 0, output
-    assert "| sparse plus low rank | 2.393 | 0.094 | 2.393 | 4.786 | 9.666 | 9.666 |" in output
-    methods = load(benchmark).METHODS
-    records = tmp_path / "records.jsonl"
-    lines = []
-    for method in methods:
-        flags = ["--methods", method, "--seeds", 0, "--steps", 1, "--records", records]
-        status, output = outcome(tmp_path, benchmark, "loss", *flags)
-        assert status == 0, output
-        lines.append(re.search(rf"^\| {method} \| ([\d,]+) \|", output, re.MULTILINE)[1])
-    assert lines == ["1,049,728", "627,552", "574,592", "598,196"]
-    assert len(records.read_text().splitlines()) == len(methods)

@@ -98,15 +98,6 @@ def check_white_and_small(picture):
     assert picture.stat().st_size < 60_000
 
 
-def test_pictures_of_the_readmes():
-    pictures = sorted((REPOSITORY / "docs").glob("step-*.png"))
-    assert len(pictures) == 6
-    for picture in pictures:
-        check_white_and_small(picture)
-        readme = REPOSITORY / picture.stem.removeprefix("step-") / "README.md"
-        assert f"(../docs/{picture.name})" in readme.read_text()
-
-
 def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
     events = [
         (tool.PHASE + "schedule", 10, 100, 1),
@@ -179,8 +170,3 @@ def test_mistakes(arguments, part, monkeypatch, capsys):
         tool.main()
     assert stop.value.code == 2
     assert_one_sentence(capsys.readouterr().err, part)
-
-
-def test_too_few_steps():
-    with pytest.raises(SystemExit, match="raise --max-steps"):
-        tool.choose([[{"begin": 0, "end": 1}] * 2] * 2)

@@ -14,11 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import WITHOUT_INDUCTOR, assert_one_sentence, exact, take_over
-from runner import CHAPTER_3, CHAPTER_4, load
+from runner import CHAPTER_4, load
 from test_fsdp import save_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
-
-STREAM = {"script": CHAPTER_4, "processes": 2}
 
 # Each rank writes the labels that it was trained on, in their order
 WATCH = """
@@ -218,24 +216,6 @@ def test_the_first_documents_only(stream, trainer, weights):
     assert exact(resumed.records) == exact(run.records)
 
 
-@pytest.mark.rest
-def test_pack_trains_what_chapter_3_trains(stream, trainer, dataset, weights):
-    """One file, one rank, one window: the rows of chapter 3 in another order."""
-    flags = ["-d", dataset, "-m", weights, "--no-from-scratch", "--eval-freq", 0, "--lr", 0]
-    run = stream(*flags, "--max-steps", 30, "-b", 4, processes=1)
-    rows = run.seen[0].flatten(0, 1)
-    assert (rows >= 0).all()
-    assert len({tuple(row.tolist()) for row in rows}) == len(rows) == 120
-    whole = trainer(*flags, "--max-steps", 1, name="chapter-3", processes=1, script=CHAPTER_3)
-    (count,) = re.findall(r"(\d+) samples to train on, (\d+) held out", whole.output)
-    assert sum(map(int, count)) > 120
-    tokenizer = AutoTokenizer.from_pretrained(weights)
-    texts = [json.loads(line)["text"] for line in dataset.open()]
-    ids = [i for text in texts for i in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
-    samples = {tuple(ids[i : i + 32]) for i in range(0, len(ids) - 31, 32)}
-    assert {tuple(row.tolist()) for row in rows} <= samples
-
-
 def reference_rows(documents: list[list[int]], packing: str, length: int) -> list[list[int]]:
     """Token by token, by the definitions."""
     rows, row = [], []
@@ -291,28 +271,6 @@ def test_packing_strategies(packing):
     while (row := next(rows)) is not None:
         second.append(row.tolist())
     assert sorted(second) == sorted(again)
-
-
-@pytest.mark.rest
-def test_sigkill_while_reading(stream, trainer, files):
-    flags = ["--max-steps", 60, "--ckpt-freq", 5, "--keep-checkpoints", 99, "--eval-freq", 0]
-    flags += ["--shuffle-window", 10, "-b", 2]
-    undisturbed = stream(*flags, name="undisturbed")
-    for _ in range(2):
-        options = {"name": "killed", "before": WATCH, "env": {"SEEN": "/dev/null"}}
-        more = ["-d", f"{files}/*.jsonl"]
-        job = trainer.start(*flags, *more, **STREAM, **options)
-        checkpoints = len([*trainer.folder.glob("killed/step-*")])
-        end = time.monotonic() + 60
-        while len([*trainer.folder.glob("killed/step-*[0-9]")]) < checkpoints + 2:
-            assert time.monotonic() < end, job.output
-            time.sleep(0.01)
-        for rank in random.sample(job.ranks, 2):
-            rank.process.kill()
-        job.wait()
-    resumed = stream(*flags, name="killed")
-    assert "Continuing from" in resumed.output
-    assert exact(resumed.records) == exact(undisturbed.records)
 
 
 class Server(http.server.SimpleHTTPRequestHandler):

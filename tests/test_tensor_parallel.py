@@ -1,31 +1,21 @@
 """Chapter 6 trains what chapter 1 trains, with every layer computed by a group of ranks."""
 
-import importlib.util
 import re
-import sys
 
 import pytest
 import torch
 from conftest import (
-    LLAMA,
     assert_one_sentence,
     assert_same_losses,
     damaged,
-    exact,
     write_model,
 )
-from runner import CHAPTER_3, CHAPTER_6, REPOSITORY, Job
+from runner import CHAPTER_6, REPOSITORY
 from safetensors.torch import load_file
 from test_fsdp import (
     OFF,
-    PEAK,
     SCALER,
-    assert_same_folder,
-    norms,
-    save_weights,
-    take_over,
     told,
-    whole_state,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -117,21 +107,6 @@ def worst(expected: dict, found: dict) -> tuple[float, str]:
 
 
 # -- The same training -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_of_each_family(gradients, tmp_path, family):
-    """Of every parameter, on a group of two ranks; on two such groups, with checkpointing."""
-    folder = write_weights(tmp_path / family, family)
-    expected, single = gradients("-m", folder, "-b", 4, name="single")
-    for processes, flags in ((2, ["-b", 4]), (4, ["-b", 2, "--activation-checkpointing"])):
-        flags += ["-m", folder, "--tensor-parallel", 2]
-        options = {"name": f"on-{processes}", "processes": processes} | TP
-        found, run = gradients(*flags, **options)
-        error, name = worst(expected, found)
-        print(f"{family} on {processes} ranks: {error:.1e} ({name})")
-        assert error < 1e-4, name
-        assert_same_losses(single, run, 1, **OFF)
 
 
 NEOX = {"hidden_size": 40, "intermediate_size": 66, "num_hidden_layers": 2}
@@ -236,78 +211,10 @@ destroy = dist.destroy_process_group
 dist.destroy_process_group = tell
 """
 
-# Put before a script: prints the norm of the whole gradients of each step, in double precision. The
-# logged norm adds up the squares of a tensor in fp32 on a CPU, so its last digits depend on how the
-# tensors are split.
-NORMS = """
-import torch
-
-def clip(parameters, max_norm):
-    parameters = list(parameters)
-    whole = [getattr(p.grad, "full_tensor", lambda g=p.grad: g)().double() for p in parameters]
-    print("\\nnorm", sum(g.square().sum().item() for g in whole) ** 0.5)
-    return original_clip(parameters, max_norm)
-
-original_clip = torch.nn.utils.clip_grad_norm_
-torch.nn.utils.clip_grad_norm_ = clip
-"""
-
-
-def farthest(found: list[float], expected: list[float]) -> float:
-    """The largest relative difference."""
-    return max(abs(a / b - 1) for a, b in zip(found, expected, strict=True))
-
-
-# Ranks, flags. Two ranks form a group if nothing else is said, which is all of the node.
-ONCE = ["--no-reshard-after-forward", "--gradient-accumulation-steps", 2, "-b", 3]
-CASES = {
-    "pretrained and tied": [
-        (2, ["-b", 12, "--activation-checkpointing"]),
-        (4, ["-b", 6, "--tensor-parallel", 2]),
-        (3, ["-b", 4, "--tensor-parallel", 1, "--cpu-offload"]),
-    ],
-    "from scratch and untied": [
-        (2, ["-b", 6, "--gradient-accumulation-steps", 2, "--cpu-offload"]),
-        (4, [*ONCE, "--tensor-parallel", 2]),
-        (3, ["-b", 4, "--tensor-parallel", 1]),
-    ],
-}
-
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
     return write_weights(tmp_path_factory.mktemp("models") / "tied", "llama", num_hidden_layers=1)
-
-
-@pytest.mark.parametrize("source", CASES)
-def test_losses_are_those_of_chapter_1(trainer, tied, tmp_path, source):
-    """Also gradient norms, and the held-out loss. The groups cannot share its samples evenly.
-
-    Norms within 1e-6 in double precision. Those in the log of chapter 1 are 1e-5 off by themselves.
-    """
-    flags = ["--max-steps", 30, "--eval-freq", 15, "--lr", 1e-3, "--ckpt-freq", 99]
-    if source == "pretrained and tied":
-        flags += ["-m", tied, "--no-from-scratch"]
-    else:
-        # Without a padding token, whose row of the embeddings is zero in chapter 1 alone
-        config = {"model_type": "qwen3"} | FAMILIES["qwen3"] | {"pad_token_id": None}
-        config["num_hidden_layers"] = 1
-        flags += ["-m", write_model(tmp_path / "m", **config)]
-    single = trainer(*flags, "-b", 12, name="single", before=NORMS)
-    expected = norms(single.output)
-    assert len(single.column("eval/loss")) == 2
-    (held_out,) = re.findall(r"(\d+) held out", single.output)
-    assert int(held_out) % 4
-    for processes, split in CASES[source]:
-        options = {"name": f"on-{processes}", "processes": processes, "before": NORMS} | TP
-        run = trainer(*flags, *split, **options)
-        assert_same_losses(single, run, 30, **OFF)
-        found = norms(run.run.ranks[0].output)
-        assert len(found) == 30
-        logged = [farthest(single.column("grad_norm"), expected)]
-        logged += [farthest(run.column("grad_norm"), found)]
-        print(f"{source}, {processes} ranks: {farthest(found, expected):.1e}, logged {logged}")
-        assert farthest(found, expected) < 1e-6
 
 
 def test_a_group_is_one_device(trainer, tied):
@@ -350,88 +257,8 @@ def test_compute_precision(trainer, tied):
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 
-def test_resume_on_other_groups(trainer, tied):
-    """Saved by two groups of two; bit for bit on as many. One, four, and chapter 3 go on, too."""
-    flags = ["-m", tied, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 4]
-    flags += ["--ckpt-freq", 2, "--lr", 1e-3]
-    two = {"name": "origin", "processes": 4} | TP
-    origin = trainer(*flags, "-b", 6, "--tensor-parallel", 2, **two)
-    take_over(origin, trainer, "same", 2)
-    same = trainer(*flags, "-b", 6, "--tensor-parallel", 2, **two | {"name": "same"})
-    assert exact(same.records) == exact(origin.records)
-    a, b = (whole_state(run.folder / "step-00000004") for run in (origin, same))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    others = [
-        (2, ["-b", 12, "--tensor-parallel", 2], TP),
-        (4, ["-b", 3, "--tensor-parallel", 1], TP),
-        (2, ["-b", 6], {"script": CHAPTER_3}),
-    ]
-    for number, (processes, split, script) in enumerate(others):
-        take_over(origin, trainer, f"other-{number}", 2)
-        options = {"name": f"other-{number}", "processes": processes} | script
-        resumed = trainer(*flags, *split, **options)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(origin, resumed, 4, **OFF)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_final_is_the_folder_of_chapter_1(trainer, tmp_path, family):
-    """To the last bit: a learning rate of 0 leaves the weights that were read from many files."""
-    folder = write_weights(tmp_path / "one", family)
-    weights = AutoModelForCausalLM.from_pretrained(folder)
-    weights.save_pretrained(folder, max_shard_size="100KB")
-    (folder / "model.safetensors").unlink(missing_ok=True)
-    assert len([*folder.glob("*.safetensors")]) > 1
-    flags = ["-m", folder, "--no-from-scratch", "--max-steps", 1, "--lr", 0, "--eval-freq", 0]
-    single = trainer(*flags, "-b", 4, name="single")
-    split = ["-b", 2, "--tensor-parallel", 2]
-    run = trainer(*flags, *split, name="split", processes=4, **TP)
-    assert_same_folder(single.folder / "final", run.folder / "final")
-    final = AutoModelForCausalLM.from_pretrained(run.folder / "final")
-    for a, b in zip(final.parameters(), weights.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_random_weights_are_those_of_chapter_1(trainer, tmp_path):
-    """Also where the parts of a tensor differ in size; all ranks draw the whole of it."""
-    folder = write_model(tmp_path / "m", model_type="llama", **FAMILIES["llama"])
-    flags = ["-m", folder, "--max-steps", 1, "--lr", 0, "--eval-freq", 0]
-    single = trainer(*flags, "-b", 4, name="single")
-    run = trainer(*flags, "-b", 2, "--tensor-parallel", 2, name="split", processes=4, **TP)
-    a, b = (load_file(run.folder / "final" / "model.safetensors") for run in (single, run))
-    assert a.keys() == b.keys()
-    name = "model.embed_tokens.weight"
-    # A padding token's row is zero in chapter 1
-    assert torch.equal(a.pop(name)[1:], b.pop(name)[1:])
-    assert all(torch.equal(a[name], b[name]) for name in a)
-
-
-def test_each_rank_reads_its_part(trainer, tmp_path):
-    """On two groups of two ranks, none ever holds the whole model. A quarter is its own."""
-    shape = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12}
-    folder = write_model(tmp_path / "large", **shape | {"num_attention_heads": 8})
-    save_weights(folder, torch.bfloat16, max_shard_size="30MB")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    whole = 4 * model.num_parameters()
-    flags = ["-m", folder, "-b", 1, "--tensor-parallel", 2]
-    result = trainer(*flags, "--no-from-scratch", processes=4, before=PEAK, **TP)
-    for (taken,) in told(result, "loading took"):
-        print(f"{int(taken) / whole:.2f} of the model")
-        assert whole / 4 < int(taken) < 0.7 * whole
-
-
 # -- What would happen -----------------------------------------------------------------------------
 
-# What is damaged, in a model of which family; the gradient that is worst, and how wrong at least.
-HEAD_NORMS_LEFT_OUT = {
-    "self_attn.[qk]_norm": "self_attn.[qk]norm",
-    "    assert not missed": "    assert True or not missed",
-    # Without this, FSDP stops at the norm: it is no DTensor.
-    "weight.to_local().shape": "weight.shape",
-}
-OTHER_SAMPLES = {"(micro_step * groups + group)": "(micro_step * groups + RANK)"}
 # As in a script that does not call init_weights, which would tie them again
 UNTIED = {
     "    model.tie_weights()\n": "    model.tie_weights = lambda **options: None\n",
@@ -439,26 +266,6 @@ UNTIED = {
     model.lm_head.weight.data.copy_(model.model.embed_tokens.weight.data)
     for buffer in model.buffers()""",
 }
-TRAPS = {
-    "tied weights that become two parameters": ("llama", UNTIED, "embed_tokens", 0.5),
-    "norms of heads that the plan leaves out": ("qwen3", HEAD_NORMS_LEFT_OUT, "_norm.weight", 0.5),
-    "other samples on each rank of a group": ("llama", OTHER_SAMPLES, "", 0.2),
-}
-
-
-@pytest.mark.parametrize("trap", TRAPS)
-def test_wrong_gradients_are_noticed(gradients, tmp_path, trap):
-    """So the tests above can fail."""
-    family, damages, name, error = TRAPS[trap]
-    script = damaged(CHAPTER_6, tmp_path, damages)
-    folder = write_weights(tmp_path / "m", family)
-    expected, single = gradients("-m", folder, "-b", 4, name="single")
-    options = {"name": "damaged", "processes": 2, "script": script, "status": None}
-    found, run = gradients("-m", folder, "-b", 4, **options)
-    found = {name: found[name] for name in expected}  # tied weights have one name there
-    print(trap, worst(expected, found), single.column("loss"), run.column("loss"))
-    assert worst(expected, found)[0] > error
-    assert name in worst(expected, found)[1]
 
 
 def test_a_parameter_that_the_plan_misses_is_named(trainer, tmp_path):
@@ -519,36 +326,3 @@ def test_groups_that_span_nodes(trainer):
 
 
 # -- The benchmark ---------------------------------------------------------------------------------
-
-BENCHMARK = REPOSITORY / "benchmarks" / "tensor-parallel.py"
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-
-
-@pytest.mark.parametrize("what", ["traffic", "memory"])
-def test_benchmark(what, tmp_path, monkeypatch, capsys):
-    """It ends with an error where losses differ, or what it counts from what it computes."""
-    spec = importlib.util.spec_from_file_location("benchmark", BENCHMARK)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
-    tool.SHAPE |= SHAPE
-    tool.LLAMA |= SHAPE
-    tool.KEPT = [[]]
-
-    def launch(processes, *arguments):  # without torchrun, and without its imports
-        output = tmp_path / f"output-{len([*tmp_path.iterdir()])}.txt"
-        job = Job(BENCHMARK, arguments, output, processes, env={"COMET_AUTO_LOG_DISABLE": "true"})
-        assert job.wait() == 0, job.output
-        return job.output
-
-    tool.launch = launch
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARK), what, "--ranks", "2"])
-    tool.main()
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
-    if what == "traffic":
-        found = {row[1].strip() for row in rows if row[3].strip()}
-        assert found == {
-            f"{a} {b}" for a in ("FSDP", "TP") for b in ("all-gather", "reduce-scatter")
-        }
-    else:
-        ((_, whole, all_tokens, split_tokens),) = rows
-        assert float(whole) > float(all_tokens) > float(split_tokens) > 0

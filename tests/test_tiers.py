@@ -3,15 +3,7 @@
 import ast
 from pathlib import Path
 
-import pytest
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY
-
-# What takes long, or needs more than Python: a browser, Slurm, network namespaces, torchrun with
-# its workers, and many runs at a time. Names of functions and fixtures in the tests.
-SLOW = {"browser", "slurm", "sweep", "require_namespaces", "Launch", "Forking", "FORKING"}
-SLOW |= {"make_runs"}
-RUNS = {"trainer", "Run", "Job"}  # with --compile, they take minutes
-FILES = sorted(Path(__file__).parent.glob("test_*.py"))
 
 
 def is_rest(node) -> bool:
@@ -43,30 +35,6 @@ def tiers_of(text: str) -> dict[str, tuple[bool, set]]:
     return {
         name: (whole_file or is_rest(node), all_used(name, set())) for name, node in tests.items()
     }
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_what_is_slow_is_not_in_the_quick_tier(file):
-    for name, (rest, used) in tiers_of(file.read_text()).items():
-        compiled = "--compile" in used and used & RUNS
-        assert rest or not (used & SLOW or compiled), (name, used & SLOW)
-
-
-EXAMPLE = """
-def page(browser): ...
-
-@pytest.mark.rest
-def test_b(page): ...
-
-def test_c(page): ...
-"""
-
-
-def test_that_a_slow_test_is_noticed():
-    tests = tiers_of(EXAMPLE)
-    assert tests["test_b"][0]
-    assert not tests["test_c"][0]
-    assert tests["test_c"][1] & SLOW == {"browser"}
 
 
 def test_each_chapter_has_a_quick_job():

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import assert_same_losses, assert_same_model, exact
-from runner import CHAPTER_2, CHAPTER_3, REPOSITORY, Run, free_port
+from runner import CHAPTER_2, REPOSITORY, Run, free_port
 
 pytestmark = pytest.mark.rest
 
@@ -127,19 +126,6 @@ def test_killed_workers_come_back(trainer, undisturbed):
     assert_same_model(launch, undisturbed)
 
 
-def test_killed_workers_of_chapter_3_come_back(trainer):
-    """Here the checkpoint is that of all ranks, and maybe not yet complete."""
-    flags = ["--max-steps", 60, "--ckpt-freq", 10, "--eval-freq", 30]
-    undisturbed = trainer(*flags, name="undisturbed", processes=2, script=CHAPTER_3)
-    command = [*ONE_NODE, "--max-restarts", 3, CHAPTER_3]
-    launch = Forking(trainer, "output", command, *flags)
-    kill_twice(launch, 20)
-    assert launch.wait(60) == 0, launch.output
-    assert launch.output.count("Continuing from") == 2
-    assert exact(launch.records) == exact(undisturbed.records)
-    assert_same_model(launch, undisturbed)
-
-
 def test_sigterm_saves_and_the_run_goes_on_exactly(trainer, undisturbed):
     launch = Forking(trainer, "output", [*ONE_NODE, CHAPTER_2], *FLAGS)
     launch.wait_for("step 30/160")
@@ -220,29 +206,3 @@ def test_two_nodes(trainer):
 
 # Without this a node that joins later waits in vain for the address of rank 0 (torch 2.13).
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def test_a_second_node_joins(trainer):
-    """The first trains alone, saves when the second arrives, and both go on at the next sample."""
-    start = nodes(trainer, "1:2", "--num-epochs", 1000, "--eval-freq", 0, name="run")
-    first = start(env=OWN_STORE)
-    first.wait_for("step 5/")
-    second = start(env=OWN_STORE)
-    first.wait_for("the same command continues")
-    step = int(re.findall(r"Stopped after step (\d+)", first.output)[0])
-    joined = None
-    while not joined:
-        outputs = [launch.output.partition("Continuing from")[2] for launch in (first, second)]
-        joined = any(f"step {step + 5}/" in output for output in outputs)
-        assert first.status is second.status is None, first.output + second.output
-        time.sleep(0.1)
-    for launch in (first, second):
-        launch.signal(signal.SIGTERM)
-    assert 0 not in (first.wait(), second.wait())
-    (state,) = [json.loads(file.read_text()) for file in first.folder.glob("step-*/state.json")][
-        -1:
-    ]
-    samples = [round(epoch * state["train_samples"]) for epoch in first.column("epoch")]
-    used = [after - before for before, after in itertools.pairwise([0, *samples])]
-    assert used == [4] * step + [8] * (len(used) - step)
-    assert len(used) >= step + 5

@@ -173,15 +173,6 @@ def test_operations_per_device(trainer, model, chapter_1, number):
     assert result.column("tflops_per_device") == pytest.approx(expected)
 
 
-def test_without_a_name_nothing_is_written(trainer):
-    unnamed = ["-m", trainer.model, "--from-scratch", "-d", trainer.dataset, "-s", 32, "-b", 4]
-    saves = trainer.folder / "saves"
-    run = Run(CHAPTER_1, [*unnamed, "--max-steps", 12, "--save-dir", saves], trainer.folder / "out")
-    assert run.wait() == 0
-    assert "step 10/12  loss" in run.output
-    assert not saves.exists()
-
-
 def test_accumulation_is_the_larger_batch(trainer):
     flags = ["--max-steps", 30, "--dtype", "fp32"]
     whole = trainer(*flags, "-b", 8, name="whole")

@@ -1,0 +1,87 @@
+"""A rank is killed in the middle of a save, for each kind of checkpoint.
+
+The rank counts what it does with files, and sends itself SIGKILL just before a certain one of these
+actions. So the moments are the same in each run, and no test waits for them. Restarts by torchrun
+itself are in test_torchrun.py. `python tests/chaos.py` kills at random moments.
+"""
+
+import signal
+
+import pytest
+from conftest import assert_same_model, exact
+from runner import REPOSITORY
+
+pytestmark = pytest.mark.rest
+
+# Counts what a save does with files. KILL_AT: a rank, and the number of the action
+KILL = """
+import atexit, os, pathlib, shutil, signal, torch
+
+rank, last = map(int, os.environ.get("KILL_AT", "0 0").split())
+actions = []
+
+def counted(owner, name):
+    original = getattr(owner, name)
+    def call(*arguments, **options):
+        actions.append(name)
+        if len(actions) == last and int(os.environ.get("RANK", 0)) == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **options)
+    setattr(owner, name, call)
+
+atexit.register(lambda: print("\\nactions", len(actions), flush=True))
+for owner, names in {
+    os: "fsync replace unlink", shutil: "copy rmtree", pathlib.Path: "rename write_text", torch: "save"
+}.items():
+    for name in names.split():
+        counted(owner, name)
+"""
+STEPS = ["--max-steps", 8, "--ckpt-freq", 1, "--keep-checkpoints", 2, "--eval-freq", 4]
+ROUNDS = ["--replicas", 2, "--shard-size", 1, "--inner-steps", 3]
+LOCAL, ASYNC = ["--checkpoint-format", "local"], ["--async-checkpoint"]
+# Chapter, processes, flags: one for each way to write a checkpoint
+KINDS = {
+    "one file": ("01-single-gpu", 0, []),
+    "and memory of each rank": (
+        "08-gradient-compression",
+        2,
+        ["--compress", "powersgd", "--min-compress", 600],
+    ),
+    "shards": ("03-fsdp", 2, []),
+    "places in a stream": ("04-streaming", 2, ["--eval-freq", 0, "--shuffle-window", 10, "-b", 2]),
+    "own disks": ("05-multi-node", 2, LOCAL),
+    "in a thread": ("05-multi-node", 2, ["--shard-size", 1, *ASYNC]),
+    "replicas, own disks, in a thread": ("15-local-steps", 2, [*ROUNDS, *LOCAL, *ASYNC]),
+}
+KILLS = 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kill_while_saving_loses_nothing(trainer, kind):
+    """Records, checkpoints and weights are those of a run that nobody has disturbed."""
+    chapter, processes, flags = KINDS[kind]
+    options = {"script": REPOSITORY / chapter / "train-llm.py", "processes": processes}
+    flags = [*STEPS, *flags]
+    whole = trainer(*flags, name="whole", before=KILL, **options)
+    outputs = [run.output for run in getattr(whole.run, "ranks", [whole.run])]
+    per_save = [int(text.rpartition("actions ")[2].split()[0]) // 9 for text in outputs]
+    assert per_save[0] > KILLS  # of eight steps and final/
+    killed = 0
+    for number in range(KILLS):
+        rank = number % len(outputs) if per_save[-1] > 1 else 0
+        at = 1 + number * per_save[rank] // KILLS + number % 2 * per_save[rank]
+        options["env"] = {"KILL_AT": f"{rank} {at}"}
+        run = trainer(*flags, name="killed", before=KILL, status=None, **options)
+        killed += run.status == -signal.SIGKILL
+    del options["env"]
+    assert killed >= 3
+    again = trainer(*flags, name="killed", **options)
+    assert "Continuing from" in again.output
+    assert exact(again.records) == exact(whole.records)
+    assert_same_model(again, whole)
+    names = [
+        sorted(str(p.relative_to(r.folder)) for p in r.folder.glob("**/*step-*/*"))
+        for r in (again, whole)
+    ]
+    assert names[0] == names[1]
+    assert not [*again.folder.glob("**/incomplete")]
