@@ -71,7 +71,7 @@ LONGEST = (
     "test_trains_what_chapter_1_trains",
     "test_gradients_of_compiled_layers",
     "test_time_limit",
-    "test_sweep_scancel",
+    "test_sweep_on_slurm",
     "test_demo_and_the_commands",
     "test_bytes_between_two_nodes",
 )

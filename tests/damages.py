@@ -370,13 +370,13 @@ DAMAGES = {
             "the largest positive frequencies are sent",
             "spectrum.abs().topk(count)",
             "spectrum.topk(count)",
-            f"{HOOKS}[2-('dct-topk', 0.1, True, 4)]",
+            f"{HOOKS}[('dct-topk', 0.1, True, 4)]",
         ),
         (
             "an all-reduce counts as half of its bytes",
             "            self.volume += 2 * message.nbytes",
             "            self.volume += message.nbytes",
-            "test_compression.py::test_the_interface_counts_what_is_logged[2]",
+            "test_compression.py::test_the_interface_counts_what_is_logged",
         ),
     ],
     "09-hf-trainer": [
@@ -678,7 +678,7 @@ DAMAGES = {
             "units that stay whole keep the old weights in an evaluation",
             "                module.reshard()\n",
             "                pass\n",
-            f"{LOCAL}test_units_that_stay_whole[more0]",
+            f"{LOCAL}test_units_that_stay_whole",
         ),
         (
             "all replicas read the same samples",

@@ -2,20 +2,16 @@
 
 Next to it, it writes what the check prints, and True or False at the end, for each case. With
 `null` as the text, it runs the original, and writes the bytes that it says, those that were
-counted, and the events. With `data` as the text, it writes the bytes of the tensors that ranks get,
-and the bytes of their memory. With `fresh` as second argument, each case has other random numbers,
-as each check of a learner has.
+counted, and the events.
 """
 
 import json
-import pickle
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "exercises"))
 
 import check
-from ranks import tensors_in
 
 
 def counted(name: str) -> list:
@@ -30,22 +26,9 @@ def counted(name: str) -> list:
     return found
 
 
-def sizes(name: str) -> list:
-    found = []
-    for _, data, _ in check.reference(name, 2):
-        for tensor in tensors_in([pickle.loads(own) for own in data]):
-            found.append([tensor.nbytes, tensor.untyped_storage().nbytes()])
-    return found
-
-
 def graded(name: str, text: str | None, seconds: float) -> list:
     if not text:
         return counted(name)
-    if text == "data":
-        return sizes(name)
-    if fresh:
-        check.reference.cache_clear()
-        check.outcome_of_mistake.cache_clear()
     path = Path(f"{name}.py")
     lines = check.grade(name, text, path, seconds)
     return [line if isinstance(line, bool) else str(line) for line in lines]
@@ -53,9 +36,7 @@ def graded(name: str, text: str | None, seconds: float) -> list:
 
 if __name__ == "__main__":
     file = Path(sys.argv[1])
-    fresh = "fresh" in sys.argv
-    if not fresh:
-        check.draw_seed = lambda: 2
+    check.draw_seed = lambda: 2
     results = []
     for name, seconds, text in json.loads(file.read_text()):
         results.append(graded(name, text, seconds))

@@ -5,16 +5,13 @@ import json
 import math
 import os
 import re
-import shutil
 
 import pytest
 import torch
 from conftest import (
     LLAMA,
-    Trainer,
     assert_one_sentence,
     assert_same_model,
-    damaged,
     exact,
     write_model,
 )
@@ -72,55 +69,29 @@ def without_bytes(records: list[dict]) -> list[dict]:
 
 @pytest.mark.rest
 def test_without_compression_it_is_chapter_2(trainer):
-    """To the last bit, and also the files of a run."""
+    """To the last bit."""
     flags = ["--max-steps", 6, "--eval-freq", 3, "--gradient-accumulation-steps", 2, "-b", 2]
-    for processes in (2, 3):
-        names = f"two-{processes}", f"eight-{processes}"
-        two = trainer(*flags, name=names[0], processes=processes, script=CHAPTER_2)
-        eight = trainer(*flags, name=names[1], processes=processes, **COMPRESSION)
-        assert without_bytes(exact(eight.records)) == exact(two.records)
-        assert_same_model(two, eight)
-        assert set(eight.column("communication/ratio")) == {1.0}
-        (step,) = two.checkpoints
-        files = [{path.name for path in (run.folder / step).iterdir()} for run in (two, eight)]
-        assert files[1] - files[0] == {
-            f"memory-{rank}-of-{processes}.pt" for rank in range(processes)
-        }
-
-
-PLAIN = {}  # the record of a run without compression, by the number of ranks
+    two = trainer(*flags, name="two", processes=2, script=CHAPTER_2)
+    eight = trainer(*flags, name="eight", processes=2, **COMPRESSION)
+    assert without_bytes(exact(eight.records)) == exact(two.records)
+    assert_same_model(two, eight)
+    assert set(eight.column("communication/ratio")) == {1.0}
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("method", METHODS[1:])
-def test_replicas_stay_equal_and_losses_near(trainer, method):
+def test_replicas_stay_equal_and_losses_near(trainer):
     """Also with many buckets, on which PowerSGD of PyTorch hangs if nobody waits."""
     flags = ["--max-steps", 6, "--eval-freq", 0, "--log-freq", 6, "--lr", 3e-3, *SMALL]
-    for processes in (2, 4):
-        if processes not in PLAIN:
-            PLAIN[processes] = trainer(*flags, name="plain", processes=processes, **COMPRESSION)
-            PLAIN[processes] = PLAIN[processes].records[0]
-            shutil.rmtree(trainer.folder / "plain")
-        plain = PLAIN[processes]
+    plain = trainer(*flags, name="plain", processes=3, **COMPRESSION)
+    for method in ("powersgd", "dct", "dct-topk"):
         flags_of_method = ["--compress", method, "--keep", 0.25, "--powersgd-rank", 2]
-        options = {"name": f"{method}-{processes}", "processes": processes, "before": WATCH}
+        options = {"name": method, "processes": 3, "before": WATCH}
         run = trainer(*flags, *flags_of_method, **options | COMPRESSION)
         assert len({*told(run, "weights")}) == 1
         assert min(map(int, told(run, "buckets"))) > 2
         assert {*told(run, "rebuilt")} == {"01"[method != "powersgd"]}
-        assert run.column("loss") == pytest.approx([plain["loss"]], rel=0.05)
-        assert run.column("grad_norm") != [plain["grad_norm"]]
-
-
-@pytest.mark.rest
-def test_ranks_that_drift_apart_are_noticed(trainer, tmp_path):
-    line = "for part in received:  # in the order of the ranks"
-    script = damaged(CHAPTER_8, tmp_path, {line: "for part in received[RANK:]:  # too few"})
-    flags = ["--max-steps", 2, "--eval-freq", 0, "--compress", "dct-topk", "--keep", 0.1, *SMALL]
-    result = trainer(*flags, processes=2, script=script, status=None)
-    assert result.status
-    assert "AssertionError: the ranks have different weights" in result.output
-    assert not result.checkpoints
+        assert run.column("loss") == pytest.approx(plain.column("loss"), rel=0.05)
+        assert run.column("grad_norm") != plain.column("grad_norm")
 
 
 # -- The mathematics, computed once more -----------------------------------------------------------
@@ -214,24 +185,23 @@ dist.destroy_process_group()
 SHAPES = [(40, 64), (7,), (8, 32), (99,), (5, 67), (16, 8)]
 # The others have fewer than 100 numbers, or a number of them that 64 does not divide.
 COMPRESSED = [0, 2, 5]
-CASES = [("dct", keep, feedback, 4) for keep in (0.1, 0.5) for feedback in (True, False)]
-CASES += [("dct-topk", *case[1:]) for case in CASES]
-CASES += [("dct", 1.0, True, 2), ("fp16", 0.5, True, 2), ("bf16", 0.5, True, 2)]
+CASES = [("dct", 0.5, False, 4), ("dct-topk", 0.1, False, 4)]
+CASES += [("dct", 0.1, True, 4), ("dct-topk", 0.1, True, 4)]
+CASES += [("fp16", 0.5, True, 2), ("bf16", 0.5, True, 2)]
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def hooks(request, tmp_path_factory):
-    """What the hooks of so many ranks have made of given gradients."""
+@pytest.fixture(scope="module")
+def hooks(tmp_path_factory):
+    """What the hooks of three ranks have made of given gradients."""
     folder = tmp_path_factory.mktemp("hooks")
     script = folder / "hooks.py"
     script.write_text(HOOKS)
     left = folder / "left"
     left.mkdir()
     arguments = [CHAPTER_8, json.dumps(SHAPES), json.dumps(CASES), left]
-    job = Job(script, arguments, folder / "output.txt", request.param, cwd=folder)
+    job = Job(script, arguments, folder / "output.txt", 3, cwd=folder)
     assert job.wait() == 0, job.output
-    ranks = range(request.param)
-    return [torch.load(folder / f"results-{rank}.pt") for rank in ranks]
+    return [torch.load(folder / f"results-{rank}.pt") for rank in range(3)]
 
 
 def spectrum(x: torch.Tensor) -> torch.Tensor:
@@ -393,9 +363,8 @@ def larger_model(tmp_path_factory):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("processes", [2, 4])
-def test_the_interface_counts_what_is_logged(trainer, larger_model, processes):
-    """Payload and headers of all ranks, in steps 7 and 8; the same with accumulation."""
+def test_the_interface_counts_what_is_logged(trainer, larger_model):
+    """Payload and headers of two ranks, in steps 7 and 8; the same with accumulation."""
     require_namespaces()
     measured = {}
     for method, accumulation in [*((method, 1) for method in METHODS), ("dct-topk", 2)]:
@@ -404,20 +373,20 @@ def test_the_interface_counts_what_is_logged(trainer, larger_model, processes):
         flags += ["--compress", method, "--keep", 0.1, "--min-compress", 1000]
         flags += ["--gradient-accumulation-steps", accumulation]
         env = {"NAMESPACE": str(trainer.folder / f"{name}.namespace"), "GLOO_SOCKET_IFNAME": "lo"}
-        options = {"name": name, "processes": processes, "before": METER, "env": env}
+        options = {"name": name, "processes": 2, "before": METER, "env": env}
         run = trainer(*flags, **options | COMPRESSION)
         counts = [int(n) for n in re.findall(r"^meter (\d+)$", run.output, re.MULTILINE)]
         assert len(counts) == 8
         measured[name] = (counts[7] - counts[5]) / 2
-        logged = processes * run.column("communication/bytes_per_step")[-1]
-        found = f"{name} on {processes} ranks: {measured[name]:,.0f} bytes, {logged:,.0f} logged"
+        logged = 2 * run.column("communication/bytes_per_step")[-1]
+        found = f"{name}: {measured[name]:,.0f} bytes, {logged:,.0f} logged"
         print(found)
         # Headers, and what a step sends besides: the number of a signal, metrics, and barriers
-        assert logged < measured[name] < 1.05 * logged + 25_000 * processes, found
+        assert logged < measured[name] < 1.05 * logged + 50_000, found
     assert measured["dct-topk-2"] == pytest.approx(measured["dct-topk-1"], rel=0.03)
-    # Of 64 frequencies 6 are kept: in an all-reduce, and once for each of the ranks
+    # Of 64 frequencies 6 are kept: in an all-reduce, or once for each of two ranks
     assert measured["dct-1"] / measured["none-1"] < 0.11
-    assert measured["dct-topk-1"] / measured["dct-1"] == pytest.approx(processes / 2, rel=0.08)
+    assert measured["dct-topk-1"] / measured["dct-1"] == pytest.approx(1, rel=0.08)
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
@@ -429,20 +398,20 @@ FLAGS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--keep", 0.1, *S
 def interrupted(trainer):
     """An undisturbed run, and one that goes on from its step 3. Both have many buckets."""
 
-    def run(method, processes, on=None, script=CHAPTER_8, status=0):
+    def run(method, processes, on=None):
         flags = [*FLAGS, "--compress", method]
         name = f"{method}-{processes}"
         origin = trainer(*flags, name=name, processes=processes, before=WATCH, **COMPRESSION)
         take_over(origin, trainer, f"{name}-resumed", 3)
-        options = {"name": f"{name}-resumed", "processes": on or processes, "script": script}
-        options["before"] = WATCH
+        options = {"name": f"{name}-resumed", "processes": on or processes, "before": WATCH}
+        options |= COMPRESSION
         return origin, trainer(*flags, "-b", 4 * processes // (on or processes), **options)
 
     return run
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["powersgd", "dct-topk"])
 def test_resume_on_the_same_ranks_is_exact(interrupted, method):
     """Also what each rank remembers: residuals, and the matrices of PowerSGD."""
     origin, resumed = interrupted(method, 2)
@@ -455,17 +424,14 @@ def test_resume_on_the_same_ranks_is_exact(interrupted, method):
         assert a.pop() == b.pop() == 4  # --powersgd-rank
         counts = [len(memory) for memory in a]
         assert counts == [len(memory) for memory in b]
-        assert (counts[0] > 0) == (method in ("powersgd", "dct", "dct-topk"))
+        assert counts[0] > 0
         assert (min(counts) > 2) == (method == "powersgd")  # three tensors of each bucket
         for memory, other in zip(a, b, strict=True):
             assert all(torch.equal(memory[key], other[key]) for key in memory)
 
 
-OTHER_RANKS = [("dct-topk", 2, 4), ("powersgd", 4, 2), ("dct-topk", 2, 1)]
-
-
 @pytest.mark.rest
-@pytest.mark.parametrize(("method", "before", "after"), OTHER_RANKS)
+@pytest.mark.parametrize(("method", "before", "after"), [("dct-topk", 2, 4), ("powersgd", 4, 2)])
 def test_resume_on_other_ranks(interrupted, method, before, after):
     origin, resumed = interrupted(method, before, on=after)
     assert resumed.column("loss")[:3] == origin.column("loss")[:3]
@@ -475,132 +441,12 @@ def test_resume_on_other_ranks(interrupted, method, before, after):
     assert files == {f"memory-{rank}-of-{after}.pt" for rank in range(after)}
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("first", [CHAPTER_2, CHAPTER_8], ids=["2 to 8", "8 to 2"])
-def test_chapter_2_goes_on_here_and_the_other_way_round(trainer, first):
-    """Also with other flags of this chapter: what is owed waits for its method."""
-    second = CHAPTER_8 if first == CHAPTER_2 else CHAPTER_2
-    flags = ["--max-steps", 4, "--eval-freq", 0, "--ckpt-freq", 2]
-    method = {CHAPTER_8: ["--compress", "dct-topk", "--keep", 0.2, *SMALL], CHAPTER_2: []}
-    options = {"name": "run", "processes": 2}
-    trainer(*flags, *method[first], "--max-steps", 2, script=first, **options)
-    run = trainer(*flags, *method[second], script=second, **options)
-    assert "Continuing from" in run.output
-    assert run.column("step") == [1, 2, 3, 4]
-
-
-@pytest.mark.rest
-def test_another_powersgd_rank_is_refused(trainer):
-    """The matrices of a checkpoint have as many columns as before."""
-    flags = ["--compress", "powersgd", "--eval-freq", 0, "--ckpt-freq", 1]
-    options = {"name": "run", "processes": 2, **COMPRESSION}
-    trainer(*flags, "--max-steps", 1, **options)
-    flags += ["--max-steps", 2, "--powersgd-rank", 8]
-    result = trainer(*flags, status=1, **options)
-    assert_one_sentence(result.run.ranks[0].output, "--powersgd-rank was 4 in this run: keep it")
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("method", ["powersgd", "dct-topk"])
-def test_without_feedback_old_residuals_are_dropped(trainer, tmp_path, method):
-    """A run goes on without feedback as if its checkpoint had no residuals, and saves none."""
-    flags = ["--max-steps", 6, "--eval-freq", 0, "--ckpt-freq", 3, "--keep", 0.1, *SMALL]
-    flags += ["--compress", method]
-    options = {"processes": 2, "before": WATCH}
-    origin = trainer(*flags, name="origin", **options, **COMPRESSION)
-    folder = take_over(origin, trainer, "resumed", 3)
-    shutil.copytree(folder, trainer.folder / "nothing")
-    for file in (trainer.folder / "nothing").glob("step-*/memory-*"):
-        memory = torch.load(file)
-        assert memory[0]
-        memory[0].clear()
-        torch.save(memory, file)
-    resumed, nothing = (
-        trainer(*flags, "--no-error-feedback", name=name, **options, **COMPRESSION)
-        for name in ("resumed", "nothing")
-    )
-    assert exact(resumed.records) == exact(nothing.records)
-    assert resumed.column("loss")[:3] == origin.column("loss")[:3]
-    assert resumed.column("loss") != origin.column("loss")
-    for file in (resumed.folder / "step-00000006").glob("memory-*"):
-        assert not torch.load(file)[0]
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("damage", ["missing", "damaged"])
-@pytest.mark.parametrize("processes", [2, 3])
-def test_bad_memory_files_are_refused(trainer, saved_on_2, damage, processes):
-    """On as many ranks and on others. Nothing of the run is lost."""
-    folder = trainer.folder / "run"
-    shutil.copytree(saved_on_2, folder)
-    (file,) = folder.glob("step-00000001/memory-1-of-2.pt")
-    sentence = "error: the checkpoint has the memory of only 1 ranks: remove "
-    if damage == "missing":
-        file.unlink()
-    else:
-        file.write_bytes(file.read_bytes()[:1000])
-        sentence = "error: memory-1-of-2.pt is damaged: remove "
-    before = sorted(folder.rglob("*"))
-    flags = ["--max-steps", 2, "--eval-freq", 0, "--compress", "dct-topk", "--keep", 0.1, *SMALL]
-    result = trainer(*flags, status=None, processes=processes, **COMPRESSION)
-    # With a damaged file, only the rank that reads the file can say so. The other rank is cut off.
-    errors = re.findall("^error: .*", result.output, re.MULTILINE)
-    assert len(errors) == 1, result.output
-    assert f"{sentence}{folder / 'step-00000001'}, to resume from" in errors[0]
-    assert sorted(folder.rglob("*")) == before
-
-
-@pytest.fixture(scope="module")
-def saved_on_2(tmp_path_factory, model, dataset):
-    """The folder of a run of two ranks, after step 1."""
-    trainer = Trainer(tmp_path_factory.mktemp("saved"), model, dataset)
-    flags = ["--max-steps", 1, "--eval-freq", 0, "--compress", "dct-topk", "--keep", 0.1, *SMALL]
-    return trainer(*flags, processes=2, **COMPRESSION).folder
-
-
 # -- Wrong flags -----------------------------------------------------------------------------------
 
-REFUSED = {
-    "keep 0": (2, ["--keep", 0.01], "--keep must be 1/64 to 1"),
-    "keep above 1": (2, ["--compress", "dct", "--keep", 1.5], "--keep must be 1/64 to 1"),
-    "all-gather of half on 4 ranks": (
-        4,
-        ["--compress", "dct-topk"],
-        "with dct-topk, --keep must be below 2 / 4 (ranks)",
-    ),
-    "all-gather of all on 2 ranks": (
-        2,
-        ["--compress", "dct-topk", "--keep", 1],
-        "with dct-topk, --keep must be below 2 / 2 (ranks)",
-    ),
-    "residuals of scaled gradients": (
-        2,
-        ["--compress", "dct", "--dtype", "fp16"],
-        "--dtype bf16",
-    ),
-    "rank 0": (2, ["--powersgd-rank", 0], "must be a number, 1 or larger, not 0"),
-    "an unknown method": (2, ["--compress", "zip"], "invalid choice"),
-}
-
 
 @pytest.mark.rest
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_sentence(trainer, case):
-    processes, flags, part = REFUSED[case]
-    result = trainer(*flags, processes=processes, status=2, **COMPRESSION)
-    assert_one_sentence(result.run.ranks[0].output, part)
-
-
-@pytest.mark.rest
-def test_overflow_of_fp16(trainer):
-    """Gradients that fp32 and bf16 can hold, and fp16 cannot."""
-    large = "import torch; b = torch.Tensor.backward; "
-    large += "torch.Tensor.backward = lambda self: b(1e8 * self)"
-    flags = ["--max-steps", 2, "--eval-freq", 0]
-    for method in ("none", "bf16"):
-        options = {"name": method, "processes": 2, "before": large}
-        run = trainer(*flags, "--compress", method, **options | COMPRESSION)
-        assert run.column("grad_norm")[0] > 65_504
-    options = {"name": "fp16", "processes": 2, "before": large, "status": 1}
-    result = trainer(*flags, "--compress", "fp16", **options | COMPRESSION)
-    assert_one_sentence(result.run.ranks[0].output, "perhaps in fp16: --compress bf16")
+def test_an_all_gather_of_too_much_is_refused(trainer):
+    flags = ["--compress", "dct-topk", "--keep", 1]
+    result = trainer(*flags, processes=2, status=2, **COMPRESSION)
+    sentence = "with dct-topk, --keep must be below 2 / 2 (ranks)"
+    assert_one_sentence(result.run.ranks[0].output, sentence)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import assert_one_sentence
 from runner import REPOSITORY, Job, load
 from test_readme import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -59,14 +58,10 @@ HALF = f"--dtype bf16 {CHECKPOINT}"
 CASES = [
     ("chapter 1", 1, {}, CHECKPOINT),
     ("DDP", 2, {}, ACCUMULATE),
-    ("FSDP", 1, {}, "-s 16 -b 1"),  # at its fullest, shards and a buffer on its way
-    ("no reshard", 2, {}, f"--dtype bf16 {ACCUMULATE}"),
     ("FSDP", 2, {}, HALF),
-    ("FSDP", 2, {}, "-s 16 -b 1 --dtype bf16"),
-    ("FSDP", 2, TIED, "-s 16 -b 1"),
-    ("no reshard", 2, {}, "-s 16 -b 1"),
+    ("FSDP", 2, TIED, "-s 16 -b 1"),  # at its fullest, shards and a buffer on its way
+    ("no reshard", 2, {}, f"--dtype bf16 {ACCUMULATE}"),
     ("HSDP", 2, {}, ACCUMULATE),
-    ("tensor parallel", 2, EVEN, ""),
     ("tensor parallel", 2, EVEN | TIED, HALF),
     ("pipeline", 2, {}, ""),
     ("pipeline", 2, TIED, HALF),
@@ -74,17 +69,13 @@ CASES = [
 # Each token uses all experts, so all ranks get equally many tokens. Rows of 16 bytes: grouped_mm.
 MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 4}
 MIXTURE |= {"intermediate_size": 160}
-NEWER = [
+CASES += [
     ("context parallel", 2, {}, ""),
     ("context parallel", 4, TIED, f"--exchange tokens {HALF}"),
-    ("expert parallel", 2, MIXTURE, ""),
     ("expert parallel", 4, MIXTURE, HALF),
     ("pipeline × tensor", 4, EVEN, ""),
-    ("pipeline × tensor", 4, EVEN | TIED, HALF),
-    ("sparse low-rank", 1, {}, ""),
     ("sparse low-rank", 1, TIED, CHECKPOINT),
 ]
-CASES += NEWER
 
 
 @pytest.mark.rest
@@ -114,7 +105,6 @@ FAMILIES = {
     "llama": LLAMA | {"tie_word_embeddings": True},
     "qwen3_moe": EXPERTS,
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4},
-    "gpt_neox": {"intermediate_size": 128},
 }
 
 
@@ -177,11 +167,10 @@ def test_compiled_code_keeps_what_is_foretold():
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt2"])
-def test_one_layer_stands_for_all_of_its_kind(name):
+def test_one_layer_stands_for_all_of_its_kind():
     """And a batch is foretold from two smaller ones."""
-    config = family(name)
-    setattr(config, "n_layer" if name == "gpt2" else "num_hidden_layers", 7)
+    config = family("qwen3_moe")
+    config.num_hidden_layers = 7
     # With checkpoints, autocast's copies of all layers are released behind the last layer.
     short = traces_of(config, f"--no-compile -s 64 -b 2 {CHECKPOINT}")
     assert short.examples == [0, 1, 1, 1, 1, 1, 6]
@@ -242,39 +231,6 @@ def test_output(tmp_path, estimate):
     for method, largest in zip(("chapter 1", "DDP", "FSDP"), on_one["largest batch"], strict=False):
         fits = [total(traces, method, 1, int(largest) + more) <= 0.0135e9 for more in (0, 1)]
         assert fits == [True, False], method
-
-
-BAD = [
-    ("-m nobody/nothing", "nobody/nothing", 1),
-    ("--devices 0", "--devices", 2),
-    ("-m {}/t5.json", "t5.json", 1),
-    ("-m {}/none.json", "none.json", 1),
-    ("-m {}/broken.json", "broken.json", 1),
-    ("-m {}/llama.json --shard-size 3", "--shard-size 3", 1),
-    ("-m {}/llama.json -s 9999", "2048 positions", 1),
-    ("-m {}/llama.json --tensor-parallel 2 -s 63", "63 tokens", 1),
-    ("-m {}/gpt2.json --tensor-parallel 2", "gpt2", 1),
-    ("-m {}/gpt2.json --pipeline-parallel 2", "gpt2", 1),
-    ("-m {}/llama.json --pipeline-parallel 64 --devices 64", "64 stages", 1),
-    ("-m {}/llama.json --pipeline-parallel 4 --tensor-parallel 4", "--tensor-parallel 16", 1),
-    ("-m {}/llama.json --context-parallel 4 -s 36", "--seq-length 36", 1),
-    ("-m {}/bloom.json --context-parallel 4", "bloom", 1),
-    ("-m {}/llama.json --expert-parallel 2", "llama", 1),
-    ("-m {}/mixtral.json --expert-parallel 16 --devices 16", "16 does not divide", 1),
-    pytest.param("-m {}/llama.json --rank 4096", "smaller", 1, marks=pytest.mark.rest),
-]
-
-
-@pytest.mark.parametrize(("flags", "part", "status"), BAD)
-def test_bad_input(tmp_path, monkeypatch, estimate, flags, part, status):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # no second attempts
-    for name in ("t5", "gpt2", "llama", "bloom", "mixtral"):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"model_type": name}))
-    (tmp_path / "none.json").write_text("{}")
-    (tmp_path / "broken.json").write_text("{")
-    done, output = estimate(*flags.format(tmp_path).split())
-    assert done == status, output
-    assert_one_sentence(output, part)
 
 
 # -- Figures in the READMEs ------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import time
 
 import pytest
 import torch
-from conftest import assert_one_sentence
 from runner import CHAPTER_2, REPOSITORY, Job, load
 
 TOOL = REPOSITORY / "tools" / "where-it-hangs.py"
@@ -137,30 +136,6 @@ def test_a_chapter(tool, tmp_path, model, dataset, capsys):
     assert re.search(pattern + rf"train-llm.py:{line} \(main\)\.$", output.strip()), output
 
 
-PIPELINE = """
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
-message = torch.zeros(4)
-if dist.get_rank() == 0:
-    dist.recv(message, src=1)
-else:
-    dist.recv(message, src=0)
-"""
-
-
-@pytest.mark.rest
-def test_messages_of_a_pipeline_are_shown_by_stacks(tool, tmp_path, capsys):
-    script = tmp_path / "pipeline.py"
-    script.write_text(PIPELINE)
-    assert tool.report(hang(tool, script, tmp_path)) == 1
-    output = capsys.readouterr().out
-    assert "rank 0 stands at pipeline.py:8" in output
-    assert "rank 1 stands at pipeline.py:10" in output
-    assert "send and recv" in output
-
-
 @pytest.mark.rest
 def test_the_tool_runs_a_command_and_ends_it(tmp_path):
     """Under torchrun, with a preload that waits for torch; and no process is left."""
@@ -230,11 +205,6 @@ def test_other_sizes_and_a_rank_without_a_call(tool, tmp_path, capsys):
 PIPELINE_DUMPS = REPOSITORY / "tests" / "nccl-dumps"
 
 
-def message(number, operation, line, state):
-    more = {"is_p2p": True, "collective_seq_id": 1, "p2p_seq_id": number}
-    return nccl_entry(number, operation, line, state, **more)
-
-
 def test_messages_of_nccl_have_lines(tool, tmp_path, capsys):
     assert tool.report(tool.read_dumps(PIPELINE_DUMPS)) == 1
     output = capsys.readouterr().out
@@ -245,80 +215,6 @@ def test_messages_of_nccl_have_lines(tool, tmp_path, capsys):
     )
     assert "CPU" not in output
     assert "unknown line" not in output
-    # A batch of messages: its messages have no state, the entry after them has it.
-    sent = message(2, "send 0->1", 20, "scheduled")
-    batch = nccl_entry(1, "coalesced", 20, "completed", sizes=())
-    done = nccl_entry(1, "all_reduce", 10, "completed")
-    received = message(2, "recv 1<-0", 35, "completed")
-    waits = message(3, "recv 1<-0", 40, "started")
-    write_nccl(tmp_path, [[done, sent, batch], [done, received, waits]])
-    assert tool.report(tool.read_dumps(tmp_path)) == 1
-    output = capsys.readouterr().out.splitlines()
-    assert output[0] == "rank 0 last called coalesced at train.py:20 (main)"
-    waits = "rank 1 waits in recv 1<-0 of 1024 numbers at train.py:40 (main)"
-    assert output[-1] == f"{waits}, until rank 0 sends."
-    # In a group of ranks 0 and 4, NCCL calls rank 4 number 1.
-    group = {"process_group": ("9", "pipeline")}
-    entry = message(1, "send 1->0", 20, "started") | group
-    assert tool.Message(entry, [0, 4]).operation == "send 4->0"
-
-
-@pytest.mark.parametrize("members", [None, [0, 1]])
-def test_a_rank_that_never_called_a_group(tool, capsys, members):
-    """Without the tables of groups, nobody knows that the rank belongs to the group."""
-    call = nccl_entry(1, "all_reduce", 10, "scheduled", group=("1", "experts"))
-    dump = {"world_size": 2, "state": "waits", "note": ""}
-    dump |= {"groups": {"1": members} if members else {}}
-    waits = dump | {"rank": 0, "stack": [["/x/train.py", 10, "main"]], "entries": [call]}
-    other = dump | {"rank": 1, "stack": [["/x/train.py", 20, "main"]], "entries": []}
-    assert tool.report({0: waits, 1: other}) == 1
-    output = capsys.readouterr().out
-    assert "All ranks have made the same" not in output
-    if members:
-        assert "rank 1 stands at train.py:20 (main), and never made this call" in output
-    else:
-        assert "do not tell which ranks belong to these process groups" in output
-        assert "  rank 0, last call: all_reduce of 1024 numbers at train.py:10 (main)" in output
-
-
-def test_what_is_no_dump_is_refused(tmp_path):
-    def refused(part):
-        command = [sys.executable, TOOL, tmp_path]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 2
-        assert_one_sentence(done.stderr, part)
-
-    refused("no dumps")
-    (tmp_path / "nccl_trace_rank_0").write_bytes(pickle.dumps(print))
-    refused("has no place in a dump")
-
-
-def test_the_private_names_are_there(tool, tmp_path):
-    """If this fails, PyTorch has new names: change PRIVATE_DUMPS and PRIVATE_GROUPS."""
-    script = tmp_path / "names.py"
-    (tmp_path / "dumps" / "raw").mkdir(parents=True)
-    script.write_text(
-        "import sys, time\nimport torch, torch.distributed as dist\nimport hangs\n"
-        "dist.init_process_group('gloo')\ndist.barrier()\n"
-        "recorded, note = hangs.entries()\n"
-        "assert note == '' and recorded[-1]['profiling_name'] == 'gloo:barrier', recorded\n"
-        "assert hangs.groups() == ({'0': [0]}, ''), hangs.groups()\n"
-        "raw = torch._C._distributed_c10d._dump_fr_trace()\n"
-        "(hangs.FOLDER / 'raw' / 'rank_0').write_bytes(raw)\n"
-        "hangs.PRIVATE_DUMPS = ['_gone']\nhangs.PRIVATE_GROUPS = ['_gone']\n"
-        "assert hangs.entries() == ([], 'this PyTorch has no _gone: stacks only')\n"
-        "no_groups = 'this PyTorch has no _gone: the ranks of process groups are unknown'\n"
-        "assert hangs.groups() == ({}, no_groups)\n"
-    )
-    env = {"HANG_DUMPS": str(tmp_path / "dumps"), "HANG_SECONDS": "60"}
-    job = Job(script, [], tmp_path / "output", 1, before=WATCH, env=env)
-    assert job.wait(60) == 0, job.output
-    (raw,) = tool.read_dumps(tmp_path / "dumps" / "raw").values()
-    assert [str(tool.Call(entry)) for entry in raw["entries"]] == ["barrier at names.py:5"]
-    dump = json.loads((tmp_path / "dumps" / "rank-0.json").read_text())
-    assert dump["state"] == "has ended"
-    both = "this PyTorch has no _gone: stacks only; this PyTorch has no _gone: the ranks of process"
-    assert dump["note"] == f"{both} groups are unknown"
 
 
 def test_the_preload_imports_torch_only_when_the_script_does(tmp_path):

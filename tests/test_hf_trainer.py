@@ -2,10 +2,7 @@
 
 import importlib.util
 import json
-import math
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import zipfile
@@ -14,14 +11,11 @@ from types import SimpleNamespace
 import hydra
 import pytest
 import test_slurm
-import torch
 import yaml
-from conftest import LLAMA, assert_one_sentence, assert_same_model, write_model
+from conftest import assert_one_sentence, assert_same_model
 from omegaconf import OmegaConf
 from runner import CHAPTER_1, CHAPTER_9, REPOSITORY, Job, Run
-from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_fsdp import save_weights
 from transformers import AutoModelForCausalLM
 
 CONF = CHAPTER_9.parent / "conf"
@@ -126,35 +120,21 @@ def test_losses_are_those_of_chapter_1(trainer, runs):
 
 @pytest.mark.rest
 def test_demo(tmp_path, trainer):
-    """Within 0.1 % of chapter 1 at every logged step; then the tools read what it has written."""
+    """Within 0.1 % of chapter 1 at every logged step."""
     expected = trainer.folder / "demo-single-gpu"
-    flags = ["--demo", "--max-steps", 10, "--log-freq", 2, "--eval-freq", 0]
+    flags = ["--demo", "--max-steps", 4, "--log-freq", 2, "--eval-freq", 0]
     flags += ["--save-dir", trainer.folder]
-    processes = {"one": Run(CHAPTER_1, flags, tmp_path / "one.txt")}
-    demo = ["--config-name", "demo", "training.max_steps=10", "training.logging_steps=2"]
+    processes = [Run(CHAPTER_1, flags, tmp_path / "one.txt")]
+    demo = ["--config-name", "demo", "training.max_steps=4", "training.logging_steps=2"]
     demo += [f"save_dir={tmp_path}/9", "report_to=[]"]
-    processes["single"] = Run(CHAPTER_9, demo, tmp_path / "single.txt")
-    for process in processes.values():
+    processes.append(Run(CHAPTER_9, demo, tmp_path / "single.txt"))
+    for process in processes:
         assert process.wait(300) == 0, process.output
-    half = [*demo, "parallel=ddp", "training.per_device_train_batch_size=4"]
-    processes["ddp"] = Job(CHAPTER_9, half, tmp_path / "ddp.txt", 2)
-    (final,) = tmp_path.glob("9/**/final")
-    flags = [final, "--prompt", "def ", "--max-new-tokens", 5]
-    processes["generate"] = Run(TOOLS / "generate.py", flags, tmp_path / "generate.txt")
-    flags = [final, "-d", TOOLS / "generate.py", "-s", 64]
-    processes["perplexity"] = Run(TOOLS / "perplexity.py", flags, tmp_path / "p.txt")
-    for process in processes.values():
-        assert process.wait(300) == 0, process.output
-    folders = [file.parent for file in sorted(tmp_path.glob("9/**/metrics.jsonl"))]
-    assert len(folders) == 2
+    (file,) = tmp_path.glob("9/**/metrics.jsonl")
     one = Result(expected, "").column("loss")
-    assert len(one) == 5
-    for folder in folders:
-        assert Result(folder, "").column("loss") == pytest.approx(one, rel=1e-3)
-    AutoModelForCausalLM.from_pretrained(final)
-    assert "def " in processes["generate"].output
-    loss = float(re.search(r"loss ([\d.]+)", processes["perplexity"].output)[1])
-    assert 6 < loss < math.log(2048)
+    assert len(one) == 2
+    assert Result(file.parent, "").column("loss") == pytest.approx(one, rel=1e-3)
+    AutoModelForCausalLM.from_pretrained(file.parent / "final")
 
 
 # -- Stopping and resuming -------------------------------------------------------------------------
@@ -194,21 +174,9 @@ def test_other_settings_do_not_resume(runs):
 
 WRONG = {
     "modle=tiny-llama": "Could not override 'modle'",
-    "optimizer.lr=1": "Key 'lr' not in 'Optimizer'",
-    "parallel.fsdp_config.cpu_ofload=true": "Key 'cpu_ofload' not in 'Fsdp'",
     "optimizer.learning_rate=high": "'high' of type 'str' could not be converted to Float",
-    "training.max_steps=1.5": "could not be converted to Integer",
-    "parallel=fsdpp": "Available options in 'parallel': ddp fsdp single",
-    "optimizer.lr_scheduler_type=cosin": "cosin is not a valid SchedulerType",
-    "report_to=[comt]": "comt is not supported",
-    "model.name=/nowhere": "cannot set up the run",
     "data.data_files=/nowhere/*.json": "/nowhere/*.json",
     "parallel=ddp": "1 processes: parallel=single takes one, ddp and fsdp take several",
-    "training.per_device_train_batch_size=100000": "the dataset is too small",
-    "training.per_device_train_batch_size=0": "train_batch_size must be 1 or more, not 0",
-    "training.eval_steps=0": "training.eval_steps must be 1 or more, not 0",
-    "data.seq_length=1": "data.seq_length must be 2 or more, not 1",
-    "data.seq_length=129": "data.seq_length must be at most 128, the positions of the model",
 }
 
 
@@ -218,58 +186,6 @@ def test_a_mistake_is_one_sentence(runs, override):
     run = runs.start(override)
     assert run.wait() == 1
     assert_one_sentence(run.output, WRONG[override])
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(
-    ("file", "before", "after", "sentence"),
-    [
-        ("config.json", '"vocab_size": 2048', '"vocab_size": 1000', "and the model 1000 tokens"),
-        ("tokenizer_config.json", '"eos_token"', '"other"', "has no end-of-text token"),
-        (
-            "config.json",
-            '"vocab_size"',
-            '"quantization_config": {"bits": 4}, "vocab_size"',
-            "is quantized",
-        ),
-    ],
-)
-def test_a_tokenizer_that_does_not_fit(runs, model, tmp_path, file, before, after, sentence):
-    folder = shutil.copytree(model, tmp_path / "other")
-    text = (folder / file).read_text()
-    assert text.count(before) == 1
-    (folder / file).write_text(text.replace(before, after))
-    run = runs.start(f"model.name={folder}")
-    assert run.wait() == 1
-    assert_one_sentence(run.output, sentence)
-
-
-@pytest.mark.rest
-def test_files_with_a_head_that_the_config_ties(runs, tmp_path):
-    """Another head is refused, and a copy of the embeddings is read."""
-    tied = save_weights(write_model(tmp_path / "tied", **LLAMA))
-    file = tied / "model.safetensors"
-    tensors = load_file(file)
-    embeddings = tensors["model.embed_tokens.weight"]
-    for head, status in ((embeddings.clone(), 0), (embeddings.flip(0), 1)):
-        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-        flags = [f"model.name={tied}", "model.from_scratch=false", "training.max_steps=1"]
-        run = runs.start(*flags, f"experiment_name=head-{status}")
-        assert run.wait() == status, run.output
-    assert_one_sentence(run.output, "set tie_word_embeddings to false in config.json")
-
-
-@pytest.mark.rest
-def test_a_sweep_without_save_dir(tmp_path):
-    """Hydra needs the folder of a sweep before it knows the folder of its configuration."""
-    flags = ["-m", "--config-name", "demo", "experiment_name=test-of-a-sweep"]
-    flags += ["data.data_files=/nowhere/*.py"]
-    run = Run(CHAPTER_9, flags, tmp_path / "output.txt")
-    try:
-        assert run.wait() == 1
-        assert "error: cannot set up the run" in run.output
-    finally:
-        shutil.rmtree(REPOSITORY / "outputs" / "test-of-a-sweep")
 
 
 def compose(*overrides, name="train"):
@@ -304,37 +220,6 @@ def test_the_launcher_asks_for_a_task_per_device(chapter_9):
     assert (launcher.nodes, launcher.tasks_per_node, launcher.gpus_per_node) == (2, 4, 4)
     assert launcher.gpus_per_task is None
     assert "export SLURM_CPU_BIND=cores" in launcher.setup
-    launcher = compose("hydra/launcher=slurm").hydra.launcher
-    assert (launcher.tasks_per_node, launcher.gpus_per_node) == (8, 8)
-
-
-def test_a_local_launcher_starts_a_task_per_gpu(chapter_9, monkeypatch):
-    for gpus, expected in ((0, 1), (2, 2)):
-        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
-        launcher = compose("hydra/launcher=local").hydra.launcher
-        assert (launcher.tasks_per_node, launcher.gpus_per_node) == (expected, expected)
-        assert compose("hydra/launcher=local", "devices=3").hydra.launcher.tasks_per_node == 3
-
-
-@pytest.mark.parametrize("port", [20_000, 37_030, 60_000])  # Submitit draws one of these
-def test_the_port_of_a_job_is_no_port_of_an_outgoing_connection(chapter_9, monkeypatch, port):
-    ports = []
-
-    class Environment:
-        master_port = port
-
-        def export(self, **_):
-            ports.append(self.master_port)
-            raise InterruptedError
-
-    monkeypatch.setattr(chapter_9, "TorchDistributedEnvironment", Environment)
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    for restarts in ("0", "1"):
-        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-        with pytest.raises(InterruptedError):
-            chapter_9.training_arguments(None)
-    assert all(20_000 <= port < 30_000 for port in ports)
-    assert ports[1] == ports[0] + 1
 
 
 def test_order_of_samples(chapter_1, chapter_9):
@@ -348,19 +233,6 @@ def test_order_of_samples(chapter_1, chapter_9):
     assert order.tolist() == chapter_1.sample_order(0, 20, 7, 3)
 
 
-@pytest.mark.rest
-def test_a_gpu_that_does_not_shard_ends_the_run(chapter_9, runs):
-    """Without a GPU here, the callback is called as on one."""
-    config = SimpleNamespace(run_folder=runs.folder)
-    handlers = [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)]
-    run = chapter_9.Run(config)
-    for number, handler in zip((signal.SIGUSR2, signal.SIGTERM), handlers, strict=True):
-        signal.signal(number, handler)
-    args = SimpleNamespace(fsdp=True, device=torch.device("cuda"))
-    with pytest.raises(SystemExit, match="parallel=fsdp, but nothing is sharded"):
-        run.on_train_begin(args, SimpleNamespace(global_step=0), None, torch.nn.Linear(1, 1))
-
-
 # -- Logs ------------------------------------------------------------------------------------------
 
 
@@ -371,9 +243,8 @@ def test_reports(runs):
     env = {"COMET_AUTO_LOG_DISABLE": "false", "WANDB_MODE": "offline"}
     env |= {f"WANDB_{name}_DIR": str(runs.folder) for name in ("CACHE", "CONFIG", "DATA")}
     run = runs(*flags, env=env)
-    names = ["train/loss", "train/tokens_per_second", "train/memory/rank0_gb"]
+    names = ["train/loss", "train/memory/rank0_gb"]
 
-    assert (run.folder / "metrics.jsonl").read_text().endswith("}\n"), "the last line is complete"
     found = json.loads((run.folder / "parameters.json").read_text())
     assert (found["optimizer"]["learning_rate"], found["global_batch"]) == (1e-2, 4)
 
@@ -509,18 +380,13 @@ class Sweep:
         folders = self.runs.folder.glob(f"{self.name}/.submitit/[0-9]*")
         return sorted({file.name for file in folders if "%" not in file.name})
 
-    def end(self, state: str, number: int) -> None:
-        """Waits until Slurm has ended this job, in this state."""
-        self.slurm.wait_for(lambda: self.show("JobState", number) in test_slurm.OVER, "end")
-        assert self.show("JobState", number) == state
-
     def show(self, name: str, number: int = 0) -> str:
         text = self.slurm.ask("scontrol", "--oneliner", "show", "job", self.jobs[number])
         return re.search(rf"\b{name}=(\S+)", text)[1]
 
 
 @pytest.mark.rest
-def test_sweep_scancel_and_failure_on_slurm(slurm, sweep, runs, undisturbed):
+def test_sweep_on_slurm(sweep, runs, undisturbed):
     """Two runs of two tasks are one job array, and equal a run without Slurm."""
     both = sweep("sweep", "optimizer.learning_rate=1e-2,2e-2", *STEPS)
     both.wait(0)
@@ -534,24 +400,6 @@ def test_sweep_scancel_and_failure_on_slurm(slurm, sweep, runs, undisturbed):
     assert losses[0][0] == losses[1][0]
     assert losses[0][1:] != losses[1][1:]
     assert all((file.parent / "final" / "config.json").exists() for file in files)
-
-    # A sweep again: its first run fails, and somebody cancels the second one.
-    files = f"data.data_files=/nowhere/*.json,{runs.dataset}"
-    ending = sweep("ending", files, "training.max_steps=100000")
-    ending.wait_for("'loss'")
-    slurm.ask("scancel", ending.jobs[-1])
-    ending.wait(1)
-    ending.end("CANCELLED", -1)
-    assert ending.show("Restarts", -1) == "0"
-    folder = runs.find("ending")
-    step = Result(folder, "").column("loss")
-    checkpoint = json.loads((folder / "run.json").read_text())["checkpoint"]
-    assert checkpoint == f"{folder}/checkpoint-{len(step)}"
-    ending.end("FAILED", -2)
-    # One rank ends with 1. Slurm then stops the other one, and may name its status instead.
-    assert ending.show("ExitCode", -2) in ("1:0", "143:0")
-    assert "error: cannot set up the run" in ending.output
-    assert "Traceback" not in ending.output
 
 
 @pytest.mark.rest

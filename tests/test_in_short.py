@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 from conftest import TINY_LLAMA
-from runner import CHAPTER_1, REPOSITORY, Job, Run, load, outcome
+from runner import CHAPTER_1, REPOSITORY, Job, Run, load
 from safetensors.torch import load_file
 from test_readme import page
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -174,7 +174,8 @@ def expected_of(name, short, request, processes):
     return request.getfixturevalue("mixture" if name == "expert_parallel" else "single")
 
 
-PROCESSES = [(name, n) for name in SCRIPTS if name != "single" for n in (2, 4)]
+PROCESSES = [(name, 2) for name in SCRIPTS if name != "single"]
+PROCESSES += [("fsdp", 4), ("expert_parallel", 4)]
 
 
 @pytest.mark.parametrize(("name", "processes"), PROCESSES)
@@ -225,13 +226,3 @@ def test_diffs_are_up_to_date():
     text = page("in-short/README.md")
     assert TREE.with_diffs(text) == text, update
     assert TREE.with_diffs(text.replace("\n+if rank", "\n-if rank")) == text
-
-
-def test_side_by_side(tmp_path):
-    tool = REPOSITORY / "tools" / "side-by-side.py"
-    assert load(tool).continued(TREE.short_scripts()) == [None, 0, 1, 0, 0, 2, 2, 1]
-    status, output = outcome(tmp_path, tool, FOLDER, "-o", tmp_path / "page.html")
-    assert status == 0, output
-    html = (tmp_path / "page.html").read_text()
-    columns = re.findall(r'<section class="column".*?aria-label="(.*?)"', html)
-    assert columns == [f"in-short/{name}.py" for name in ("single", *TREE.SHORT)]

@@ -10,15 +10,12 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from conftest import LLAMA, TINY_LLAMA, assert_one_sentence, write_model
-from PIL import Image
+from conftest import LLAMA, TINY_LLAMA, write_model
 from runner import CHAPTER_6, CHAPTER_7, REPOSITORY
-from transformers import AutoConfig
 
 SLOW_LINKS = REPOSITORY / "benchmarks" / "slow-links.py"
 TOOL = REPOSITORY / "tools" / "estimate-scaling.py"
@@ -35,7 +32,6 @@ CLUSTER = tool.Cluster(devices=8, rate=4e14, link_in=NVLINK_4, link=50e9)
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
 LLAMA_8B |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_8B |= {"vocab_size": 128256, "max_position_embeddings": 131072}
-LLAMA_8B_CONFIG = LLAMA_8B
 with tempfile.TemporaryDirectory() as folder:
     Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
     LLAMA_8B = tool.load_model(f"{folder}/config.json")
@@ -58,16 +54,12 @@ def estimate(method, nodes, cluster=CLUSTER, model=LLAMA_8B, **changes):
 # -- Bytes that chapters send ----------------------------------------------------------------------
 
 
-FEW = ["DDP", "FSDP"]
-MANY = [*FEW, "HSDP", "TP in a node", "PP over the link"]
-
-
 @pytest.mark.rest
-@pytest.mark.parametrize(("processes", "methods"), [(1, FEW), (2, MANY)])
-def test_bytes_between_two_nodes(tmp_path, processes, methods):
-    """On 2 and 4 ranks, by the counters of the interface; the same rows give the same losses."""
+def test_bytes_between_two_nodes(tmp_path):
+    """On 4 ranks, by the counters of the interface; the same rows give the same losses."""
+    methods = ["FSDP", "HSDP", "TP in a node", "PP over the link"]
     command = [sys.executable, SLOW_LINKS, "--rates", "--rounds", 1, "--steps", 3]
-    command += ["--processes", processes, "--json", tmp_path / "measured.json"]
+    command += ["--processes", 2, "--json", tmp_path / "measured.json"]
     command += ["--methods", *methods]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500)
     if "cannot make two nodes" in done.stderr:
@@ -143,8 +135,6 @@ Watch().__enter__()
 TP, PP = "tensor_parallel", "pipeline_parallel"
 RUNS = [  # method, chapter, processes, samples of a micro-batch and group, micro-batches, settings
     ("TP", CHAPTER_6, 2, 4, 2, {TP: 2, "activation_checkpointing": True}),
-    ("TP", CHAPTER_6, 4, 4, 1, {TP: 2}),
-    ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "1f1b"}),
     ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "interleaved"}),
     ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "zbv"}),
     ("PP", CHAPTER_7, 4, 2, 4, {PP: 2, "schedule": "1f1b"}),
@@ -153,10 +143,8 @@ CP, EP, CHECKPOINTS = "context_parallel", "expert_parallel", {"activation_checkp
 NEWER = [
     ("CP", "11-context-parallel", 2, 2, 2, {CP: 2, "exchange": "heads"} | CHECKPOINTS),
     ("CP", "11-context-parallel", 4, 2, 2, {CP: 2, "exchange": "tokens"} | CHECKPOINTS),
-    ("EP", "12-expert-parallel", 2, 2, 2, {EP: 2} | CHECKPOINTS),
-    ("EP", "12-expert-parallel", 4, 2, 1, {EP: 2}),
+    ("EP", "12-expert-parallel", 4, 2, 1, {EP: 2} | CHECKPOINTS),
     ("3D", "13-3d-parallel", 4, 4, 4, {PP: 2, TP: 2}),
-    ("3D", "13-3d-parallel", 4, 4, 2, {PP: 1, TP: 2} | CHECKPOINTS),
 ]
 for method, folder, *others in NEWER:
     script = REPOSITORY / folder / "train-llm.py"
@@ -280,88 +268,6 @@ def test_bytes_of_methods():
         # Between the nodes, HSDP sends as much as DDP does, however many micro-batches there are.
         e = estimate("HSDP", 16, dtype="fp32", gradient_accumulation_steps=k)
         assert e.over_link(8) == pytest.approx(2 * (1 - 1 / 16) * size)
-
-
-# Ranks, exchange, and GB that a rank sends in a layer: a sample of 128k tokens, checkpointing
-EXCHANGES = [(2, "heads", 2.01), (4, "heads", 1.51), (8, "heads", 0.88)]
-EXCHANGES += [(2, "tokens", 0.81), (4, "tokens", 1.21), (8, "tokens", 1.41)]
-
-
-@pytest.mark.parametrize(("ranks", "exchange", "expected"), EXCHANGES)
-def test_bytes_of_long_samples(ranks, exchange, expected):
-    """Heads send less above 1 + queries / keys ranks, which are 5 here."""
-    command = f"-b 1 -s 131072 --devices 8 --context-parallel {ranks} --exchange {exchange}"
-    args = tool.parse_args([*command.split(), "--activation-checkpointing"])
-    assert args.methods == [*tool.METHODS, "CP"]
-    assert (args.nodes, args.devices_per_node) == ([1], 8)
-    e = tool.estimate("CP", LLAMA_8B, 1, tool.cluster_of(args, 8), args)
-    parts = [x for name, x in e.counts.items() if "keys" in name or "queries" in name]
-    # A group has as many micro-batches as ranks, so that all devices compute as many tokens.
-    sent = sum(count * c.sent() for count, c in parts) / LLAMA_8B.layers / ranks
-    assert sent / 1e9 == pytest.approx(expected, abs=0.006)
-    same = {"cluster": tool.cluster_of(args, 8), "activation_checkpointing": True}
-    usual = estimate("FSDP", 1, batch_size=1, seq_length=131072, **same)
-    assert e.compute == pytest.approx(usual.compute)
-
-
-EXPERTS = {"expert_count": 64, "experts_per_token": 4, "experts": 200_000_000}
-MIXTURE = replace(LLAMA_8B, **EXPERTS)
-
-
-def test_experts():
-    """Bytes of tokens and of gathered experts; only experts that a token uses compute."""
-    tokens = 2 * 8192
-    for ranks in (2, 8):
-        e = estimate("EP", 2, model=MIXTURE, expert_parallel=ranks)
-        sent = e.counts["all-to-all, tokens of experts"]
-        formula = 8 * 4 * tokens * LLAMA_8B.hidden_size * (1 - 1 / ranks)
-        assert sent[0] * sent[1].sent() / MIXTURE.layers == pytest.approx(formula)
-        assert e.counts["all-gather, experts"][1].size == 2 * 200_000_000 / ranks
-        # All-to-alls of a node do not leave it, and those of two nodes leave it by halves.
-        assert sent[1].over_link(8) == 0
-    both = tool.Collective("all-to-all", 1000, tool.Group(ranks=16, nodes=2))
-    assert both.over_link(8) == 8 * 500
-    dense, sparse = (estimate("FSDP", 2, model=m).compute for m in (LLAMA_8B, MIXTURE))
-    unused = 6 * 32 * 200_000_000 * (1 - 4 / 64) * tokens / CLUSTER.rate
-    assert dense - sparse == pytest.approx(unused, rel=1e-3)
-
-
-def test_pipelines_of_tensor_groups():
-    """Groups of one rank are a pipeline, and one stage of groups is tensor parallelism."""
-    usual = {"pipeline_parallel": 4, "gradient_accumulation_steps": 2}
-    pipeline, same = (estimate(m, 4, tensor_parallel=1, **usual) for m in ("PP", "3D"))
-    assert replace(same, method="PP") == pipeline
-    larger = estimate("3D", 4, tensor_parallel=8, **usual)
-    assert larger.over_link(8) == pipeline.over_link(8), "a stage per node: only activations"
-    assert larger.bubble > pipeline.bubble, "the collectives of TP lengthen each pass"
-    groups = estimate("3D", 4, tensor_parallel=8, pipeline_parallel=1)
-    for name in ("all-gather, activations", "reduce-scatter, activations"):
-        assert groups.counts[name] == estimate("TP", 4).counts[name]
-
-
-def test_times():
-    alone = tool.Cluster(devices=1, rate=4e14, link_in=NVLINK_4, link=50e9, memory=math.inf)
-    for method in tool.METHODS:
-        first = estimate(method, 1, alone)
-        assert first.step == first.compute  # no ranks, no collectives, and an update without time
-        tokens = 2 * 8192
-        flops = 6 * LLAMA_8B.parameters + 12 * 32 * 4096 * 8192
-        assert first.compute == pytest.approx(tokens * flops / 4e14)
-        # An update of fewer parameters is shorter, so here it takes no time.
-        at_once = replace(CLUSTER, memory=math.inf)
-        steps = [estimate(method, n, at_once).step for n in (1, 2, 4, 16, 64, 256, 1024)]
-        assert steps == sorted(steps)
-        # The slower the link, the longer the step, up to the time that the link alone takes
-        slow = tool.Cluster(devices=8, rate=4e14, link_in=NVLINK_4, link=1e6)
-        assert estimate(method, 16, slow).step > steps[3]
-        leaving = estimate(method, 16).over_link(8)
-        assert estimate(method, 16, slow).step > leaving / (8 * 1e6)
-        longer = estimate(method, 16, activation_checkpointing=True)
-        assert longer.compute > estimate(method, 16).compute
-    # One node: HSDP is FSDP
-    assert estimate("HSDP", 1).step == estimate("FSDP", 1).step
-    # Rings through 8,192 devices are slow, those through 1,024 nodes less so.
-    assert estimate("FSDP", 1024).step > 1.5 * estimate("HSDP", 1024).step
 
 
 def shape(layers, hidden, heads, key_heads, mlp, vocabulary, gated=True):
@@ -567,107 +473,11 @@ def test_published_speeds():
         assert f"**{name}**" in page, name
 
 
-def test_devices_that_compute_more_slowly():
-    """Smaller matrices, copies, links between two devices, and collectives beside a computation."""
-    assert tool.waves(128, 256 * 132) == 1
-    assert tool.waves(128, 256 * 133) == pytest.approx(2 * 132 / 133)
-    assert tool.waves(64, 256 * 132) == 2  # half of each tile is empty
-    assert tool.stolen(10.0, 2.0) == pytest.approx(2 * 20 / 132)
-    assert tool.stolen(10.0, 100.0) == 0.0
-    times = [tool.matrix_time(LLAMA_8B, 4096, parts, 2) for parts in (1, 2, 4, 8)]
-    assert times == sorted(times)
-    assert tool.matrix_time(tool.Model(1, 1, 1, 1), 4096, 8, 2) == 1.0
-    # A pair of four devices has a third of the links; all four have all of them.
-    mesh, switch = (tool.Cluster(4, 1.0, 3e9, 1.0, switch=x) for x in (False, True))
-    for ranks, slower in ((2, 3), (4, 1)):
-        gather = tool.Collective("all-gather", 3e9 * ranks / (ranks - 1), tool.Group(ranks, 1))
-        assert gather.time(mesh) == pytest.approx(slower, rel=1e-3)
-        assert gather.time(switch) == pytest.approx(1, rel=1e-3)
-    gather = tool.Collective("all-gather", 3.35e12, tool.Group(2, 1))
-    assert gather.copy_time(mesh) == 2
-    # A group with a single sample copies nothing.
-    one, two = (
-        [estimate("TP", 1, tensor_parallel=t, batch_size=b).slower for t in (1, 2)] for b in (1, 2)
-    )
-    assert one[0] < one[1] < two[1]
-
-
-def test_attention_host_and_update():
-    own = replace(CLUSTER, attention=2e14)
-    usual, slower = (estimate("FSDP", 1, cluster).compute for cluster in (CLUSTER, own))
-    flops = 2 * 8192 * 32 * 4 * 4096 * 8192  # of a forward pass, with masked ones
-    assert usual - slower == pytest.approx(3 * flops / 4e14 - 3.5 * flops / 2 / 2e14)
-    # The host takes longer than each pass of a layer.
-    waiting = estimate("FSDP", 1, replace(CLUSTER, host=10.0))
-    assert waiting.step == pytest.approx(2 * 32 * 10, rel=0.02)
-    alone = tool.Cluster(1, 4e14, NVLINK_4, 50e9)
-    update = estimate("DDP", 1, alone).step - estimate("DDP", 1, alone).compute
-    assert update == pytest.approx(40 * LLAMA_8B.parameters / (0.78 * 3.35e12), rel=0.01)
-
-
-def test_weights_that_stay_gathered():
-    """One all-gather and one reduce-scatter in a step, and no longer step."""
-    for method in ("FSDP", "HSDP", "TP", "CP"):
-        settings = {"gradient_accumulation_steps": 4, "context_parallel": 4}
-        again = estimate(method, 2, **settings)
-        kept = estimate(method, 2, reshard_after_forward=False, **settings)
-        assert kept.counts["all-gather, layers"][0] == kept.counts["reduce-scatter, layers"][0]
-        assert kept.counts["all-gather, layers"][0] == LLAMA_8B.layers
-        assert kept.step < again.step
-    once = {"gradient_accumulation_steps": 1}
-    sent = [estimate("FSDP", 2, reshard_after_forward=r, **once).sent() for r in (True, False)]
-    assert sent[0] - sent[1] == pytest.approx(15 / 16 * 2 * 32 * LLAMA_8B.layer)
-
-
-def test_without_torch(tmp_path):
-    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['tool', '-m', 'x'];"
-    code += f"runpy.run_path({str(TOOL)!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert_one_sentence(done.stderr, "pip install -c constraints.txt torch transformers")
-
-
-def test_groups_that_cannot_be():
-    for method, nodes, changes, sentence in [
-        ("TP", 1, {TP: 16}, "cannot form groups of 16"),
-        ("TP", 3, {TP: 16}, "cannot form groups of 16"),
-        ("PP", 1, {PP: 3}, "cannot form 3 stages"),
-        ("PP", 4, {PP: 8}, "cannot form 8 stages"),
-        ("PP", 64, {PP: 64}, "32 layers cannot make 64 stages"),
-        ("PP", 2, {"schedule": "zbv"}, "zbv needs --gradient-accumulation-steps"),
-        ("3D", 1, {PP: 2, TP: 8}, "cannot form 2 stages"),
-        ("CP", 1, {CP: 16}, "cannot form groups of 16"),
-    ]:
-        with pytest.raises(SystemExit, match=sentence):
-            estimate(method, nodes, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "flags", "sentence"),
-    [
-        ({"key_heads": 4}, "--methods CP", "--context-parallel 8 does not divide 4 kv heads: add"),
-        ({"key_heads": 4}, "--context-parallel 8", "--context-parallel 8 does not divide 4 kv"),
-        ({"expert_count": 60}, "--methods EP", "--expert-parallel 8 does not divide 60 experts"),
-        ({"expert_count": 60}, "--expert-parallel 4", None),
-        ({"key_heads": 4}, "--methods CP --exchange tokens", None),
-        ({}, "--methods EP", "has no experts, so --expert-parallel is not for it"),
-    ],
-)
-def test_groups_that_the_chapters_refuse(changes, flags, sentence):
-    args = tool.parse_args(["-m", "model", *flags.split()])
-    if sentence:
-        with pytest.raises(SystemExit, match=sentence):
-            tool.check(replace(LLAMA_8B, **changes), args)
-    else:
-        tool.check(replace(LLAMA_8B, **changes), args)
-
-
 @pytest.mark.rest
 def test_command_line(tmp_path):
     command = [sys.executable, TOOL, "-m", TINY_LLAMA / "config.json", "-b", 8, "-s", 256]
-    options = {"capture_output": True, "text": True}
-    more = ["--nodes", 2, 1, "--explain", "-o", tmp_path / "scaling"]
-    done = subprocess.run([*map(str, [*command, *more])], **options)
+    command += ["--nodes", 2, 1, "--explain", "-o", tmp_path / "scaling"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Computed, not measured. ")
     rows = re.findall(r"^\| (\d+) \| \d+ \| (\w+) \|", done.stdout, re.MULTILINE)
@@ -678,17 +488,6 @@ def test_command_line(tmp_path):
     assert "| PP | reduce, tied gradients | 1 |" in done.stdout
     assert tool.FORMULAE in done.stdout
     assert {p.name for p in tmp_path.iterdir()} == {"scaling.png", "scaling.svg"}
-    picture = Image.open(tmp_path / "scaling.png").convert("L")
-    for left in (0, picture.width - 4):
-        strip = picture.crop((left, 0, left + 4, picture.height))
-        assert strip.getextrema() == (255, 255), "a line is cut"
-    done = subprocess.run([*map(str, command), "--link", "0"], **options)
-    assert done.returncode == 2
-    assert_one_sentence(done.stderr, "0 is not above 0")
-    command[3] = tmp_path / "nothing.json"
-    done = subprocess.run([*map(str, command)], **options)
-    assert done.returncode == 1
-    assert_one_sentence(done.stderr, "nothing.json")
 
 
 # -- The chooser -----------------------------------------------------------------------------------
@@ -790,9 +589,6 @@ def test_a_model_that_does_not_fit():
     args, fit, _ = choose("70B", 16)
     assert not fit
     text = chooser.report(llama("70B"), args)
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
-    for figure in re.findall(r"(\d+) GB (?:per device|of CPU)", text.partition("| layout")[0]):
-        assert f"{figure} GB" in page, figure
     for part in (
         r"No layout fits 16 devices\. The smallest is tp8 dp2 \(chapter 6\): \d+ GB per device",
         r"32 devices are enough: .*, \d+ GB per device, estimated efficiency [\d.]+%",
@@ -801,41 +597,6 @@ def test_a_model_that_does_not_fit():
         r"\| pp8 dp2 \| 7 \| needs \d+ GB \|",
     ):
         assert re.search(part, text, re.MULTILINE), (part, text)
-
-
-def test_mixtures_and_long_samples():
-    experts = {"expert_count": 64, "experts_per_token": 4}
-    mixture = replace(LLAMA_8B, layer=600_000_000, experts=500_000_000, config=None, **experts)
-    args = chooser.scaling.parse_args(["--choose", "--devices", "32"])
-    fit, _ = chooser.choose(mixture, 32, args)
-    assert 12 in {choice.layout.chapter for choice in fit}
-    # One sample of 128k tokens per group: FSDP alone runs out of memory.
-    flags = ["-s", 131072, "--global-batch-size", 8]
-    _, fit, out = choose("8B", 8, *flags)
-    assert fit[0].layout.tp > 1
-    assert min(fit, key=lambda choice: choice.step).layout.cp > 1  # tp is within 5 % of it
-    assert 3 in {choice.layout.chapter for choice in out}
-
-
-def test_layouts_that_a_chapter_refuses():
-    """They fall out with the chapter's sentence; a sample with too many tokens is an error."""
-    command = ["--choose", "--no-trace", "-m", "model", "--devices", "8"]
-    args = chooser.scaling.parse_args(command)
-    config = AutoConfig.for_model("olmo2", max_position_embeddings=8192)
-    fit, out = chooser.choose(replace(LLAMA_8B, config=config), 8, args)
-    assert {choice.layout.chapter for choice in fit} <= {1, 2, 3, 5, 11}
-    (choice,) = [choice for choice in out if choice.layout.tp == 8]
-    assert choice.problem.startswith("olmo2 has no plan here")
-    args = chooser.scaling.parse_args([*command, "-s", "9000"])
-    with pytest.raises(SystemExit, match="9000 is more than the model's 8192 positions"):
-        chooser.report(replace(LLAMA_8B, config=config), args)
-
-
-@pytest.mark.parametrize("flags", ["", "--devices 8 16", "--devices 12"])
-def test_bad_flags_of_the_chooser(capsys, flags):
-    with pytest.raises(SystemExit):
-        tool.parse_args(["--choose", *flags.split()])
-    assert_one_sentence(capsys.readouterr().err, "devices")
 
 
 SMALL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}
@@ -864,13 +625,11 @@ ROUGH = 0.25
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("size", "devices"), [("8B", 8), ("70B", 64)])
-def test_rules_of_thumb_for_memory(tmp_path, size, devices):
+def test_rules_of_thumb_for_memory(tmp_path):
     path = tmp_path / "config.json"
-    config = {"8B": LLAMA_8B_CONFIG, "70B": LLAMA_70B}[size]
-    path.write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    args, fit, _ = choose(size, devices, "-m", path)
+    path.write_text(json.dumps(LLAMA_70B | {"max_position_embeddings": 8192}))
+    args, fit, _ = choose("70B", 64, "-m", path)
     for choice in fit[:3]:
-        chooser.trace(choice, devices, args)
+        chooser.trace(choice, 64, args)
         assert not choice.problem
         assert choice.memory == pytest.approx(choice.traced, rel=ROUGH), choice.layout

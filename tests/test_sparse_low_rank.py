@@ -1,8 +1,6 @@
 """Chapter 14 trains B, A and S exactly as autograd would train them through dense matrices."""
 
 import io
-import json
-import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -15,12 +13,10 @@ from conftest import (
     assert_opens,
     assert_same_losses,
     assert_same_model,
-    damaged,
     exact,
     take_over,
-    write_model,
 )
-from runner import CHAPTER_1, CHAPTER_14, REPOSITORY, load, outcome
+from runner import CHAPTER_14, REPOSITORY, load
 from test_resume import WATCH_DISK, assert_synced
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -104,15 +100,7 @@ def test_accumulation_checkpointing_and_bf16(sparse):
 SHAPE = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 4}
 GROUPED = SHAPE | {"num_key_value_heads": 2, "head_dim": 16}
-CONFIGS = {
-    "llama": GROUPED,
-    "qwen2": GROUPED,
-    "qwen3": GROUPED,
-    "gpt_neox": SHAPE,
-    "olmo2": SHAPE,
-    "gemma2": GROUPED,
-    "bloom": {"vocab_size": 97, "hidden_size": 48, "n_layer": 2, "n_head": 4},
-}
+CONFIGS = {"llama": GROUPED, "qwen2": GROUPED}  # without and with biases
 TOKENS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
 ARGS = {"model_name": "a model", "rank": RANK, "density": DENSITY, "alpha": ALPHA, "seed": 0}
 ARGS |= {"attention": None, "dtype": "fp32", "activation_checkpointing": False, "compile": False}
@@ -181,7 +169,7 @@ def errors_of_gradients(chapter, model) -> dict[str, float]:
     assert found.keys() == expected.keys()
     errors = {}
     for name, gradient in expected.items():
-        # In gpt_neox and bloom, the bias of the keys has no effect on the loss: only noise is left.
+        # The bias of the keys may have no effect on the loss: only noise is left.
         size = gradient.abs().max().clamp(1e-4)
         errors[name] = ((found[name] - gradient).abs().max() / size).item()
     return errors
@@ -189,7 +177,6 @@ def errors_of_gradients(chapter, model) -> dict[str, float]:
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_gradients_and_merged_weights(chapter, family):
-    assert {*chapter.FAMILIES} == {*CONFIGS}
     model = with_random_parts(chapter, family)
     dense = dense_model(chapter, model).eval()
     merged = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
@@ -202,13 +189,11 @@ def test_gradients_and_merged_weights(chapter, family):
         assert_near(logits, expected, "merged")
         assert_near(logits, dense(input_ids=TOKENS).logits, "by definition", 1e-5)
     errors = errors_of_gradients(chapter, model)
-    limit = 5e-6 if family == "gemma2" else 1e-12  # gemma2 computes its softmax in fp32
-    assert max(errors.values()) < limit, max(errors.items(), key=lambda pair: pair[1])
+    assert max(errors.values()) < 1e-12, max(errors.items(), key=lambda pair: pair[1])
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_compiled_without_graph_breaks(chapter, dtype):
+def test_compiled_without_graph_breaks(chapter):
     """The same gradients as without the compiler."""
     gradients = []
     for backend in (None, "aot_eager"):
@@ -217,13 +202,10 @@ def test_compiled_without_graph_breaks(chapter, dtype):
             torch._dynamo.reset()
             for layer in model.model.layers:
                 layer.compile(fullgraph=True, backend=backend)  # a break would be an error
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
-            loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
-        loss.backward()
+        model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
-        assert gradient.dtype == torch.float32
-        assert_near(gradients[1][name], gradient, name, {"fp32": 2e-6, "bf16": 3e-2}[dtype])
+        assert_near(gradients[1][name], gradient, name, 2e-6)
 
 
 def test_products_in_bf16(chapter):
@@ -322,9 +304,9 @@ def test_places_are_the_same_in_every_version(chapter):
     assert len({layer.get_extra_state() for layer in layers}) == len(layers)
 
 
-@pytest.mark.parametrize(("size", "count"), [(1000, 1), (1000, 30), (50, 24), (10**6, 30_000)])
+@pytest.mark.parametrize(("size", "count"), [(1000, 30), (50, 24)])
 def test_places_are_different_and_equally_likely(chapter, size, count):
-    rounds = 300 if size < 10**6 else 1
+    rounds = 300
     counts = np.zeros(size)
     for seed in range(rounds):
         places = chapter.random_places(size, count, (seed, 0))
@@ -339,160 +321,9 @@ def test_places_are_different_and_equally_likely(chapter, size, count):
     assert abs(tenths - mean).max() < 4 * mean**0.5
 
 
-# -- Memory of final/ ------------------------------------------------------------------------------
-
-
 # -- Checkpoints and files -------------------------------------------------------------------------
 
-FLAGS = ["--max-steps", 4, "--eval-freq", 4, "--ckpt-freq", 2]
-
-
-@pytest.fixture(scope="module")
-def origin(tmp_path_factory, model, dataset):
-    """A run of 4 steps with a checkpoint at step 2."""
-    trainer = SparseTrainer(tmp_path_factory.mktemp("origin"), model, dataset)
-    return trainer(*FLAGS, name="origin")
-
-
-def copy_of(origin, sparse, name="run") -> None:
-    take_over(origin, sparse, name, 2)
-
-
-@pytest.mark.rest
-def test_final_in_plain_transformers(chapter, origin, model):
-    final = origin.folder / "final"
-    plain, report = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
-    assert not any(report.values()), report
-    args = SimpleNamespace(**ARGS | {"model_name": str(model)})
-    config = AutoConfig.from_pretrained(model)
-    checkpoint = origin.folder / "step-00000004"
-    trained = chapter.build_model(args, config, torch.device("cpu"), checkpoint)
-    with torch.no_grad():
-        a, b = (each.eval()(input_ids=TOKENS).logits for each in (plain, trained))
-    assert_near(a, b, "logits")
-    # A checkpoint has no places, and nothing of the size of a dense weight
-    names = {name.rpartition(".")[2] for name in torch.load(checkpoint / "weights.pt")}
-    assert names == {"weight", "B", "A", "values", "_extra_state"}
-    state = torch.load(checkpoint / "training_state.pt")["optimizer"]["state"].values()
-    moments = sum(moment.numel() for each in state for moment in each.values() if moment.dim())
-    assert moments == 2 * trained.num_parameters()
-
-
-OTHER_FLAGS = {"rank": 8, "density": 0.1, "alpha": 4}
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("flag", OTHER_FLAGS)
-def test_other_parts_are_refused_at_a_resume(sparse, origin, flag):
-    copy_of(origin, sparse)
-    before = sorted(sparse.folder.rglob("*"))
-    result = sparse(*FLAGS, f"--{flag}", OTHER_FLAGS[flag], status=1)
-    assert_one_sentence(result.output, f"--{flag} was ")
-    assert [path for path in before if not path.exists()] == []
-
-
-SEED = "layer.initialize(seed=(args.seed, number))"
-CHECK = "if saved != self.get_extra_state():"
-
-
-@pytest.mark.rest
-def test_other_places_are_refused_at_a_resume(sparse, origin, tmp_path):
-    """Without the check, the run would go on with another loss, and without an error."""
-    damages = {SEED: SEED.replace("number", "number + 1")}
-    other = damaged(CHAPTER_14, tmp_path / "other", damages)
-    unchecked = damaged(CHAPTER_14, tmp_path / "unchecked", damages | {CHECK: "if False:"})
-    copy_of(origin, sparse)
-    before = sorted(sparse.folder.rglob("*"))
-    result = sparse(*FLAGS, script=other, status=1)
-    assert_one_sentence(result.output, "S has other places than in the checkpoint")
-    assert [path for path in before if not path.exists()] == []
-    wrong = sparse(*FLAGS, script=unchecked)
-    losses = origin.column("loss")
-    assert wrong.column("loss")[:2] == losses[:2]
-    assert wrong.column("loss")[2] > losses[2] + 1e-3
-
-
-@pytest.mark.rest
-def test_another_model_or_a_damaged_file_is_refused(sparse, origin, tmp_path):
-    copy_of(origin, sparse)
-    config = json.loads((sparse.model / "config.json").read_text())
-    other = write_model(tmp_path / "other", **config | {"num_hidden_layers": 1})
-    shutil.copytree(sparse.model, tmp_path / "same")
-    (tmp_path / "same" / "config.json").write_text((other / "config.json").read_text())
-    state = sparse.folder / "run" / "step-00000002" / "state.json"
-    text = state.read_text()
-    state.write_text(text.replace(str(sparse.model), str(tmp_path / "same")))
-    result = sparse(*FLAGS, "-m", tmp_path / "same", status=1)
-    sentence = "step-00000002 is damaged, or has another model than "
-    assert_one_sentence(result.output, f"{sentence}{tmp_path / 'same'}")
-    state.write_text(text)
-    for name in ("training_state.pt", "weights.pt"):
-        file = state.with_name(name)
-        file.write_bytes(file.read_bytes()[:1000])
-        result = sparse(*FLAGS, status=1)
-        assert_one_sentence(result.output, "step-00000002 is damaged")
-
-
-@pytest.mark.rest
-def test_chapter_1_and_this_chapter_refuse_each_other(sparse, trainer, origin):
-    take_over(origin, trainer, "run", 2)
-    result = trainer(*FLAGS, script=CHAPTER_1, status=1)
-    assert_one_sentence(result.output, "step-00000002 is from another chapter")
-    dense = trainer(*FLAGS, script=CHAPTER_1, name="dense")
-    take_over(dense, sparse, "dense", 4)
-    result = sparse(*FLAGS, name="dense", status=1)
-    assert_one_sentence(result.output, "step-00000004 is from another chapter")
-
-
-@pytest.mark.rest
-def test_tools_refuse_step_folders(origin, dataset, tmp_path):
-    step = origin.folder / "step-00000004"
-    tools = REPOSITORY / "tools"
-    refusal = f"{step} is a checkpoint of chapter 14, with B, A and S apart"
-    calls = {
-        "generate.py": [step],
-        "perplexity.py": [step, "-d", dataset],
-        "convert-checkpoint.py": [step, tmp_path / "new", "--to", "transformers"],
-    }
-    for name, arguments in calls.items():
-        status, output = outcome(tmp_path, tools / name, *arguments)
-        assert status == 1, output
-        assert_one_sentence(output, refusal)
-    assert not (tmp_path / "new").exists()
-    for name, arguments in (("generate.py", []), ("perplexity.py", ["-d", dataset, "-s", 32])):
-        status, output = outcome(tmp_path, tools / name, origin.folder / "final", *arguments)
-        assert status == 0, output
-
-
 # -- What is refused, and what is printed ----------------------------------------------------------
-
-REFUSED = {
-    "density 0": (2, ["--density", 0], "must be a number, 0.001 or larger and below 0.5, not 0"),
-    "density 0.5": (2, ["--density", 0.5], "must be a number, 0.001 or larger and below 0.5"),
-    "alpha 0": (2, ["--alpha", 0], "must be a number, 0.001 or larger, not 0"),
-    "rank 0": (2, ["--rank", 0], "must be a number, 1 or larger, not 0"),
-    "a high rank": (1, ["--rank", 64], "would become smaller: lower --rank or --density"),
-    "pretrained weights": (2, ["--from-scratch"], "unrecognized arguments: --from-scratch"),
-}
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_sentence(sparse, case):
-    status, flags, part = REFUSED[case]
-    assert_one_sentence(sparse(*flags, status=status).output, part)
-
-
-@pytest.mark.rest
-def test_layers_without_linear_are_refused(sparse, dropout_model, tmp_path):
-    """GPT-2's Conv1D is no nn.Linear. Without the list, the count of replaced layers is 0."""
-    flags = ["--max-steps", 1, "--eval-freq", 0, "-m", dropout_model]
-    result = sparse(*flags, status=1)
-    assert_one_sentence(result.output, "gpt2 is not among llama, qwen2, qwen3, gpt_neox, olmo2,")
-    script = damaged(CHAPTER_14, tmp_path, {'FAMILIES = ["llama"': 'FAMILIES = ["gpt2", "llama"'})
-    result = sparse(*flags, script=script, status=1)
-    assert_one_sentence(result.output, "would become smaller: lower --rank or --density")
-    assert not [*sparse.folder.glob("run/step-*")]
 
 
 @pytest.mark.rest
@@ -516,6 +347,3 @@ def test_small_matrices_stay_dense(chapter, monkeypatch):
     assert model.num_parameters() == expected
     counts = f"{dense.num_parameters():,} parameters of the dense model are now {expected:,}"
     assert counts in output
-
-
-# -- The benchmark ---------------------------------------------------------------------------------
