@@ -335,21 +335,14 @@ def build_model(args, device, checkpoint):
 
 
 def check_plan(args):
-    """Refuses a model or a sequence that cannot be split."""
+    """Refuses a model that cannot be split, or that would train wrong without an error."""
     config = AutoConfig.from_pretrained(args.model_name)
     # TP: Each family of the list is compared with one device, weight by weight, in the tests.
     if config.model_type not in PLANS:
         sys.exit(f"error: {config.model_type} is none of {', '.join(PLANS)}: use chapter 3")
-    n = args.tensor_parallel
-    sizes = {
-        "kv heads": config.num_key_value_heads,
-        "columns of an MLP": config.intermediate_size,
-        "tokens of a sample": args.seq_length,
-        "tokens of the vocabulary": config.vocab_size,
-    }
-    for name, size in sizes.items():
-        if size % n:
-            sys.exit(f"error: --tensor-parallel {n} does not divide {size} {name}")
+    kv_heads = config.num_key_value_heads
+    if kv_heads % args.tensor_parallel:
+        sys.exit(f"error: --tensor-parallel must divide the {kv_heads} kv heads of the model")
     # The mask of a sliding window would fit only the tokens of one rank.
     window = getattr(config, "sliding_window", None)
     if window and args.seq_length > window:
@@ -392,7 +385,8 @@ def shard_model(model, args, device):
     # TP 6: Ranks form a table: each row is a group, and the ranks of a column have equal parts.
     shape = (WORLD_SIZE // args.tensor_parallel, args.tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-    mesh._flatten()  # so the norm of all gradients is one all-reduce, and not one per dimension
+    # No warning that the norm and `final/` are collected in two steps, one for each dimension.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # TP 7: Split each layer within the rows, before anything else sees its parameters.
     tp.parallelize_module(model, mesh["tp"], PLANS[model.config.model_type])
     # There is no error for a parameter that the plan misses, and its gradient is wrong.
