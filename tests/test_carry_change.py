@@ -81,14 +81,6 @@ def test_a_change_comes_down(repository):
     assert "     one(1)\n" in diff
 
 
-def test_one_chapter_alone(repository):
-    repository.edit("01-single-gpu", "one()", "one(1)")
-    repository.edit("02-ddp", "three()", "three(3)")
-    assert repository.carry("02-ddp") == (0, ["03-fsdp: changed"])
-    assert repository.read("03-fsdp") == THIRD.replace("three()", "three(3)")
-    assert repository.read("14-sparse-low-rank") == OTHER
-
-
 def test_conflicts(repository):
     repository.edit("01-single-gpu", "two()", "two(2)")
     repository.edit("01-single-gpu", "one()", "one(1)")

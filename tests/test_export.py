@@ -1,20 +1,16 @@
 """tools/export-metrics.py: what TensorBoard, W&B and a table get is what the run logged."""
 
 import csv
-import gzip
-import http.server
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 
 import pytest
 from runner import REPOSITORY
-from test_comet import Comet
 
 TOOL = REPOSITORY / "tools" / "export-metrics.py"
 RECORDS = [
@@ -191,31 +187,7 @@ def values_of(records):
 
 
 @pytest.mark.rest
-def test_comet_without_a_key(run, tmp_path):
+def test_comet(run, tmp_path):
     output = export(run, "--to", "comet", "-o", tmp_path / "out", COMET_AUTO_LOG_DISABLE="true")
     (archive,) = re.findall("^comet upload (.*[.]zip)$", output, re.MULTILINE)
     assert read_archive(archive) == (("my-run", "my-project"), values_of(RECORDS), PARAMETERS)
-
-
-@pytest.mark.rest
-def test_comet_with_a_key(run, tmp_path):
-    sent = []
-
-    class Uploads(Comet):
-        def respond(self):
-            status, body = super().respond()
-            sent.append((self.path, self.body))
-            intervals = ("is_alive_beat_duration_millis", "gpu_monitor_interval_millis")
-            return status, body | dict.fromkeys(intervals, 1000)
-
-    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Uploads)
-    threading.Thread(target=listener.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{listener.server_port}/clientlib/"
-    variables = {"COMET_API_KEY": "k" * 25, "COMET_URL_OVERRIDE": address}
-    output = export(run, "--to", "comet", "-o", tmp_path / "out", **variables)
-    assert "uploaded on comet.com http://comet/" in output
-    bodies = [json.loads(gzip.decompress(body)) for path, body in sent if path.endswith("/metric")]
-    found = [metric for body in bodies for metric in body["values"]]
-    found = {(m["step"], m["metricName"]): m["metricValue"] for m in found}
-    del found[20, "process duration"]  # Comet's own
-    assert found == values_of(RECORDS)

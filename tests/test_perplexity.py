@@ -96,21 +96,3 @@ def test_a_plain_loop_finds_the_same(trained, documents, held_out, measure):
     assert measure(final, held_out)[1:] == (COUNT - 4, labels)
     loss = measure(final, held_out)[0]
     assert math.exp(loss) == pytest.approx(math.exp(expected), rel=1e-6)
-
-
-def test_datasets(trained, documents, held_out, measure, tmp_path):
-    final = trained.folder / "final"
-    expected = measure(final, held_out)
-    # Two files of a glob, in their order; another column, and all documents
-    write_documents(tmp_path / "1.jsonl", documents[:20], "words")
-    write_documents(tmp_path / "2.jsonl", documents[20:], "words")
-    words = [f"{tmp_path}/?.jsonl", "--text-column", "words"]
-    assert measure(final, *words) == expected
-    assert measure(final, *words, "--eval-documents", 999)[1] == 40
-
-    # Validation, or else test, or else train
-    splits = tmp_path / "splits"
-    splits.mkdir()
-    for n, split in enumerate(("train", "test", "validation"), 1):
-        write_documents(splits / f"{split}.jsonl", documents[: n + 1])
-        assert measure(final, splits)[1] == n

@@ -75,25 +75,32 @@ def run(folder, loop, call, processes, size=12, optimizer="SGD", model=MODEL):
 MAX_NORM = 0.5  # of a gradient; smaller than the norms of most steps
 
 
-def without_any_of_this(size=12, optimizer="SGD"):
-    """The losses and gradient norms of a plain loop, and its model."""
-    names = {}
-    exec(MODEL + BATCHES.replace("SIZE", str(size)), names)
+def plain_loop(names: dict, optimizer: str, loss_of):
+    """The losses and gradient norms of a loop without any of this, and the trained weights."""
     model, losses, norms = names["model"], [], []
-    lr = OPTIMIZERS[optimizer]
-    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=lr)
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=OPTIMIZERS[optimizer])
     for batch in names["batches"]:
-        inputs, targets = default_collate([names["dataset"][i] for i in batch])
-        loss = cross_entropy(model(inputs), targets)
+        loss = loss_of(model, batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         norms.append(norm.item())
-    assert min(losses) < 0.7 * losses[0]
-    assert sum(norm > MAX_NORM for norm in norms) > len(norms) / 4  # so the gradient is clipped
+    assert min(losses) < 0.9 * losses[0]
+    assert max(norms) > MAX_NORM  # so the gradient is clipped
     return (losses, norms), model.state_dict()
+
+
+def without_any_of_this(size=12, optimizer="SGD"):
+    names = {}
+    exec(MODEL + BATCHES.replace("SIZE", str(size)), names)
+
+    def loss_of(model, batch):
+        inputs, targets = default_collate([names["dataset"][i] for i in batch])
+        return cross_entropy(model(inputs), targets)
+
+    return plain_loop(names, optimizer, loss_of)
 
 
 def assert_same(results, expected):
@@ -159,25 +166,17 @@ LOOPS_OF_A_DECODER = {
 every_split = pytest.mark.parametrize("name", LOOPS_OF_A_DECODER)
 
 
-def alone(optimizer="SGD"):
-    """The losses and gradient norms of the decoder in one process, without any of this."""
+def decoder_alone(optimizer="SGD"):
     names = {}
     exec(HEAD + TEXT + BATCHES.replace("SIZE", "8"), names)
-    model, losses, norms = names["model"], [], []
-    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=OPTIMIZERS[optimizer])
-    for batch in names["batches"][:16]:
+    names["batches"] = names["batches"][:16]
+
+    def loss_of(model, batch):
         tokens = names["dataset"][batch]
         logits = model(tokens[:, :-1], torch.arange(12))
-        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        norms.append(norm.item())
-    assert losses[-1] < 0.9 * losses[0]
-    assert max(norms) > MAX_NORM  # so the gradient is clipped
-    return losses, norms
+        return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return plain_loop(names, optimizer, loss_of)[0]
 
 
 def run_split(folder, name, processes, steps=16, save_every=99, optimizer="SGD"):
@@ -192,14 +191,14 @@ def run_split(folder, name, processes, steps=16, save_every=99, optimizer="SGD")
 @every_split
 def test_split_decoder(tmp_path, name):
     processes = 4 if name == "pipeline" else 3
-    assert_same(run_split(tmp_path, name, processes), alone())
+    assert_same(run_split(tmp_path, name, processes), decoder_alone())
 
 
 @every_split
 @pytest.mark.rest
 def test_split_decoder_resumes(tmp_path, name):
     """On another number of ranks, with the moments of AdamW."""
-    expected = alone("AdamW")
+    expected = decoder_alone("AdamW")
     options = {"save_every": 6, "optimizer": "AdamW"}
     assert_same(run_split(tmp_path, name, 2, steps=9, **options), of_steps(expected, 0, 9))
     assert_same(run_split(tmp_path, name, 4, **options), of_steps(expected, 6))

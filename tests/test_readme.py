@@ -70,22 +70,6 @@ def here(command: str) -> list[str]:
     return [part.replace(".venv/bin", folder) for part in shlex.split(command)]
 
 
-def test_install_commands():
-    """`.ci/run` installs with these two; here, what can be known without installing."""
-    installs = [command for command in COMMANDS if "-m venv" in command]
-    assert installs == commands_of(["README.md"]), "the first page has these two only"
-    demo, tests = (command.split(" && ") for command in installs)
-    assert demo[0] == tests[0] == "python3 -m venv .venv"
-    assert demo[1] == ".venv/bin/pip install -c constraints.txt ."
-    assert tests[1] == '.venv/bin/pip install -c constraints.txt -e ".[test]"'
-    assert tests[2] == ".venv/bin/pip install --no-deps mosaicml-streaming==0.13.0"
-    assert tests[2] in (REPOSITORY / "10-mds-shards" / "README.md").read_text()
-    assert tests[3] == ".venv/bin/python -m pytest"
-    assert "README.md" in (REPOSITORY / ".ci" / "run").read_text()
-    (version,) = re.findall(r"\.venv/bin/pip install\s(torch==\S+)\s--index-url \S+/cpu`", README)
-    assert version in (REPOSITORY / "constraints.txt").read_text().splitlines()
-
-
 def test_the_command_for_ones_own_model_and_text(monkeypatch):
     (flags,) = re.findall(r"`\.venv/bin/python 01-single-gpu/train-llm\.py ([^`]*)`", README)
     monkeypatch.setattr(sys, "argv", ["train-llm.py", *shlex.split(flags)])
@@ -297,7 +281,8 @@ MODELS = {
 
 
 def test_scripts_and_flags_in_the_texts_exist():
-    files = [*READMES, LAUNCH, *DOCS, *RECORDS, "README.md", "outputs/README.md"]
+    """Records are left out: they say what was run in their time."""
+    files = [*READMES, LAUNCH, *DOCS, "README.md", "outputs/README.md"]
     mentions = 0
     for file in files:
         text = re.sub(r"https?://\S+", "", (REPOSITORY / file).read_text())

@@ -86,21 +86,6 @@ def test_siblings_stand_side_by_side():
     assert tool.bringer(2, "-11", PARENTS) == 1
 
 
-def test_which_continues_which(tmp_path):
-    """The tree of the chapters; another file continues the one before it."""
-    for numbers, expected in {
-        "01 02 03 06 07 08 09": [None, 0, 1, 2, 2, 1, None],
-        "01 03 07": [None, 0, 1],
-        "06 07": [None, None],
-        "03 02": [None, None],
-        "02 08 06": [None, 0, 0],
-    }.items():
-        scripts = [next(REPOSITORY.glob(f"{n}-*/")) / "train-llm.py" for n in numbers.split()]
-        assert tool.continued(scripts) == expected, numbers
-    mine = tmp_path / "mine.py"
-    assert tool.continued([CHAPTER_2, mine, CHAPTER_3]) == [None, 0, 0]
-
-
 def test_markers_of_places():
     lines = """\
 # DDP 1: About the function below,

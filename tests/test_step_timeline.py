@@ -89,23 +89,3 @@ def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
         ],
     }
     assert tool.rows(step["communicating"]) == [0, 1, 0]
-
-
-def test_how_much_of_the_communication_is_hidden():
-    """Times that overlap count once, and what ends after the step is cut."""
-
-    def rank(communicating, computing):
-        lanes = {"communicating": communicating, "computing": computing}
-        lanes = {lane: [("x", *span) for span in spans] for lane, spans in lanes.items()}
-        return {"begin": 10, "end": 100} | lanes
-
-    behind = rank([(20, 40)], [(10, 20), (40, 100)])
-    inside = rank([(20, 40)], [(10, 100)])
-    assert tool.hidden_share([behind]) == 0
-    assert tool.hidden_share([inside]) == 1
-    assert tool.hidden_share([behind, inside]) == 0.5
-    two_at_once = rank([(20, 40), (30, 60), (25, 35)], [(35, 45), (55, 57)])
-    assert tool.hidden_share([two_at_once]) == 12 / 40
-    late = rank([(90, 130)], [(90, 95)])
-    assert tool.hidden_share([late]) == 0.5
-    assert tool.hidden_share([rank([], [(10, 20)])]) is None

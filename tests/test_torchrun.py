@@ -122,8 +122,8 @@ def test_killed_workers_come_back(trainer, tmp_path):
     """Twice, without any variable; the job goes on from its last checkpoint, exactly."""
     undisturbed = trainer(*FLAGS, name="undisturbed", processes=2)
     script = ending(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
-    command = [TORCHRUN, *ONE_NODE, "--max-restarts", 3, script, CHAPTER_2]
-    launch = Launch(trainer, "output", command, *FLAGS)
+    command = [*ONE_NODE, "--max-restarts", 3, script, CHAPTER_2]
+    launch = Forking(trainer, "output", command, *FLAGS)
     assert launch.wait() == 0, launch.output
     assert launch.output.count("Continuing from") == 2
     assert exact(launch.records) == exact(undisturbed.records)
