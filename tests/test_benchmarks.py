@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, load, outcome
+from runner import REPOSITORY, load, outcome
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 tool = load(BENCHMARKS / "run.py")
@@ -16,7 +16,9 @@ def run(tmp_path):
 
     def call(script, *arguments, status=0, before="") -> str:
         before += "import forking\nforking.patch()\n"
-        options = {"before": before, "timeout": 500}
+        # These forks have imported Comet before the chapters' setting that keeps it out of PyTorch.
+        env = {"COMET_AUTO_LOG_DISABLE": "true"}
+        options = {"before": before, "timeout": 500, "env": env}
         found, output = outcome(tmp_path, BENCHMARKS / script, *arguments, **options)
         assert found == status, output
         return output
@@ -24,30 +26,17 @@ def run(tmp_path):
     return call
 
 
-WORK = ["-b", 2, "-s", 64, "--flags", f"-d {REPOSITORY}/README.md --num-epochs 99"]
-
-
 @pytest.mark.rest
-def test_chapters_and_peers(run, tmp_path):
+def test_peers(run, tmp_path):
     """The benchmark itself ends with an error where the losses differ by more than 0.1 %."""
-    file = tmp_path / "new" / "table.md"
+    rows = ["chapter 1", "Trainer", "Accelerate", "Lightning"]
     methods = ["--methods", "chapters", "trainer", "accelerate", "lightning", "--devices", 1]
-    steps = ["--rounds", 1, "--warmup", 5, "--steps", 5]
-    work = [*WORK[:-1], f"{WORK[-1]} --gradient-accumulation-steps 2"]
-    output = run("run.py", *methods, *steps, *work, "-o", file)
-    number = r"[\d,.]+(?: to [\d,.]+)?"
-    shares = r"[\d.]* \| [\d.]+ \| [\d.]+"  # MFU is empty on CPUs
-    row = rf"^\| (\d) \| (.*?) \| {number} \| {number} \| {shares} \| ([\d.]*) \|"
-    rows = re.findall(rf"{row} {number} \| {number} \|$", output, re.MULTILINE)
-    alone = [f"chapter {n}" for n in (1, 2, 3, 5, 6, 7, 8, 11, 13)] + [
-        "Trainer",
-        "Accelerate",
-        "Lightning",
-    ]
-    assert [(n, method) for n, method, _ in rows] == [("1", method) for method in alone]
-    assert not any(efficiency for *_, efficiency in rows)
+    steps = ["--rounds", 1, "--warmup", 5, "--steps", 5, "-b", 2, "-s", 64]
+    flags = f"-d {REPOSITORY}/README.md --num-epochs 99 --gradient-accumulation-steps 2"
+    file = tmp_path / "new" / "table.md"
+    output = run("run.py", *methods, "--only", *rows, *steps, "--flags", flags, "-o", file)
+    assert re.findall(r"^\| 1 \| (.*?) \| [\d,.]+ \|", output, re.MULTILINE) == rows
     assert file.read_text().strip() in output
-    assert "python benchmarks/run.py --methods chapters trainer" in output
 
 
 def contender(method, devices, speeds, losses, script=tool.CHAPTERS[0]):
@@ -91,45 +80,27 @@ def test_arithmetic_of_the_table():
 
 @pytest.mark.rest
 def test_compression(run, tmp_path):
-    """All methods send less than none; the plot needs what the other parts record."""
+    """All methods send less than none."""
     records = tmp_path / "records.json"
     output = run("gradient-compression.py", "hooks", "--rounds", 1, "--records", records)
     rows = re.findall(r"^\| ([^|]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", output, re.M)
     assert len(rows) == 8
     assert rows[0] == ("none", "4.199", "6.298", "1.000")
     assert all(float(ratio) <= 0.51 for *_, ratio in rows[1:])
-    found = json.loads(records.read_text())
-    links = {f"{method} on 2 at 1 Gbit/s": 1_000.0 for method in found["hooks"]}
-    losses = {f"{method} on 2": [[7.0, 6.0], [7.1, 6.1]] for method in found["hooks"]}
-    records.write_text(json.dumps(found | {"links": links, "losses": losses}))
-    flags = ["plot", "--link", "1 Gbit/s", "--records", records, "-o", tmp_path / "picture"]
-    run("gradient-compression.py", *flags)
-    assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
 def kernel(name, begin_us, microseconds, category="kernel"):
     return {"ph": "X", "cat": category, "name": name, "ts": begin_us, "dur": microseconds, "tid": 7}
 
 
-def test_annotations_of_a_profile_count_nothing(capsys, monkeypatch, tmp_path):
+def test_annotations_of_a_profile_count_nothing():
     """`profile-step-trace.json` is the end of a step on a CPU: clipping, AdamW and its annotations.
 
     The trace of a GPU has the same operations, its kernels, and each annotation again.
     """
     profiler = load(BENCHMARKS / "profile-step.py")
-    file = REPOSITORY / "tests" / "profile-step-trace.json"
-    trace = json.loads(file.read_text())
+    trace = json.loads((REPOSITORY / "tests" / "profile-step-trace.json").read_text())
     events = trace["traceEvents"]
-    names = [event["name"] for event in events if event["cat"] == "user_annotation"]
-    assert "Optimizer.step#AdamW.step" in names
-    on_cpu = profiler.kind_times(trace)
-    # Operators that no other operator contains have the time of all operators.
-    operators = [event for event in events if event["cat"] == "cpu_op"]
-    spans = [(event["ts"], event["ts"] + event["dur"]) for event in operators]
-    outer = [(a, b) for a, b in spans if not any(c < a and b < d for c, d in spans)]
-    assert sum(on_cpu.values()) == pytest.approx(sum(b - a for a, b in outer) / 1e3)
-    assert on_cpu["optimizer and clipping"] > 0
-
     begin = events[0]["ts"]
     adamw = "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"
     events += [
@@ -143,45 +114,18 @@ def test_annotations_of_a_profile_count_nothing(capsys, monkeypatch, tmp_path):
     expected = {"matrix products": 0.8, "optimizer and clipping": 0.3, "copies and casts": 0.1}
     assert on_gpu == pytest.approx(expected)
 
-    copy = tmp_path / "trace.json"
-    copy.write_text(json.dumps(trace))
-    monkeypatch.setattr("sys.argv", ["profile-step.py", "--read", str(copy)])
-    profiler.main()
-    assert "| optimizer and clipping | 0.3 | 25% |" in capsys.readouterr().out
-    copy.write_text("{")
-    with pytest.raises(SystemExit, match="cannot read the trace"):
-        profiler.main()
-
-
-def rows_of(file):
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
 
 @pytest.mark.rest
 def test_gpu_rehearsal(run, tmp_path):
-    """Each part runs, and its rows are in the file and in the table. A second call adds nothing."""
+    """Each part runs, and its rows are in the file and in the table."""
     file = tmp_path / "rows.jsonl"
-    flags = ["--rehearse", "-o", file]
-    # All chapters in part 1; the others are the same code with other flags.
-    output = run("gpu.py", *flags, "--part", 1)
-    rows = {row["name"]: row for row in rows_of(file)}
-    gpu = load(BENCHMARKS / "gpu.py")
-    assert {gpu.number_of(key) for key in gpu.CHAPTERS} == {int(n) for n in CHAPTERS_BY_NUMBER}
-    possible = {
-        key: known
-        for key, known in gpu.CHAPTERS.items()
-        if all(map(gpu.installed, known.get("needs", ())))
-    }
-    assert set(rows) == {f"chapter {key}" for key in possible}
-    same = {name for name, row in rows.items() if row.get("same")}
-    assert same == {f"chapter {key}" for key, known in possible.items() if "same" in known}
-    output = run("gpu.py", *flags, "--part", 2, 3, 4, 5, 6, 7, 8, "--chapters", 1, 3)
-    rows = rows_of(file)
-    assert {row["part"] for row in rows} == set(gpu.TITLES)
+    output = run("gpu.py", "--rehearse", "-o", file, "--chapters", 1)
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    titles = load(BENCHMARKS / "gpu.py").TITLES
+    assert {row["part"] for row in rows} == titles.keys()
     assert not [row for row in rows if "error" in row]
     assert all(row["exact"] for row in rows if row["part"] == 5)
-    assert all(title in output for title in gpu.TITLES.values())
+    assert all(title in output for title in titles.values())
     waits = {row["name"]: row["most"] for row in rows if row["name"].startswith("waits")}
-    assert waits["waits of chapter 12"] > waits["waits of chapter 1"] == 0
-    run("gpu.py", *flags, "--part", 2, 5, "--chapters", 1, 3)
-    assert rows_of(file) == rows
+    assert waits["waits of chapter 1"] == 0
+    assert waits["waits of chapter 12"] > 0

@@ -2,18 +2,17 @@
 
 import argparse
 import gzip
-import itertools
 import json
 import os
-import shutil
-from pathlib import Path
+import subprocess
+import sys
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from conftest import TINY_LLAMA
-from transformers import AutoConfig, AutoTokenizer
+from runner import CHAPTER_1
+from transformers import AutoTokenizer
 
 END = 0  # of text, for the tiny tokenizer
 
@@ -23,152 +22,173 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY_LLAMA)
 
 
-def load(chapter_1, tokenizer, name, seq_length=32, text_column="text"):
-    args = argparse.Namespace(
+def arguments(name, seq_length=32, text_column="text"):
+    return argparse.Namespace(
         dataset_name=str(name), dataset_subset=None, text_column=text_column, seq_length=seq_length
     )
-    config = AutoConfig.from_pretrained(TINY_LLAMA)
-    return chapter_1.load_samples(args, tokenizer, config, global_batch=4)
 
 
-def stream(samples) -> list[int]:
-    return [int(token) for i in range(len(samples)) for token in samples[i]]
+def tokens_of(chapter_1, tokenizer, name, **options) -> list[int]:
+    """All tokens, those to train on and the held-out ones."""
+    parts = chapter_1.load_tokens(arguments(name, **options), tokenizer)
+    return [token for part in parts for token in part.to_pylist()]
 
 
-@pytest.mark.parametrize("seq_length", [7, 32, 100])
-def test_samples_hold_the_documents(chapter_1, tokenizer, dataset, texts, seq_length):
-    train, held_out = load(chapter_1, tokenizer, dataset, seq_length)
-    expected = [t for text in texts for t in [*tokenizer(text)["input_ids"], END]]
-    packed = stream(train) + stream(held_out)
-    assert packed == expected[: len(packed)]
-    assert len(expected) - len(packed) < seq_length  # dropped: less than one sample in all
-    assert len(held_out) == max((len(train) + len(held_out)) // 100, 1)
-    sample = train[0]
-    assert sample.shape == (seq_length,)
-    assert sample.dtype == np.int32
+def expected(tokenizer, texts) -> list[int]:
+    return [token for text in texts for token in [*tokenizer(text)["input_ids"], END]]
 
 
-def test_samples_across_many_chunks(chapter_1, tokenizer):
-    """Documents of any length, in Arrow chunks of any size, an empty one among them."""
-    chance = np.random.default_rng(0)
-    documents = [list(map(int, chance.integers(1, 9, n))) for n in chance.integers(0, 40, 500)]
-    parts = [
-        datasets.Dataset.from_dict({"input_ids": documents[i : i + 50]}) for i in range(0, 500, 50)
-    ]
-    samples = chapter_1.PackedSamples(datasets.concatenate_datasets(parts), 16)
-    assert samples.tokens.num_chunks == 10
-    tokens = list(itertools.chain(*documents))
-    assert len(samples) == len(tokens) // 16
-    assert stream(samples) == tokens[: len(samples) * 16]
+@pytest.mark.parametrize("seq_length", [7, 100])
+def test_every_token_once(chapter_1, tokenizer, dataset, texts, seq_length):
+    train, held_out = chapter_1.load_tokens(arguments(dataset, seq_length), tokenizer)
+    tokens = expected(tokenizer, texts)
+    assert train.to_pylist() + held_out.to_pylist() == tokens
+    samples = len(tokens) // seq_length
+    assert len(train) % seq_length == 0
+    assert len(held_out) // seq_length == max(samples // 100, 1)
+    batch = chapter_1.read_batch(train, [5, 0], arguments(dataset, seq_length), torch.device("cpu"))
+    assert batch.dtype == torch.int64
+    assert batch[0].tolist() == tokens[5 * seq_length : 6 * seq_length]
+    assert batch[1].tolist() == tokens[:seq_length]
 
 
-def test_end_of_text_after_every_document(chapter_1, tokenizer):
+def test_one_end_of_text_after_every_document(chapter_1, tokenizer):
     rows = {"text": ["a b", "", None, "c"], "other": [1, 2, 3, 4]}
-    ids = chapter_1.tokenize(rows, tokenizer, "text", 2048)["input_ids"]
+    ids = chapter_1.tokenize(rows, tokenizer, "text")["input_ids"]
     assert ids == [[*tokenizer("a b")["input_ids"], END], [*tokenizer("c")["input_ids"], END]]
-    assert chapter_1.tokenize({"text": [None]}, tokenizer, "text", 2048) == {"input_ids": []}
+    assert chapter_1.tokenize({"text": [None]}, tokenizer, "text") == {"input_ids": []}
 
-    class Strips:  # finds no tokens in a text of spaces
+    class AddsEnd:  # and finds no tokens in a text of spaces
         eos_token_id = END
 
         def __call__(self, texts, **_):
-            return {"input_ids": [tokenizer(t.strip())["input_ids"] for t in texts]}
+            found = [tokenizer(text.strip())["input_ids"] for text in texts]
+            return {"input_ids": [[*ids, END] if ids else [] for ids in found]}
 
-    assert chapter_1.tokenize({"text": ["  ", "b"]}, Strips(), "text", 2048) == {
-        "input_ids": [[*tokenizer("b")["input_ids"], END]]
-    }
-
-
-def write(folder, name, texts, column="text"):
-    folder.mkdir(exist_ok=True)
-    text = "".join(json.dumps({"n": 1, column: text}) + "\n" for text in texts)
-    (folder / name).write_text(text)
+    ids = chapter_1.tokenize({"text": ["  ", "b"]}, AddsEnd(), "text")["input_ids"]
+    assert ids == [[*tokenizer("b")["input_ids"], END]]
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
-def test_a_split_of_its_own_is_held_out(chapter_1, tokenizer, texts, tmp_path, split):
-    write(tmp_path / "data", "train.jsonl", texts[:300])
-    write(tmp_path / "data", f"{split}.jsonl", texts[300:])
-    train, held_out = load(chapter_1, tokenizer, tmp_path / "data")
-    for samples, part in [(train, texts[:300]), (held_out, texts[300:])]:
-        tokens = [t for text in part for t in [*tokenizer(text)["input_ids"], END]]
-        assert stream(samples) == tokens[: len(tokens) // 32 * 32]
+def test_a_split_of_its_own_is_held_out(chapter_1, tokenizer, texts, monkeypatch, split):
+    """An empty one counts as none."""
+    parts = {"train": texts[:300], split: texts[300:]}
+    if split == "test":
+        parts["validation"] = []
+    features = datasets.Features(text=datasets.Value("string"))
+    splits = {k: datasets.Dataset.from_dict({"text": v}, features) for k, v in parts.items()}
+    monkeypatch.setattr(chapter_1, "load_documents", lambda args: splits)
+    train, held_out = chapter_1.load_tokens(arguments("a-name"), tokenizer)
+    assert train.to_pylist() == expected(tokenizer, texts[:300])
+    assert held_out.to_pylist() == expected(tokenizer, texts[300:])
 
 
 def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path):
     rows = datasets.Dataset.from_dict({"n": [1] * len(texts), "story": texts})
     rows.to_parquet(tmp_path / "a.parquet")
     rows.to_csv(tmp_path / "a.csv")
-    rows.to_json(tmp_path / "a.jsonl")
-    expected = [t for text in texts for t in [*tokenizer(text)["input_ids"], END]]
-    for name, compressed in (("a.jsonl", "b.json.gz"), ("a.csv", "b.csv.gz")):
-        (tmp_path / compressed).write_bytes(gzip.compress((tmp_path / name).read_bytes()))
-    for name in ("a.parquet", "a.csv", "a.jsonl", "b.json.gz", "b.csv.gz"):
-        train, _ = load(chapter_1, tokenizer, tmp_path / name, text_column="story")
-        assert stream(train) == expected[: len(train) * 32]
+    rows.to_json(tmp_path / "a[1].jsonl")  # a name, although it looks like a pattern
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress((tmp_path / "a[1].jsonl").read_bytes()))
+    for name in ("a.parquet", "a.csv", "a[1].jsonl", "b.json.gz"):
+        found = tokens_of(chapter_1, tokenizer, tmp_path / name, text_column="story")
+        assert found == expected(tokenizer, texts), name
     for column in ("text", "n"):  # absent, and not a text
-        sentence = f"'{column}' is no column of text: choose --text-column among story"
-        with pytest.raises(SystemExit, match=sentence):
-            load(chapter_1, tokenizer, tmp_path / "a.jsonl", text_column=column)
-    # Text files: one document each, in the order of their names, whatever the bytes
-    folder = tmp_path / "texts"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "b.txt").write_text("second\n\ndocument " * 99)
-    (folder / "a.txt").write_text("first\n\n\ndocument " * 99)
-    (folder / "deep" / "c.txt").write_bytes(b"third " * 99 + b"\xff\xfe")
-    texts = [
-        "first\n\n\ndocument " * 99,
-        "second\n\ndocument " * 99,
-        "third " * 99 + "\ufffd\ufffd",
-    ]
-    expected = [t for text in texts for t in [*tokenizer(text)["input_ids"], END]]
-    train, _ = load(chapter_1, tokenizer, f"{folder}/**/*.txt")
-    assert stream(train) == expected[: len(train) * 32]
-    (folder / "deep" / "c.txt").unlink()
-    with pytest.raises(SystemExit, match="is a folder of text: give a pattern"):
-        load(chapter_1, tokenizer, folder)
-    (tmp_path / "a.tsv").write_text("text\n")
-    with pytest.raises(SystemExit, match=r"a.tsv must end in .txt, .md, .py, .json"):
-        load(chapter_1, tokenizer, tmp_path / "a.tsv")
-    # A folder as the Hub has it, with a page beside the data
-    (tmp_path / "clone").mkdir()
-    (tmp_path / "clone" / "README.md").write_text("# Data")
-    shutil.copy(tmp_path / "a.parquet", tmp_path / "clone" / "train.parquet")
-    train, _ = load(chapter_1, tokenizer, tmp_path / "clone", text_column="story")
-    assert len(train) > 0
+        with pytest.raises(SystemExit, match=rf"no text in column '{column}': .* \['story'\]"):
+            tokens_of(chapter_1, tokenizer, tmp_path / "a.csv", text_column=column)
+    for name in ("none.txt", "*.md", "a.tsv", ""):
+        (tmp_path / "a.tsv").write_text("text\n")
+        with pytest.raises(SystemExit, match=r"give a file or pattern that ends in .txt, .md, "):
+            tokens_of(chapter_1, tokenizer, f"{tmp_path}/{name}")
+
+
+def test_text_files(chapter_1, tokenizer, tmp_path, capsys):
+    """In the order of their names, also behind links, whatever the encoding."""
+    (tmp_path / "texts" / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "texts" / "link").symlink_to(tmp_path / "elsewhere")
+    files = {
+        "texts/README.txt": b"first\n\n\ndocument " * 9,
+        "texts/a.txt": b"one<|endoftext|>two<|endoftext|>three",
+        "texts/b.txt": b"",
+        "texts/deep/c.txt": b"bytes \xff\xfe in between",
+        "texts/deep/d.txt": "zwölf".encode("utf-16"),
+        "texts/deep/e.txt": "\ufeffdreizehn".encode(),
+        "elsewhere/f.txt": b"behind the link",
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    found = tokens_of(chapter_1, tokenizer, f"{tmp_path}/texts/**/*.txt", seq_length=4)
+    documents = ["first\n\n\ndocument " * 9, "one", "two", "three", "bytes \ufffd\ufffd in between"]
+    documents += ["zwölf", "dreizehn", "behind the link"]
+    assert found == expected(tokenizer, documents)
+    output = capsys.readouterr().out
+    assert "7 files" in output
+    assert "9 documents, of which 1 are empty" in output
+    assert "2 characters are not UTF-8" in output
+    # Other content of the same size and time is read again; so is another size at the same time.
+    file = tmp_path / "texts" / "a.txt"
+    times = (file.stat().st_atime, file.stat().st_mtime)
+    file.write_text("four")
+    os.utime(file, times)
+    assert tokens_of(chapter_1, tokenizer, file, seq_length=1) == expected(tokenizer, ["four"])
+
+
+# Tokenizes a file and prints the peak memory of the process, in GB.
+PEAK = """
+import resource, runpy, sys
+sys.argv = sys.argv[1:]
+chapter = runpy.run_path(sys.argv[0])
+args = chapter["parse_args"]()
+tokenizer = chapter["AutoTokenizer"].from_pretrained(args.model_name)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+train, held_out = chapter["load_tokens"](args, tokenizer)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print("result", len(train) + len(held_out), (after - before) / 1e6)
+"""
+
+
+@pytest.mark.rest
+def test_memory_of_a_large_text_file(tmp_path, tokenizer):
+    """50 MB, half of them one document, and half of them many, take less than 1 GB."""
+    file = tmp_path / "large.txt"
+    story = "def story(self):\n    return 'once upon a time' + self.end\n" * 20
+    count = 25_000_000 // len(story)
+    file.write_text((story + "<|endoftext|>") * count + story * count)
+    command = [sys.executable, "-c", PEAK, CHAPTER_1, "-m", TINY_LLAMA, "-d", file]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    _, tokens, memory = done.stdout.splitlines()[-1].split()
+    assert float(memory) < 1
+    assert int(tokens) == pytest.approx(2 * count * len(tokenizer(story)["input_ids"]), rel=0.01)
 
 
 def test_the_order_is_a_function_of_seed_and_epoch(chapter_1):
-    order = chapter_1.sample_order
-    whole = order(0, 300, 100, 7)
+    def order(epochs, seed, samples):
+        args = argparse.Namespace(num_epochs=epochs, seed=seed)
+        return chapter_1.sample_order(args, samples).tolist()
+
+    whole = order(3, 7, 100)
     for epoch in range(3):  # every sample once in each epoch
         assert sorted(whole[100 * epoch : 100 * epoch + 100]) == list(range(100))
     assert whole[:100] != whole[100:200]
-    assert order(0, 300, 100, 8) != whole
-    # From anywhere, across an epoch, in pieces of any size: the same
-    for first, count in [(0, 1), (95, 10), (150, 150), (299, 1)]:
-        assert order(first, count, 100, 7) == whole[first : first + count]
+    assert order(3, 8, 100) != whole
+    assert order(1, 7, 100) == whole[:100]
     # Never another order for the same seed: it would break the resume of runs that exist
-    assert order(0, 6, 10, 0) == EXPECTED_ORDER
+    assert order(1, 0, 10)[:6] == [3, 7, 6, 4, 1, 0]
 
 
-EXPECTED_ORDER = [3, 7, 6, 4, 1, 0]
+EMPTY_CACHE = """
+import os, datasets
+datasets.config.HF_DATASETS_CACHE = os.environ["CACHE"]
+"""
 
 
-def test_read_batch(chapter_1, tokenizer, dataset):
-    train, _ = load(chapter_1, tokenizer, dataset)
-    batch = chapter_1.read_batch(train, [5, 0, 7], torch.device("cpu"))
-    assert (batch.shape, batch.dtype) == ((3, 32), torch.int64)
-    assert batch.tolist() == [train[i].tolist() for i in (5, 0, 7)]
-
-
-def test_tokenized_once(trainer, texts):
-    """A second run reads the cache, whatever else it does differently."""
-    cache = Path(os.environ["HF_HOME"])
-    file = trainer.folder / "own.jsonl"
-    write(trainer.folder, file.name, texts[:100])
-    counts = [len(list(cache.rglob("cache-*.arrow")))]
+def test_a_node_tokenizes_once(trainer, texts, tmp_path):
+    """Two ranks with an empty cache leave one file, which a later run reads."""
+    cache = tmp_path / "cache"
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:200]))
+    options = {"processes": 2, "before": EMPTY_CACHE, "env": {"CACHE": str(cache)}}
     for name, size in [("first", 32), ("second", 16)]:
-        trainer("-d", file, "-s", size, "--max-steps", 1, name=name)
-        counts.append(len(list(cache.rglob("cache-*.arrow"))))
-    assert counts == [counts[0], counts[0] + 1, counts[0] + 1]
+        trainer("-d", file, "-s", size, "--max-steps", 1, name=name, **options)
+        assert len([*cache.rglob("cache-*.arrow")]) == 1

@@ -1,23 +1,16 @@
 """tools/export-metrics.py: what TensorBoard, W&B and a table get is what the run logged."""
 
 import csv
-import gzip
-import http.server
 import json
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 
 import pytest
-from conftest import assert_one_sentence
 from runner import REPOSITORY
-from test_comet import Comet, WrongKey
 
 TOOL = REPOSITORY / "tools" / "export-metrics.py"
 RECORDS = [
@@ -51,11 +44,11 @@ def start(*arguments, **variables):
     return subprocess.Popen([sys.executable, TOOL, *map(str, arguments)], env=env, **pipes)
 
 
-def export(*arguments, status=0, **variables) -> str:
+def export(*arguments, **variables) -> str:
     process = start(*arguments, **variables)
     output, errors = process.communicate(timeout=100)
-    assert process.returncode == status, errors
-    return errors if status else output
+    assert process.returncode == 0, errors
+    return output
 
 
 def read_tensorboard(folder):
@@ -69,9 +62,7 @@ def read_tensorboard(folder):
 
 @pytest.mark.rest
 def test_tensorboard(run, tmp_path):
-    for _ in range(2):  # the second export hides the first one
-        export(run, "--to", "tensorboard", "-o", tmp_path / "tb")
-        time.sleep(1)  # names of files have the second
+    export(run, "--to", "tensorboard", "-o", tmp_path / "tb")
     scalars, events = read_tensorboard(tmp_path / "tb" / "my-run")
     assert scalars.pop("eval/loss") == [(20, 2.75)]
     assert scalars.pop("grad_norm") == [(20, 1.5)]
@@ -135,10 +126,7 @@ def test_wandb_offline(run, tmp_path):
 
 @pytest.mark.rest
 def test_csv_while_the_run_goes_on(run, tmp_path):
-    """It begins later than the tool, resumes, and writes the same records again.
-
-    `final` is that of earlier steps.
-    """
+    """It begins later than the tool. `final` is that of earlier steps."""
     (run / "final").mkdir()
     os.utime(run / "final", (0, 0))
     run.rename(tmp_path / "later")
@@ -158,8 +146,6 @@ def test_csv_while_the_run_goes_on(run, tmp_path):
             time.sleep(0.05)
 
     wait_for(3)
-    write(run, RECORDS[:1])
-    time.sleep(3)
     more = {"step": 30, "epoch": 1.5, "loss": 2.0, "new": 1}
     write(run, [*RECORDS, more])
     wait_for(4)
@@ -201,89 +187,7 @@ def values_of(records):
 
 
 @pytest.mark.rest
-def test_comet_without_a_key(run, tmp_path):
-    """An archive for each run; a run of an older version of the chapters has no parameters."""
-    shutil.copytree(run, tmp_path / "older")
-    (tmp_path / "older" / "parameters.json").unlink()
-    arguments = [run, tmp_path / "older", "--to", "comet", "-o", tmp_path / "out"]
-    output = export(*arguments, COMET_AUTO_LOG_DISABLE="true")  # of the runs, not of this tool
-    archives = re.findall("^comet upload (.*[.]zip)$", output, re.MULTILINE)
-    assert len(archives) == len([*(tmp_path / "out").iterdir()]) == 2
-    found = [read_archive(archive) for archive in archives]
-    assert found[0] == (("my-run", "my-project"), values_of(RECORDS), PARAMETERS)
-    assert found[1] == (("older", None), values_of(RECORDS), {})
-    assert "older has no parameters.json: only metrics are exported" in output
-
-
-@pytest.mark.rest
-def test_comet_with_a_key(run, tmp_path):
-    """The archive is sent, or one sentence says how to send it later."""
-    sent = []
-
-    class Uploads(Comet):
-        def respond(self):
-            status, body = super().respond()
-            sent.append((self.path, self.body))
-            return status, body | {"is_alive_beat_duration_millis": 1000} | {
-                "gpu_monitor_interval_millis": 1000
-            }
-
-    outputs = {}
-    for server, status in ((Uploads, 0), (WrongKey, 1)):
-        listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), server)
-        threading.Thread(target=listener.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{listener.server_port}/clientlib/"
-        variables = {"COMET_API_KEY": "k" * 25, "COMET_URL_OVERRIDE": address}
-        command = [run, "--to", "comet", "-o", tmp_path / server.__name__]
-        outputs[server] = export(*command, status=status, **variables)
-    assert "uploaded on comet.com http://comet/" in outputs[Uploads]
-    bodies = [json.loads(gzip.decompress(body)) for path, body in sent if path.endswith("/metric")]
-    found = [metric for body in bodies for metric in body["values"]]
-    found = {(m["step"], m["metricName"]): m["metricValue"] for m in found}
-    del found[20, "process duration"]  # Comet's own
-    assert found == values_of(RECORDS)
-    (archive,) = (tmp_path / "WrongKey").iterdir()
-    assert_one_sentence(outputs[WrongKey], f"repeat it by `comet upload {archive}` (")
-    assert "Invalid API key" in outputs[WrongKey]
-    assert read_archive(archive)[1] == values_of(RECORDS)
-
-
-@pytest.mark.rest
-def test_a_run_that_goes_on_and_is_killed(trainer, tmp_path):
-    """SIGKILL leaves an empty archive. After a resume, the new archive lacks the first steps."""
-    flags = ["--max-steps", 30, "--ckpt-freq", 10, "--eval-freq", 15]
-    # Its 13th step takes so long that the run is there until it is killed.
-    pause = "import itertools, torch, time; step, calls = torch.optim.AdamW.step, itertools.count()"
-    pause += "\ntorch.optim.AdamW.step = lambda *a, **k: (time.sleep(100 * (next(calls) == 12)),"
-    pause += " step(*a, **k))[1]\n"
-    first = trainer.start(*flags, comet=True, before=pause)
-    first.wait_for("step 12/30")
-    folder = trainer.folder / "run"
-    assert "records in" in export(folder, "--to", "csv", "-o", tmp_path / "out")
-    assert first.process.exitcode is None
-    table = (tmp_path / "out" / "run.csv").read_text()
-    assert "\n# parameters_total: " in table
-    assert "\n11," in table
-    first.signal(signal.SIGKILL)
-    first.process.join()
-    complete = trainer(*flags, comet=True)
-    assert "Continuing from" in complete.output
-    output = export(folder, "--to", "comet", "-o", tmp_path / "out")
-    _, values, parameters = read_archive(re.search("^comet upload (.*)$", output, re.M)[1])
-    assert values == values_of(complete.records)
-    assert {step for step, name in values if name == "loss"} == {*range(1, 31)}
-    assert parameters == json.loads((folder / "parameters.json").read_text())
-
-
-def test_mistakes(run, tmp_path):
-    output = ["-o", tmp_path / "out"]
-    assert_one_sentence(export(tmp_path / "no", "--to", "csv", *output, status=1), "the run")
-    (tmp_path / "other" / "my-run").mkdir(parents=True)
-    (tmp_path / "other" / "my-run" / "metrics.jsonl").write_text("text\n")
-    other = tmp_path / "other" / "my-run"
-    assert_one_sentence(export(run, other, "--to", "csv", *output, status=1), "the same name")
-    assert_one_sentence(export(other, "--to", "csv", *output, status=1), "line 1 of")
-    command = [run, tmp_path / "r", "--to", "comet", "--follow"]
-    write(tmp_path / "r", RECORDS)
-    assert_one_sentence(export(*command, *output, status=1), "follow each run by its own command")
-    assert not (tmp_path / "out").exists()
+def test_comet(run, tmp_path):
+    output = export(run, "--to", "comet", "-o", tmp_path / "out", COMET_AUTO_LOG_DISABLE="true")
+    (archive,) = re.findall("^comet upload (.*[.]zip)$", output, re.MULTILINE)
+    assert read_archive(archive) == (("my-run", "my-project"), values_of(RECORDS), PARAMETERS)

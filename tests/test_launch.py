@@ -1,14 +1,11 @@
-"""launch/run.sh: what it starts, what it refuses, and a job on two nodes whose workers die."""
+"""launch/run.sh: what it starts, and a job on two nodes whose workers die."""
 
 import itertools
 import os
 import pty
 import shlex
-import shutil
-import stat
 import subprocess
 import sys
-import termios
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -114,108 +111,48 @@ def test_chapters_for_one_device_are_started_by_python(start):
     assert start("14", "--demo")[1:] == [str(CHAPTER_14), "--demo"]
 
 
-MISTAKES = [
-    ([], {}, " ".join(CHAPTERS)),
-    (["2"], {}, f"there is no chapter 2: take one of {' '.join(CHAPTERS)}"),
-    (["launch"], {}, "there is no chapter launch"),
-    (["02"], {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
-    (["02"], {"NNODES": "1:2", "NODE_RANK": "0"}, "NNODES=1:2 needs MASTER_ADDR"),
-    (["01"], {"NNODES": "2", "MASTER_ADDR": "node-0"}, "chapter 01 trains on one device"),
-    (["01"], {"NPROC_PER_NODE": "2"}, "chapter 01 trains on one device"),
-    (["14"], {"NPROC_PER_NODE": "2"}, "chapter 14 trains on one device"),
-    (["02"], {"NPROC_PER_NODE": "abc"}, "NPROC_PER_NODE=abc must be a number of processes"),
-    (["02"], {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0 must be a number of processes"),
-    (["02"], {"NNODES": "two", "MASTER_ADDR": "a"}, "NNODES=two must be a number of nodes"),
-    (["02"], {"NNODES": "0", "MASTER_ADDR": "a"}, "NNODES=0 must be a number of nodes"),
-    (["02"], {"NNODES": "1:2:3", "MASTER_ADDR": "a"}, "NNODES=1:2:3 must be a number of nodes"),
-    (["02"], {"NNODES": "10:9", "MASTER_ADDR": "a"}, "use NNODES=9:10"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "variables", "sentence"), MISTAKES)
+@pytest.mark.parametrize(
+    ("arguments", "variables", "sentence"),
+    [
+        (["2"], {}, f"there is no chapter 2: take one of {' '.join(CHAPTERS)}"),
+        (["02"], {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
+        (["01"], {"NPROC_PER_NODE": "2"}, "chapter 01 trains on one device"),
+    ],
+)
 def test_mistakes_end_in_one_sentence(start, arguments, variables, sentence):
     assert_one_sentence(start(*arguments, status=2, **variables), sentence)
 
 
-def test_which_python(tmp_path):
-    """An active environment, or that of the repository, or the first on the PATH."""
-    repository, link = tmp_path / "a repository", tmp_path / "run"
-    for folder in ("launch", "02-ddp"):
-        (repository / folder).mkdir(parents=True)
-    (repository / "02-ddp" / "train-llm.py").touch()
-    script = shutil.copy(RUN, repository / "launch")
-    assert os.stat(script).st_mode & stat.S_IXUSR
-    link.symlink_to(script)
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("bash", "basename", "dirname", "readlink"):
-        (tools / name).symlink_to(shutil.which(name))
-
-    def call(**variables):
-        env = {"PATH": f"{tmp_path}/first/bin:{tools}", "NPROC_PER_NODE": "1"} | variables
-        return subprocess.run([link, "02"], env=env, capture_output=True, text=True)
-
-    done = call()
-    assert done.returncode == 2
-    assert_one_sentence(done.stderr, "there is no python")
-    write_stub(tmp_path / "first" / "bin" / "python", "first")
-    assert call().stdout.startswith("python first ")
-    write_stub(repository / ".venv" / "bin" / "python", "repository")
-    assert call().stdout.startswith("python repository ")
-    assert call(VIRTUAL_ENV="yes").stdout.startswith("python first ")
-
-
-@pytest.mark.rest
-def test_a_python_without_torch(start, tmp_path):
-    (tmp_path / "venv" / "bin" / "python").write_text("#!/bin/sh\nexit 1")
-    assert_one_sentence(start("02", status=2), "cannot import torch")
-
-
-# Rank 0 prints what its screen is, and finds a mistake. Rank 1 waits for rank 0.
+# Rank 0 prints whether it has a terminal, and finds a mistake. Rank 1 waits for rank 0.
 MISTAKEN = """import os, sys, time
-if os.environ["RANK"] == "0":
-    print("terminal:", sys.stderr.isatty(), file=sys.stderr)
-    if sys.stderr.isatty():
-        print("size:", *os.get_terminal_size(2), file=sys.stderr)
-    if sys.argv[1:] == ["fail"]:
-        print(" 3%|# | 1/30 [00:01<00:29, 1.0it/s]", end="", file=sys.stderr)
-        sys.exit("error: there is no file 学习.txt: check the path")
-elif sys.argv[1:] == ["fail"]:
+if os.environ["RANK"] == "1":
     time.sleep(60)
+print("terminal:", sys.stderr.isatty(), file=sys.stderr)
+print(" 3%|# | 1/30 [00:01<00:29, 1.0it/s]", end="", file=sys.stderr)
+sys.exit("error: there is no file 学习.txt: check the path")
 """
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("terminal", [False, True])
-def test_the_message_of_a_mistake_comes_last(tmp_path, terminal):
-    """With torchrun's report above it. The ranks have a terminal if the caller has one."""
+def test_the_message_of_a_mistake_comes_last(tmp_path):
+    """With torchrun's report above it. The ranks have a terminal, as the caller has one."""
     script = tmp_path / "train-llm.py"
     script.write_text(MISTAKEN)
+    screen, stream = pty.openpty()
+    command = [sys.executable, TORCHRUN, "--standalone", "--nproc-per-node", "2", script]
+    process = subprocess.Popen(command, env=CLEAN, stderr=stream)
+    os.close(stream)
+    output = b""
+    with suppress(OSError):  # as a terminal ends
+        while data := os.read(screen, 10_000):
+            output += data
+    os.close(screen)
+    assert process.wait(60) == 1
+    output = output.decode().replace("\r\n", "\n")
     message = "error: there is no file 学习.txt: check the path"
-
-    def call(*flags):
-        command = [sys.executable, TORCHRUN, "--standalone", "--nproc-per-node", "2", script]
-        screen, stream = pty.openpty() if terminal else os.pipe()
-        if terminal:
-            termios.tcsetwinsize(stream, (20, 77))
-        process = subprocess.Popen([*command, *flags], env=CLEAN, stderr=stream)
-        os.close(stream)
-        output = b""
-        with suppress(OSError):  # as a terminal ends
-            while data := os.read(screen, 10_000):
-                output += data
-        os.close(screen)
-        return process.wait(60), output.decode().replace("\r\n", "\n")
-
-    status, output = call("fail")
-    assert status == 1
     assert output.endswith(f"=====\n\ntorchrun ended with exit status 1 after:\n{message}\n")
-    assert output.count(message) == 2
     assert "Root Cause" in output
-    status, output = call()
-    assert (status, "exit status" in output) == (0, False)
-    assert f"terminal: {terminal}\n" in output
-    assert ("size: 77 20\n" in output) == terminal
+    assert "terminal: True\n" in output
 
 
 @pytest.mark.rest
@@ -230,16 +167,16 @@ def test_one_node(trainer):
     assert exact(one.records) == exact(undisturbed.records)
 
 
-KILLS = 5
+KILLS = 2
 
 
 @pytest.mark.rest
 def test_restarts_on_two_nodes(trainer, start):
-    """A worker dies on either node in turn, five times, each time after a new checkpoint.
+    """A worker dies on either node in turn, each time after a new checkpoint.
 
     The job is elastic, so nodes that missed each other after a restart would train on their own.
     """
-    flags = ["--max-steps", 200, "--ckpt-freq", 5, "--eval-freq", 0, "--lr", 1e-3]
+    flags = ["--max-steps", 100, "--ckpt-freq", 5, "--eval-freq", 0, "--lr", 1e-3]
     undisturbed = trainer(*flags, name="undisturbed", processes=2)
     variables = {"NNODES": "1:2", "MAX_RESTARTS": str(2 * KILLS), "NPROC_PER_NODE": "1"}
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

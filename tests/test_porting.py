@@ -75,25 +75,32 @@ def run(folder, loop, call, processes, size=12, optimizer="SGD", model=MODEL):
 MAX_NORM = 0.5  # of a gradient; smaller than the norms of most steps
 
 
-def without_any_of_this(size=12, max_norm=MAX_NORM, optimizer="SGD"):
-    """The losses and gradient norms of a plain loop, and its model."""
-    names = {}
-    exec(MODEL + BATCHES.replace("SIZE", str(size)), names)
+def plain_loop(names: dict, optimizer: str, loss_of):
+    """The losses and gradient norms of a loop without any of this, and the trained weights."""
     model, losses, norms = names["model"], [], []
-    lr = OPTIMIZERS[optimizer]
-    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=lr)
+    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=OPTIMIZERS[optimizer])
     for batch in names["batches"]:
-        inputs, targets = default_collate([names["dataset"][i] for i in batch])
-        loss = cross_entropy(model(inputs), targets)
+        loss = loss_of(model, batch)
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
         norms.append(norm.item())
-    assert min(losses) < 0.7 * losses[0]
-    assert sum(norm > MAX_NORM for norm in norms) > len(norms) / 4  # so the gradient is clipped
+    assert min(losses) < 0.9 * losses[0]
+    assert max(norms) > MAX_NORM  # so the gradient is clipped
     return (losses, norms), model.state_dict()
+
+
+def without_any_of_this(size=12, optimizer="SGD"):
+    names = {}
+    exec(MODEL + BATCHES.replace("SIZE", str(size)), names)
+
+    def loss_of(model, batch):
+        inputs, targets = default_collate([names["dataset"][i] for i in batch])
+        return cross_entropy(model(inputs), targets)
+
+    return plain_loop(names, optimizer, loss_of)
 
 
 def assert_same(results, expected):
@@ -113,15 +120,13 @@ def assert_same_weights(file, expected):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize(("size", "micro"), [(12, 12), (10, 2), (7, 3), (3, 1)])
-def test_any_batch(tmp_path, size, micro):
+@pytest.mark.parametrize(("size", "micro", "processes"), [(10, 2, 3), (7, 3, 2)])
+def test_any_batch(tmp_path, size, micro, processes):
     """The last batch of an epoch has 4 samples or 1, which leaves some ranks without any."""
     expected, weights = without_any_of_this(size)
     call = f"train(model, dataset, batches, micro_batch={micro}, lr=LR, max_norm={MAX_NORM})"
-    for processes in (1, 2, 3):
-        folder = tmp_path / str(processes)
-        assert_same(run(folder, ANY_BATCH, call, processes, size), expected)
-        assert_same_weights(folder / "model.pt", weights)
+    assert_same(run(tmp_path, ANY_BATCH, call, processes, size), expected)
+    assert_same_weights(tmp_path / "model.pt", weights)
 
 
 @pytest.mark.rest
@@ -130,21 +135,17 @@ def test_resume(tmp_path):
     options = f"lr=LR, max_norm={MAX_NORM}, save_every=6"
     first = f"train(model, dataset, batches[:14], {options})"
     again = f"train(model, dataset, batches, {options})"
-    for before, after in ((1, 2), (2, 4), (4, 1)):
-        folder = tmp_path / f"{before}-{after}"
-        options = {"size": 8, "optimizer": "AdamW"}
-        assert_same(run(folder, RESUME, first, before, **options), of_steps(expected, 0, 14))
-        assert_same(run(folder, RESUME, again, after, **options), of_steps(expected, 12))
+    options = {"size": 8, "optimizer": "AdamW"}
+    assert_same(run(tmp_path, RESUME, first, 2, **options), of_steps(expected, 0, 14))
+    assert_same(run(tmp_path, RESUME, again, 4, **options), of_steps(expected, 12))
 
 
 @pytest.mark.rest
 def test_fsdp_with_a_model_of_ones_own(tmp_path):
     expected, weights = without_any_of_this(size=16)
     call = f"train(Model, dataset, batches, lr=LR, max_norm={MAX_NORM})"
-    for processes in (1, 2, 4):
-        folder = tmp_path / str(processes)
-        assert_same(run(folder, FSDP, call, processes, size=16), expected)
-        assert_same_weights(folder / "model.pt", weights)
+    assert_same(run(tmp_path, FSDP, call, 2, size=16), expected)
+    assert_same_weights(tmp_path / "model.pt", weights)
 
 
 # 13 tokens, of which each but the last is an input: 2, 3 and 4 ranks divide 12 tokens and 12 heads.
@@ -165,56 +166,39 @@ LOOPS_OF_A_DECODER = {
 every_split = pytest.mark.parametrize("name", LOOPS_OF_A_DECODER)
 
 
-def alone(optimizer="SGD", max_norm=MAX_NORM, steps=16):
-    """The losses and gradient norms of the decoder in one process, without any of this."""
+def decoder_alone(optimizer="SGD"):
     names = {}
     exec(HEAD + TEXT + BATCHES.replace("SIZE", "8"), names)
-    model, losses, norms = names["model"], [], []
-    optimizer = getattr(torch.optim, optimizer)(model.parameters(), lr=OPTIMIZERS[optimizer])
-    for batch in names["batches"][:steps]:
+    names["batches"] = names["batches"][:16]
+
+    def loss_of(model, batch):
         tokens = names["dataset"][batch]
         logits = model(tokens[:, :-1], torch.arange(12))
-        loss = cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        norms.append(norm.item())
-    return losses, norms
+        return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return plain_loop(names, optimizer, loss_of)[0]
 
 
-def run_split(folder, name, processes, steps=16, save_every=99, optimizer="SGD", damage=("", "")):
+def run_split(folder, name, processes, steps=16, save_every=99, optimizer="SGD"):
     loop, more = LOOPS_OF_A_DECODER[name]
-    old, new = damage
-    model = TEXT
-    if old:
-        assert (loop + model).count(old) == 1
-        loop, model = loop.replace(old, new), model.replace(old, new)
     call = f"train(model, dataset, batches[:{steps}], {more}lr=LR, max_norm={MAX_NORM}, "
     call += f"save_every={save_every})"
-    options = {"size": 8, "optimizer": optimizer, "model": model}
+    options = {"size": 8, "optimizer": optimizer, "model": TEXT}
     return run(folder, CHECKPOINT + loop, call, processes, **options)
 
 
 @pytest.mark.rest
 @every_split
 def test_split_decoder(tmp_path, name):
-    expected = alone()
-    losses, norms = expected
-    assert losses[-1] < 0.9 * losses[0]
-    assert max(norms) > MAX_NORM  # so the gradient is clipped
-    for processes in (1, 2, 4) if name == "pipeline" else (1, 2, 3):
-        assert_same(run_split(tmp_path / str(processes), name, processes), expected)
+    processes = 4 if name == "pipeline" else 3
+    assert_same(run_split(tmp_path, name, processes), decoder_alone())
 
 
 @every_split
 @pytest.mark.rest
 def test_split_decoder_resumes(tmp_path, name):
     """On another number of ranks, with the moments of AdamW."""
-    expected = alone("AdamW")
-    for before, after in ((1, 2), (2, 4), (4, 1)):
-        folder = tmp_path / f"{before}-{after}"
-        options = {"save_every": 6, "optimizer": "AdamW"}
-        assert_same(run_split(folder, name, before, steps=9, **options), of_steps(expected, 0, 9))
-        assert_same(run_split(folder, name, after, **options), of_steps(expected, 6))
+    expected = decoder_alone("AdamW")
+    options = {"save_every": 6, "optimizer": "AdamW"}
+    assert_same(run_split(tmp_path, name, 2, steps=9, **options), of_steps(expected, 0, 9))
+    assert_same(run_split(tmp_path, name, 4, **options), of_steps(expected, 6))

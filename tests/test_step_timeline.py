@@ -2,11 +2,9 @@
 
 import subprocess
 from collections import Counter
-from itertools import pairwise
 
 import pytest
-from conftest import TINY_LLAMA, assert_one_sentence
-from PIL import Image
+from conftest import TINY_LLAMA
 from runner import REPOSITORY, load, outcome
 from test_torchrun import FORKING
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -18,7 +16,7 @@ tool = load(TOOL)
 
 @pytest.mark.rest
 def test_a_step_of_chapter_2(tmp_path, capsys):
-    """One run through torchrun: PNG, SVG, collectives, phases and clocks."""
+    """One run through torchrun. Its collectives are those of DDP, and no others."""
 
     def run(command, **_):
         assert command[1:3] == ["-m", "torch.distributed.run"]
@@ -36,28 +34,12 @@ def test_a_step_of_chapter_2(tmp_path, capsys):
         patch.setattr(tool, "read_steps", lambda e: (seen.append(e), read_steps(e))[1])
         patch.setattr(tool, "draw", lambda *given: (steps.append(given), draw(*given))[1])
         tool.main()
-    assert (
-        f"{tool.hidden_share(steps[0][1]):.0%} of the time of communication"
-        in capsys.readouterr().out
-    )
+    assert file.exists()
     ((title, ranks),) = steps
     assert title == "02-ddp on 2 CPU processes: optimizer step 3"
-    check_collectives(ranks, seen)
-    check_phases(ranks, seen)
-    # Clocks agree: an all-reduce ends on no rank before it has begun on all.
-    for one, other in zip(*(rank["communicating"] for rank in ranks), strict=True):
-        if one[0] == "all-reduce":
-            assert max(one[1], other[1]) < min(one[2], other[2])
-    check_white_and_small(file)
-    figure = draw(title, ranks)
-    lanes = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
-    assert lanes == ["rank 0 computing", "communicating", "rank 1 computing", "communicating"]
-    tool.save(figure, tmp_path / "step.svg")
-    assert "<svg" in (tmp_path / "step.svg").read_text()
+    share = tool.hidden_share(ranks)
+    assert f"{share:.0%} of the time of communication" in capsys.readouterr().out
 
-
-def check_collectives(ranks, seen):
-    """Those of DDP, and no others."""
     config = AutoConfig.from_pretrained(TINY_LLAMA)
     parameters = AutoModelForCausalLM.from_config(config).parameters()
     size = sum(4 * parameter.numel() for parameter in parameters)
@@ -65,37 +47,10 @@ def check_collectives(ranks, seen):
     for rank, events in zip(ranks, seen, strict=True):
         kinds = Counter(kind for kind, *_ in rank["communicating"])
         assert kinds == {"all-reduce": 2}  # no broadcast: the buffers never change
-        ends = {end for name, _, end, _ in events if name.startswith("gloo:")}
-        for _, begin, end in rank["communicating"]:
-            assert end in ends
-            assert rank["begin"] <= begin < min(end, rank["end"])
-
-
-def check_phases(ranks, seen):
-    """Each operator of the main thread is covered by a span of its phase."""
-    for rank, events in zip(ranks, seen, strict=True):
-        spans = {phase: [] for phase, *_ in rank["computing"]}
-        assert set(spans) <= {"data", "forward", "backward", "update", "else"}
-        for phase, begin, end in rank["computing"]:
-            spans[phase].append((begin, end))
-        for phase in ("forward", "backward", "update"):
-            (_, begin, end, thread) = [e for e in events if e[0] == tool.PHASE + phase][-1]
-            assert all(begin <= a <= b <= end for a, b in spans[phase])
-            # Every operator of the phase is covered, the nested ones by the others.
-            for name, a, b, other in events:
-                if name.startswith("aten::") and other == thread and begin <= a < end:
-                    assert any(c <= a and b <= d for c, d in spans[phase])
-        ordered = [span for _, *span in rank["computing"]]
-        assert all(a[1] <= b[0] for a, b in pairwise(ordered))
         # Averaging begins in the backward pass.
         (_, begin, end, _) = [e for e in events if e[0] == tool.PHASE + "backward"][-1]
-        assert all(begin < s[1] < end for s in rank["communicating"] if s[0] == "all-reduce")
-
-
-def check_white_and_small(picture):
-    with Image.open(picture) as image:
-        assert image.convert("RGB").getpixel((0, 0)) == (255, 255, 255)
-    assert picture.stat().st_size < 60_000
+        assert all(begin < start < end for _, start, _ in rank["communicating"])
+        assert {phase for phase, *_ in rank["computing"]} >= {"forward", "backward", "update"}
 
 
 def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
@@ -134,39 +89,3 @@ def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
         ],
     }
     assert tool.rows(step["communicating"]) == [0, 1, 0]
-
-
-def test_how_much_of_the_communication_is_hidden():
-    """Times that overlap count once, and what ends after the step is cut."""
-
-    def rank(communicating, computing):
-        lanes = {"communicating": communicating, "computing": computing}
-        lanes = {lane: [("x", *span) for span in spans] for lane, spans in lanes.items()}
-        return {"begin": 10, "end": 100} | lanes
-
-    behind = rank([(20, 40)], [(10, 20), (40, 100)])
-    inside = rank([(20, 40)], [(10, 100)])
-    assert tool.hidden_share([behind]) == 0
-    assert tool.hidden_share([inside]) == 1
-    assert tool.hidden_share([behind, inside]) == 0.5
-    two_at_once = rank([(20, 40), (30, 60), (25, 35)], [(35, 45), (55, 57)])
-    assert tool.hidden_share([two_at_once]) == 12 / 40
-    late = rank([(90, 130)], [(90, 95)])
-    assert tool.hidden_share([late]) == 0.5
-    assert tool.hidden_share([rank([], [(10, 20)])]) is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["09-nothing"], "no chapter 09-nothing"),
-        (["01-single-gpu"], "no chapter 01-single-gpu that communicates"),
-        (["02-ddp", "-o", "step.gif"], "must end in .png or .svg"),
-    ],
-)
-def test_mistakes(arguments, part, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", [str(TOOL), *arguments])
-    with pytest.raises(SystemExit) as stop:
-        tool.main()
-    assert stop.value.code == 2
-    assert_one_sentence(capsys.readouterr().err, part)

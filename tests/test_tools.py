@@ -2,12 +2,11 @@
 
 import filecmp
 import platform
-import shutil
 import subprocess
 import sys
 
 import pytest
-from conftest import TINY_LLAMA, assert_one_sentence
+from conftest import TINY_LLAMA
 from runner import CHAPTER_3, REPOSITORY, outcome
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -43,50 +42,19 @@ def generate(folder, *arguments):
 
 @pytest.mark.rest
 def test_generate(trainer, tmp_path):
-    result = trainer("--max-steps", 2)
+    """Text of whole and of sharded checkpoints; the seed decides, and greedy text needs none."""
     short = ["--prompt", "def ", "--max-new-tokens", 8]
-    for model in (result.folder / "final", result.folder / "step-00000002"):
-        status, first = generate(tmp_path, model, *short, "--seed", 1)
-        assert status == 0
-        assert first.startswith("def ")
-        assert generate(tmp_path, model, *short, "--seed", 1) == (0, first)
-        assert generate(tmp_path, model, *short, "--seed", 2) != (0, first)
-    # A sharded checkpoint, too; and not its last rank's part alone
+    whole = trainer("--max-steps", 2).folder
+    first, again, other = (generate(tmp_path, whole / "final", *short, "--seed", i) for i in "112")
+    assert first[0] == 0
+    assert first[1].startswith("def ")
+    assert again == first
+    assert other != first
     sharded = trainer("--max-steps", 2, name="fsdp", processes=3, script=CHAPTER_3).folder
-    texts = [
-        generate(tmp_path, sharded / name, *short, "--temperature", 0)
-        for name in ("final", "step-00000002")
-    ]
-    assert texts[0] == texts[1]
-    assert texts[0][0] == 0
-    shutil.copytree(sharded / "step-00000002", sharded / "damaged")
-    (sharded / "damaged" / "__2_0.distcp").unlink()
-    status, output = generate(tmp_path, sharded / "damaged", *short)
-    assert status == 1
-    assert_one_sentence(output, "cannot load the model")
-    greedy = [generate(tmp_path, model, *short, "--temperature", 0, "--seed", i) for i in (1, 2)]
-    assert greedy[0] == greedy[1]
-    one = [generate(tmp_path, model, *short, "--top-k", 1, "--seed", i) for i in (1, 2)]
-    assert one == greedy
-    assert generate(tmp_path, model, "--max-new-tokens", 3)[0] == 0  # no prompt: a new document
-
-    status, output = generate(tmp_path, tmp_path / "nothing", *short)
-    assert status == 1
-    assert_one_sentence(output, "nothing")
-    status, output = generate(tmp_path, model, "--max-new-tokens", 0)
-    assert status == 2
-    assert_one_sentence(output, "--max-new-tokens")
-    status, output = generate(tmp_path, model, "--temperature", -1)
-    assert status == 2
-    assert_one_sentence(output, "--temperature")
-
-
-@pytest.mark.parametrize("tool", ["plot-runs.py", "side-by-side.py"])
-def test_a_package_that_is_missing_is_named(tool):
-    folder = REPOSITORY / "tools"
-    code = "import runpy, sys; sys.modules |= {'matplotlib': None, 'pygments': None}; "
-    code += f"sys.argv = ['tool', 'run']; sys.path.insert(0, {str(folder)!r}); "
-    code += f"runpy.run_path({str(folder / tool)!r})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.returncode == 1
-    assert_one_sentence(result.stderr, '".[tools]"')
+    greedy = [*short, "--temperature", 0]
+    for folder in (whole, sharded):
+        final, step = (generate(tmp_path, folder / n, *greedy) for n in ("final", "step-00000002"))
+        assert final[0] == 0
+        assert final == step
+    one = [generate(tmp_path, whole / "final", *short, "--top-k", 1, "--seed", i) for i in (1, 2)]
+    assert one == [generate(tmp_path, whole / "final", *greedy)] * 2

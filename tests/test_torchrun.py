@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -93,91 +92,65 @@ class Forking(Launch):
 
 
 ONE_NODE = ["--standalone", "--nproc-per-node", 2]
-FLAGS = ["--max-steps", 160, "--ckpt-freq", 20, "--eval-freq", 80, "--lr", 1e-3]
-
-
-@pytest.fixture
-def undisturbed(trainer):
-    return trainer(*FLAGS, name="undisturbed", processes=2)
-
-
-def kill_twice(launch: Launch, step: int) -> None:
-    """Kills a random worker at a random moment, and again when the job has gone on a little."""
-    for number in (1, 2):
-        launch.wait_for(f"step {step * number}/")
-        time.sleep(random.uniform(0, 1))
-        workers = launch.workers()
-        random.choice(workers).kill()
-        end = time.monotonic() + 60
-        while launch.output.count("Continuing from") < number:
-            assert time.monotonic() < end, f"no restart within 60 s:\n{launch.output}"
-            assert launch.status is None, launch.output
-            time.sleep(0.02)
-
-
-def test_killed_workers_come_back(trainer, undisturbed):
-    """Twice, without any variable; the job goes on from its last checkpoint, exactly."""
-    command = [TORCHRUN, *ONE_NODE, "--max-restarts", 3, CHAPTER_2]
-    launch = Launch(trainer, "output", command, *FLAGS)
-    kill_twice(launch, 40)
-    assert launch.wait(60) == 0, launch.output
-    assert launch.output.count("Continuing from") == 2
-    assert exact(launch.records) == exact(undisturbed.records)
-    assert_same_model(launch, undisturbed)
-
-
-def test_sigterm_saves_and_the_run_goes_on_exactly(trainer, undisturbed):
-    launch = Forking(trainer, "output", [*ONE_NODE, CHAPTER_2], *FLAGS)
-    launch.wait_for("step 30/160")
-    launch.signal(signal.SIGTERM)
-    assert launch.wait(30) != 0
-    newest = max(launch.folder.glob("step-*"))
-    step = json.loads((newest / "state.json").read_text())["step"]
-    assert 30 <= step < 160
-    assert f"Stopped after step {step}: the same command continues" in launch.output
-    resumed = trainer(*FLAGS, processes=2)
-    assert exact(resumed.records) == exact(undisturbed.records)
-    assert_same_model(resumed, undisturbed)
-
-
-BREAKING = """
-import os, runpy, sys, torch
+FLAGS = ["--max-steps", 14, "--ckpt-freq", 4, "--eval-freq", 7, "--lr", 1e-3]
+# In place of a chapter: rank 1 ends at its sixth step, with this code, in its first two lives.
+ENDING = """
+import os, runpy, signal, sys, torch
 
 calls = iter(range(10**9))
 step = torch.optim.AdamW.step
 
-def broken(*arguments, **options):
+def step_or_end(*arguments, **options):
     if next(calls) == 5:
-        raise ValueError("this rank breaks")
+        CODE
     return step(*arguments, **options)
 
-if os.environ["RANK"] == "1":
-    torch.optim.AdamW.step = broken
+if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
+    torch.optim.AdamW.step = step_or_end
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+def ending(folder: Path, code: str) -> Path:
+    script = folder / "ending.py"
+    script.write_text(ENDING.replace("CODE", code))
+    return script
+
+
+def test_killed_workers_come_back(trainer, tmp_path):
+    """Twice, without any variable; the job goes on from its last checkpoint, exactly."""
+    undisturbed = trainer(*FLAGS, name="undisturbed", processes=2)
+    script = ending(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    command = [*ONE_NODE, "--max-restarts", 3, script, CHAPTER_2]
+    launch = Forking(trainer, "output", command, *FLAGS)
+    assert launch.wait() == 0, launch.output
+    assert launch.output.count("Continuing from") == 2
+    assert exact(launch.records) == exact(undisturbed.records)
+    assert_same_model(launch, undisturbed)
+
+
+def test_sigterm_saves(trainer):
+    flags = ["--num-epochs", 100_000, "--lr-scheduler", "constant", "--eval-freq", 0]
+    launch = Forking(trainer, "output", [*ONE_NODE, CHAPTER_2], *flags)
+    launch.wait_for("step 5/")
+    launch.signal(signal.SIGTERM)
+    assert launch.wait() != 0
+    newest = max(launch.folder.glob("step-*"))
+    step = json.loads((newest / "state.json").read_text())["step"]
+    assert step >= 5
+    assert f"Stopped after step {step}: the same command continues" in launch.output
+
+
 def test_one_rank_raises(trainer, tmp_path):
-    """The job ends at once, and the last that torchrun prints is the traceback of that rank."""
-    script = tmp_path / "breaking.py"
-    script.write_text(BREAKING)
+    """The job ends, and the last that torchrun prints is the traceback of that rank."""
+    script = ending(tmp_path, 'raise ValueError("this rank breaks")')
     launch = Launch(trainer, "output", [TORCHRUN, *ONE_NODE, script, CHAPTER_2], *FLAGS)
-    launch.wait_for("step 5/160")
-    begin = time.monotonic()
-    assert launch.wait(30) != 0
-    assert time.monotonic() - begin < 30
+    assert launch.wait() != 0
     cause = launch.output.partition("Root Cause")[2]
     assert "rank      : 1 " in cause
     assert "Traceback" in cause
     assert "ValueError: this rank breaks" in cause
-
-
-def test_a_mistake_ends_the_job(trainer):
-    """One rank says the sentence. The others wait for it, and torchrun ends them."""
-    launch = Forking(trainer, "output", [*ONE_NODE, CHAPTER_2], "-d", "/nowhere/*.txt")
-    assert launch.wait(60) != 0
-    assert launch.output.count("error: cannot load the dataset /nowhere/*.txt") == 1
 
 
 def nodes(trainer, count: str, *flags, name: str, script=CHAPTER_2):
@@ -196,12 +169,12 @@ def nodes(trainer, count: str, *flags, name: str, script=CHAPTER_2):
 
 
 def test_two_nodes(trainer):
-    flags = ["--max-steps", 30, "--eval-freq", 10, "--lr", 1e-3]
+    flags = ["--max-steps", 6, "--eval-freq", 3, "--lr", 1e-3]
     single = trainer(*flags, "-b", 8, name="single")
     start = nodes(trainer, "2", *flags, name="two")
     first, second = start(), start()
     assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
-    assert_same_losses(single, first, 30)
+    assert_same_losses(single, first, 6)
 
 
 # Without this a node that joins later waits in vain for the address of rank 0 (torch 2.13).
