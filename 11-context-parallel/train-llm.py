@@ -6,7 +6,7 @@ All other layers work as in chapter 3. Comments with CP 1 to 11 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-cp -b 1 -s 131072
-    torchrun --standalone --nproc-per-node 8 train-llm.py -e cp-32k -b 1 -s 32768 --context-parallel 4
+    torchrun --standalone --nproc-per-node 8 train-llm.py -e 32k -b 1 -s 32768 --context-parallel 4
 """
 
 import codecs
@@ -270,10 +270,10 @@ def build_model(args, device, checkpoint):
     # for positions that begin at 0 again. Here positions go on from one document to the next, so it
     # would find nothing, and return None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    share_attention(model, args)  # CP: after the attention function has been chosen
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
+    share_attention(model, args)  # CP: after the attention function has been chosen
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
