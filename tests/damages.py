@@ -273,15 +273,15 @@ DAMAGES = {
     ],
     "06-tensor-parallel": [
         (
-            "groups are counted by modulo",
-            "samples.\n    groups = WORLD_SIZE // args.tensor_parallel\n    group = RANK //",
-            "samples.\n    groups = WORLD_SIZE // args.tensor_parallel\n    group = RANK %",
+            "groups are counted by modulo in the evaluation",
+            "dp_rank = RANK // args.tensor_parallel\n    for begin",
+            "dp_rank = RANK % args.tensor_parallel\n    for begin",
             f"{JOB}[06-tensor-parallel]",
         ),
         (
             "the ranks of a group read different batches",
-            "(micro_step * groups + group)",
-            "(micro_step * groups + RANK)",
+            "(micro_step * dp_size + dp_rank)",
+            "(micro_step * dp_size + RANK)",
             f"{JOB}[06-tensor-parallel]",
         ),
         (
@@ -292,9 +292,21 @@ DAMAGES = {
         ),
         (
             "each rank of a group adds the same held-out losses",
-            "loss_sum.item() / len(samples) / args.tensor_parallel",
-            "loss_sum.item() / len(samples)",
+            "loss_sum.item() / samples / args.tensor_parallel",
+            "loss_sum.item() / samples",
             f"{JOB}[06-tensor-parallel]",
+        ),
+        (
+            "embeddings and head are not tied again after the split",
+            "    model.tie_weights()\n",
+            "",
+            f"{JOB}[06-tensor-parallel]",
+        ),
+        (
+            "the ranks of a column form a group",
+            'shape, mesh_dim_names=("dp", "tp")',
+            'shape[::-1], mesh_dim_names=("tp", "dp")',
+            f"{EQUAL}[4 shards and stages]",
         ),
     ],
     "07-pipeline-parallel": [

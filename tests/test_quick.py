@@ -49,9 +49,8 @@ CHAPTERS = {
     },
     "06-tensor-parallel": {
         "flags": ["-b", 4, *TWICE],
-        "bad": ["-s", 33],
-        "status": 1,
-        "sentence": "2 does not divide 33 tokens of a sample",
+        "bad": ["--tensor-parallel", 3],
+        "sentence": "--tensor-parallel must divide the number of ranks, 2",
     },
     "07-pipeline-parallel": {
         # The second held-out batch has micro-batches of 2 samples and padding, and of padding
