@@ -500,8 +500,8 @@ DAMAGES = {
         ),
         (
             "the held-out loss is N times too large",
-            "loss_sum.item() / len(samples) / args.context_parallel",
-            "loss_sum.item() / len(samples)",
+            "loss_sum.item() / samples / args.context_parallel",
+            "loss_sum.item() / samples",
             CP,
         ),
         (
@@ -509,6 +509,18 @@ DAMAGES = {
             "in_order = [*early, *late.flip(0)]",
             "in_order = [*early, *late]",
             f"{EQUAL}[4 tokens and experts]",
+        ),
+        (
+            "the ranks of a group drop the same activations",
+            " + RANK % args.context_parallel\n",
+            "\n",
+            "test_context_parallel.py::test_dropout_and_resume[heads]",
+        ),
+        (
+            "the mask of a window is for a part of the sample",
+            "q_length=n * q_length, kv_length=n * kv_length",
+            "q_length=q_length, kv_length=kv_length",
+            f"{EQUAL}[2]",
         ),
     ],
     "12-expert-parallel": [
