@@ -791,17 +791,16 @@ def sharded_state(model, stateful):
 
 def whole_weights(model, checkpoint):
     """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
-    weights = {}
-    if RANK == 0:
-        # PP: No rank has all stages, but the newest checkpoint has them. Read it into CPU memory.
-        with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-        # A tied weight has two names. Transformers saves one of them.
-        for name, x in whole.state_dict().items():
-            if name not in model.all_tied_weights_keys:
-                weights[name] = torch.empty_like(x, device="cpu")
-    dcp.load({"model": weights} if RANK == 0 else {}, checkpoint_id=checkpoint)
-    return weights
+    rank_0 = dist.new_group([0])
+    if RANK > 0:
+        return None
+    # PP: No rank has all stages, but the newest checkpoint has them. Read it into CPU memory.
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    weights = {n: torch.empty_like(x, device="cpu") for n, x in whole.state_dict().items()}
+    dcp.load({"model": weights}, checkpoint_id=checkpoint, process_group=rank_0)
+    # A tied weight has two names. Transformers saves one of them.
+    return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
 
 
 @contextmanager
