@@ -280,7 +280,6 @@ def main():
 
 # -- Model and optimizer ---------------------------------------------------------------------------
 
-
 SCHEDULES = {
     "gpipe": pp.ScheduleGPipe,
     "1f1b": pp.Schedule1F1B,
@@ -305,7 +304,7 @@ def part_of(model, unit_names, own_names):
     for name in unit_names:
         unit = model.get_submodule(name) if name in own_names else Elsewhere()
         part.set_submodule(name, unit)
-    # Share these with `model`. Later, `init_weights` fills the rotary frequencies of `model`, and
+    # Share these with `model`. Later, `send_weights` fills the rotary frequencies of `model`, and
     # `set_attn_implementation` changes its config.
     part.config = model.config
     part.base_model.config = model.config
@@ -497,7 +496,7 @@ def split_layers(args):
         sizes = [end - begin for begin, end in pairwise(cuts)]
         sizes[0] -= 1  # the embeddings
         sizes[-1] -= 1  # the head
-    if len(sizes) != count or sum(sizes) != layers or min(sizes) < 1:
+    if len(sizes) != count or sum(sizes) != layers:
         sys.exit(f"error: {count} stages cannot share {layers} layers as {sizes}")
     return sizes
 
@@ -529,14 +528,14 @@ def shard_model(stage_modules, mesh, args, device):
     """Gives each rank a shard of every parameter: memory, without values yet."""
     # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
-    policy["mesh"] = mesh["dp"]
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # FSDP 7: Each layer is a unit, so that only one or two layers are whole at any time.
+    # PP: FSDP shards a stage between the ranks of its row, which all have this stage.
+    policy["mesh"] = mesh["dp"]
+    # PP 9: Weights stay whole in a step, unless a flag lets each micro-batch gather layers again.
     for layer in [m for m in stage_modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
-    # PP 9: Each stage is the root of its layers. By default, a stage stays whole from the first to
-    # the last micro-batch of a step, because it would be gathered for each one otherwise.
+    # Each stage is a root. It has the rest, such as the embeddings or the head, which stays whole.
     for stage in stage_modules:
         fully_shard(stage, **policy)
     # FSDP 8: Take memory only for the shards of this rank, because other ranks have the rest.
