@@ -1049,11 +1049,6 @@ def parse_args():
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
     args = parser.parse_args()
-    # PP: What follows from the schedule and from the number of stages.
-    if args.schedule != "interleaved":
-        args.stages_per_rank = 2 if args.schedule == "zbv" else 1
-    if args.gradient_accumulation_steps is None:
-        args.gradient_accumulation_steps = args.pipeline_parallel * args.stages_per_rank
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
     counts += ["pipeline_parallel", "stages_per_rank"]
@@ -1061,6 +1056,11 @@ def parse_args():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    # PP: These flags follow from the schedule and from the number of stages.
+    if args.schedule != "interleaved":
+        args.stages_per_rank = 2 if args.schedule == "zbv" else 1
+    if args.gradient_accumulation_steps is None:
+        args.gradient_accumulation_steps = args.pipeline_parallel * args.stages_per_rank
     if WORLD_SIZE % args.pipeline_parallel:
         parser.error(f"--pipeline-parallel must divide the number of ranks, {WORLD_SIZE}")
     if args.dtype == "fp16":
