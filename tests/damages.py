@@ -354,9 +354,21 @@ DAMAGES = {
         ),
         (
             "the loss of samples that fill up the last batch is added",
-            "                if without_padding:",
+            "                if counted:",
             "                if True:",
             f"{JOB}[07-pipeline-parallel]",
+        ),
+        (
+            "only the first stage gets its buffers",
+            "        buffer.data = sent[0][name]",
+            "        if RANK == 0: buffer.data = sent[0][name]",
+            f"{JOB}[07-pipeline-parallel]",
+        ),
+        (
+            "a checkpoint lists only the parameters of the first stage",
+            '            group["params"] = sorted(set().union(*names))',
+            '            group["params"] = names[0]',
+            "test_3d_parallel.py::test_a_run_goes_on_in_other_layouts_and_chapters",
         ),
     ],
     "08-gradient-compression": [
@@ -564,8 +576,8 @@ DAMAGES = {
         ),
         (
             "each rank of a group adds the same held-out losses",
-            "loss_sum.item() / len(samples) / args.tensor_parallel",
-            "loss_sum.item() / len(samples)",
+            "loss_sum.item() / samples / args.tensor_parallel",
+            "loss_sum.item() / samples",
             THREE,
         ),
         (
@@ -584,6 +596,12 @@ DAMAGES = {
             "the mesh is transposed",
             'mesh_dim_names=("pp", "dp", "tp")',
             'mesh_dim_names=("tp", "dp", "pp")',
+            THREE,
+        ),
+        (
+            "a rank of the head has a partner with other rows",
+            "last_ranks = mesh.mesh[-1].flatten().tolist()",
+            "last_ranks = mesh.mesh[-1].flatten().tolist()[::-1]",
             THREE,
         ),
     ],
