@@ -595,7 +595,9 @@ def newest_checkpoint(run_folder):
     found = {folder.name: folder for folder in folders}
     names_by_rank = gather(set(found))
     common = set.intersection(*names_by_rank)
-    if any(names_by_rank) and not common:
+    # A run that was killed in its first save begins anew. An empty disk ends the run.
+    disk_is_empty = not found and not (run_folder / RANK_FOLDER).exists()
+    if any(names_by_rank) and any(gather(disk_is_empty)):
         sys.exit(f"error: the ranks share no checkpoint in {run_folder}: take the same nodes")
     return found[max(common)] if common else None
 
@@ -698,8 +700,9 @@ def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     wait_for_checkpoint()
     folder = run_folder / f"step-{state.step:08d}"
     parts = sharded_state(model, stateful, full=args.checkpoint_format == "full")
-    for name in ("scheduler", "scaler"):
-        parts[name] = stateful[name].state_dict()  # numbers of this step, not the object
+    for name, part in parts.items():
+        if hasattr(part, "state_dict"):  # scheduler and scaler: their numbers, not the objects
+            parts[name] = part.state_dict()
     if args.checkpoint_format == "local":
         parts = own_shards(parts)
         folder = run_folder / RANK_FOLDER / folder.name
