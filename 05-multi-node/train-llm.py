@@ -575,7 +575,7 @@ def open_run(args, train_samples):
 
 def check_shared(run_folder):
     """Ends a run whose nodes have different disks under the name of `run_folder`."""
-    # NODES 8: Check now that all nodes share the folder, because at a resume it is too late.
+    # NODES 4: Check now that all nodes share the folder, because at a resume it is too late.
     probe = run_folder / gather(uuid.uuid4().hex)[0]  # the name that rank 0 has chosen
     if RANK == 0:
         probe.touch()
@@ -589,7 +589,7 @@ def check_shared(run_folder):
 
 def newest_checkpoint(run_folder):
     """The newest checkpoint that all ranks have, or None."""
-    # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
+    # NODES 5: A step counts if all ranks have it, since a node may have died before it saved.
     folders = [*run_folder.glob(CHECKPOINT_NAMES)]
     folders += run_folder.glob(f"{RANK_FOLDER}/{CHECKPOINT_NAMES}")
     found = {folder.name: folder for folder in folders}
@@ -611,8 +611,8 @@ def of_this_rank(checkpoint):
 
 def sharded_state(model, stateful, full=False):
     """The content of a checkpoint: each rank's shards, under the names of their parameters."""
-    # NODES 4: `full` gathers one tensor at a time in CPU memory of rank 0, because no GPU has room
-    # for the whole state. The other ranks get no tensors.
+    # NODES 6: `full` gathers one tensor at a time on rank 0's CPU, since no GPU has room for all.
+    # The other ranks get no tensors.
     options = state_dict.StateDictOptions(full_state_dict=full, cpu_offload=full)
     weights, moments = state_dict.get_state_dict(model, stateful["optimizer"], options=options)
     return stateful | {"model": weights, "optimizer": moments}
@@ -620,7 +620,7 @@ def sharded_state(model, stateful, full=False):
 
 def own_shards(parts):
     """The same, with this rank's shards as plain tensors, which share the memory of the shards."""
-    # NODES 5: DCP sees tensors of this rank alone, so it needs no files of other ranks.
+    # NODES 7: DCP sees tensors of this rank alone, so it needs no files of other ranks.
     return tree_map_only(DTensor, DTensor.to_local, parts)
 
 
@@ -696,7 +696,7 @@ def wait_for_checkpoint():
 
 def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     """Collects all that an exact resume needs, and writes it, here or in a thread."""
-    # NODES 6: One checkpoint at a time, so a killed run loses one checkpoint at most.
+    # NODES 8: One checkpoint at a time, so a killed run loses one checkpoint at most.
     wait_for_checkpoint()
     folder = run_folder / f"step-{state.step:08d}"
     parts = sharded_state(model, stateful, full=args.checkpoint_format == "full")
@@ -710,7 +710,7 @@ def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     if RANK == 0:
         texts["metrics.jsonl"] = (run_folder / "metrics.jsonl").read_text()
     if args.async_checkpoint:
-        # NODES 7: Copy all that training changes, and train on. A thread writes the copies.
+        # NODES 9: Copy all that training changes, and train on. A thread writes the copies.
         parts = STAGER.stage(parts)
         writing = THREAD.submit(write_checkpoint, args, folder, parts, texts, model, tokenizer)
         unfinished.append(writing)

@@ -213,7 +213,7 @@ def main():
             scaler.update()
             scheduler.step()  # once per optimizer step, not per micro-batch
             optimizer.zero_grad()  # because backward() adds to the gradients
-        if round_ends:
+        if round_ends:  # LOCAL: until then, each replica trains alone
             with timed("outer", times, wait):
                 outer.step(averages_only)
         state.step = step
@@ -694,7 +694,7 @@ def open_run(args, train_samples):
 
 def check_shared(run_folder):
     """Ends a run whose nodes have different disks under the name of `run_folder`."""
-    # NODES 8: Check now that all nodes share the folder, because at a resume it is too late.
+    # NODES 4: Check now that all nodes share the folder, because at a resume it is too late.
     probe = run_folder / gather(uuid.uuid4().hex)[0]  # the name that rank 0 has chosen
     if RANK == 0:
         probe.touch()
@@ -708,7 +708,7 @@ def check_shared(run_folder):
 
 def newest_checkpoint(run_folder):
     """The newest checkpoint that all ranks have, or None."""
-    # NODES 9: A step counts if all ranks have it, since a node may have died before it saved.
+    # NODES 5: A step counts if all ranks have it, since a node may have died before it saved.
     folders = [*run_folder.glob(CHECKPOINT_NAMES)]
     folders += run_folder.glob(f"{RANK_FOLDER}/{CHECKPOINT_NAMES}")
     found = {folder.name: folder for folder in folders}
@@ -743,7 +743,7 @@ def sharded_state(model, stateful, outer, replica):  # LOCAL: with the state of 
 
 def own_shards(parts):
     """The same, with this rank's shards as plain tensors, which share the memory of the shards."""
-    # NODES 5: DCP sees tensors of this rank alone, so it needs no files of other ranks.
+    # NODES 7: DCP sees tensors of this rank alone, so it needs no files of other ranks.
     return tree_map_only(DTensor, DTensor.to_local, parts)
 
 
@@ -820,7 +820,7 @@ def wait_for_checkpoint():
 # LOCAL: `outer` has what the replicas share.
 def save_checkpoint(args, run_folder, model, tokenizer, stateful, state, outer):
     """Collects all that an exact resume needs, and writes it, here or in a thread."""
-    # NODES 6: One checkpoint at a time, so a killed run loses one checkpoint at most.
+    # NODES 8: One checkpoint at a time, so a killed run loses one checkpoint at most.
     wait_for_checkpoint()
     folder = run_folder / f"step-{state.step:08d}"
     # LOCAL: Each replica saves its own state.
@@ -835,7 +835,7 @@ def save_checkpoint(args, run_folder, model, tokenizer, stateful, state, outer):
     if RANK == 0:
         texts["metrics.jsonl"] = (run_folder / "metrics.jsonl").read_text()
     if args.async_checkpoint:
-        # NODES 7: Copy all that training changes, and train on. A thread writes the copies.
+        # NODES 9: Copy all that training changes, and train on. A thread writes the copies.
         parts = STAGER.stage(parts)
         writing = THREAD.submit(write_checkpoint, args, folder, parts, texts, model, tokenizer)
         unfinished.append(writing)
