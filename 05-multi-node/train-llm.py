@@ -611,7 +611,7 @@ def of_this_rank(checkpoint):
 
 def sharded_state(model, stateful, full=False):
     """The content of a checkpoint: each rank's shards, under the names of their parameters."""
-    # NODES 6: `full` gathers one tensor at a time on rank 0's CPU, since no GPU has room for all.
+    # NODES 6: Gather one tensor at a time in rank 0's CPU memory, since no GPU has room for all.
     # The other ranks get no tensors.
     options = state_dict.StateDictOptions(full_state_dict=full, cpu_offload=full)
     weights, moments = state_dict.get_state_dict(model, stateful["optimizer"], options=options)
@@ -758,8 +758,8 @@ def join_process_group():
 
 
 def set_time_limit(limit):
-    """How long a rank waits for the others, except in the thread that writes checkpoints."""
-    patient_group = writer_group()
+    """How long a rank waits for the others, in all process groups but one."""
+    patient_group = writer_group()  # NODES: of the thread, in which a rank may write for long
     for group in dist.distributed_c10d._world.pg_map:
         if group is not patient_group:
             dist.distributed_c10d._set_pg_timeout(limit, group)
