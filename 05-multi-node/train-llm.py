@@ -962,7 +962,7 @@ def parse_args():
     args = parser.parse_args()
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
-    counts += ["shard_size", "global_batch_size"]
+    counts += ["shard_size", "global_batch_size"]  # NODES: at least 1
     for name, value in args.as_dict().items():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:
