@@ -282,6 +282,12 @@ DAMAGES = {
             "size = args.batch_size",
             "test_multi_node.py::test_global_batch_size",
         ),
+        (
+            "copies add up the gradients of their first passes only",
+            "model.set_requires_all_reduce(micro_step == accumulation - 1)",
+            "model.set_requires_all_reduce(micro_step == 0)",
+            "test_multi_node.py::test_losses_for_every_shard_size",
+        ),
     ],
     "06-tensor-parallel": [
         (
@@ -670,14 +676,14 @@ DAMAGES = {
         ),
         (
             "replicas have equal names in a checkpoint, so it keeps the state of one",
-            'self.replica = mesh.get_local_rank("replica")',
+            "self.replica = model.replica_mesh.get_local_rank()",
             "self.replica = 0",
             f"{LOCAL}test_one_job",
         ),
         (
             "the outer momentum is not saved",
-            'return state | {"outer momentum": momentum}',
-            "return state",
+            'return parts | {"outer momentum": momentum}',
+            "return parts",
             f"{LOCAL}test_one_job",
         ),
         (
@@ -722,10 +728,10 @@ DAMAGES = {
             "each replica evaluates its own weights",
             """            outer.swap(model)
             with autocast:
-                eval_loss = evaluate(model, eval_samples, args, device)
+                eval_loss = evaluate(model, eval_tokens, args, device)
             outer.swap(model)""",
             """            with autocast:
-                eval_loss = evaluate(model, eval_samples, args, device)""",
+                eval_loss = evaluate(model, eval_tokens, args, device)""",
             f"{LOCAL}test_one_job",
         ),
         (
@@ -742,15 +748,22 @@ DAMAGES = {
         ),
         (
             "the last round is not ended",
-            "state.step % args.inner_steps == 0 or at_end",
-            "state.step % args.inner_steps == 0",
+            "step % args.inner_steps == 0 or at_end",
+            "step % args.inner_steps == 0",
             f"{LOCAL}test_one_job",
         ),
         (
             "with more replicas, all begin with the state of the first",
-            "replica = outer.replica % saved_replicas",
+            "replica = outer.replica % state.replicas",
             "replica = 0",
             f"{LOCAL}test_another_number_of_replicas",
+        ),
+        (
+            "a resumed run starts its round with the shared weights of the last one",
+            "        read_parts(checkpoint, saved)",
+            """        own = f"weights of replica {replica}"
+        read_parts(checkpoint, {n: part for n, part in saved.items() if n != own})""",
+            f"{LOCAL}test_one_job",
         ),
     ],
 }
