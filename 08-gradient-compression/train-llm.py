@@ -8,9 +8,9 @@ mark the ideas. Comments with COMPRESSION: mark other changed places.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo --compress dct-topk --keep 0.1
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # as in chapter 2
-    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-compressed     # all GPUs of a node
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-less     # all GPUs of a node
     torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
-        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-compressed     # the same on two nodes
+        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-less     # the same on two nodes
 """
 
 import codecs
