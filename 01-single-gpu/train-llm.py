@@ -347,7 +347,7 @@ def tokenize_split(documents, tokenizer, column):
     tokenized = documents.map(
         tokenize,
         batched=True,
-        batch_size=64,  # documents; the longest ones then need 1 GB of memory
+        batch_size=32,  # documents; the longest ones then need 1 GB of memory
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
@@ -657,7 +657,8 @@ def parse_args():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
-    if args.experiment_name and Path(args.experiment_name).name != args.experiment_name:
+    name = args.experiment_name
+    if name is not None and (name in ("", ".", "..") or "/" in name):
         parser.error("--experiment-name must be the name of a folder, without slashes")
     return args
 

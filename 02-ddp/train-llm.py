@@ -394,7 +394,7 @@ def tokenize_split(documents, tokenizer, column):
     tokenized = documents.map(
         tokenize,
         batched=True,
-        batch_size=64,  # documents; the longest ones then need 1 GB of memory
+        batch_size=32,  # documents; the longest ones then need 1 GB of memory
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
@@ -737,7 +737,8 @@ def parse_args():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
-    if args.experiment_name and Path(args.experiment_name).name != args.experiment_name:
+    name = args.experiment_name
+    if name is not None and (name in ("", ".", "..") or "/" in name):
         parser.error("--experiment-name must be the name of a folder, without slashes")
     return args
 
@@ -751,5 +752,5 @@ if __name__ == "__main__":
         sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
     finally:
         # DDP: If all ranks fail, the first one of a node says why, and torchrun ends the others.
-        if LOCAL_RANK > 0 and sys.exc_info()[0]:
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
             time.sleep(5)

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
@@ -73,7 +74,9 @@ def _child(script: Path, arguments: list[str], output: Path, options: dict) -> N
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(Path(script).parent))  # as Python does
     if "before" in options:
-        exec(options["before"], {})
+        # Chapters silence ranks above 0. What this code prints goes to the file nevertheless.
+        own_output = open(1, "w", closefd=False)
+        exec(options["before"], {"print": partial(print, file=own_output, flush=True)})
     try:
         runpy.run_path(str(script), run_name="__main__")
     finally:
@@ -124,7 +127,9 @@ def outcome(folder: Path, script: Path, *arguments, timeout: float = 240, **opti
 
 # Below those that systems give to outgoing connections, one of which might be faster; and others
 # in each worker of pytest-xdist.
-_ports = itertools.count(20_000 + 2_500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
+# Workers of one session take other ports, and so do two sessions, most of the time.
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+_ports = itertools.count(20_000 + 2_500 * _worker + os.getpid() * 37 % 2_000)
 
 
 def free_port() -> int:

@@ -23,7 +23,6 @@ CASES = {
     "missing file": (["-d", "{tmp}/none.txt"], 1, "none.txt"),
     "no text column": (["-d", "{tmp}/numbers.csv"], 1, "choose --text-column among"),
     "too small": (["-d", "{tmp}/small.txt"], 1, "too little text"),
-    "folder without a model": (["-m", "{tmp}"], 1, "{tmp}"),
     "no weights": (["--no-from-scratch"], 1, "no file named model.safetensors"),
     "beyond the positions": (["-s", 129], 1, "the model has 128 positions"),
     "no end of text": (["-m", "{tmp}/endless"], 1, "has no end-of-text token"),
@@ -66,7 +65,7 @@ def files(tmp_path_factory):
 def test_one_sentence(trainer, files, case):
     flags, status, part = CASES[case]
     flags = [str(flag).format(tmp=files) for flag in flags]
-    result = trainer("--max-steps", 4, "--ckpt-freq", 1, *flags, status=None)
+    result = trainer("--max-steps", 4, *flags, status=None)
     assert result.status == status, result.output
     assert_one_sentence(result.output, part.format(tmp=files))
     assert [*trainer.folder.glob("run/step-*/*")] == []

@@ -44,7 +44,7 @@ def test_stop_signals_save_and_the_run_goes_on_exactly(trainer, dropout_model):
         assert run.wait(30) == 128 + signum
         (checkpoint,) = (trainer.folder / signum.name).glob("step-*")
         step = json.loads((checkpoint / "state.json").read_text())["step"]
-        assert f"Stopped after step {step}: the same command continues" in run.output
+        assert f"Stopped after step {step}: with -e, the same command" in run.output
         assert not (trainer.folder / signum.name / "final").exists()
     resumed = trainer(*flags, name="SIGINT")
     assert exact(resumed.records) == exact(whole.records)
@@ -109,7 +109,8 @@ def sizes(folder):
 
 def watched_sync():
     synced.clear()
-    synced.update(*[sizes(folder) for folder in pathlib.Path(os.environ["SAVES"]).rglob("incomplete")])
+    for folder in pathlib.Path(os.environ["SAVES"]).rglob("incomplete"):
+        synced.update(sizes(folder))
     sync()
 
 def watched_rename(path, target):
