@@ -200,7 +200,8 @@ def watch(what: str, script: str, flags: list[str]) -> None:
     with Reads() if what == "waits" and not on_gpu else nullcontext():
         runpy.run_path(script, run_name="__main__")
     # The first interval has the start of the run, and the last one has its end.
-    print(f"\nwaits {waits[1:-2]}", flush=True)
+    # The chapters silence `sys.stdout` on ranks above 0.
+    print(f"\nwaits {waits[1:-2]}", file=sys.__stdout__, flush=True)
 
 
 def time_attention(rehearse: bool) -> None:

@@ -126,7 +126,7 @@ MISTAKEN = """import os, sys, time
 if os.environ["RANK"] == "1":
     time.sleep(60)
 print(" 3%|# | 1/30 [00:01<00:29, 1.0it/s]", end="", file=sys.stderr)
-sys.exit("error: there is no file 学习.txt:\n  check the path")
+sys.exit("error: there is no file 学习.txt:\\n  check the path")
 """
 
 

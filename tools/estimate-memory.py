@@ -74,11 +74,11 @@ ROOT = -2
 # -- The model -------------------------------------------------------------------------------------
 
 
-def numel(shapes, devices: int = 1) -> int:
-    """Numbers on the fullest rank. Chapter 3 chooses the dimension along which a tensor is cut."""
+def numel(shapes, devices: int = 1, even: bool = False) -> int:
+    """Numbers on the fullest rank. FSDP cuts rows; chapter 12 (`even`) chooses the dimension."""
     total = 0
     for shape in shapes:
-        cut = shape[chapter(3)["even_shards"](shape, devices).dim]
+        cut = shape[chapter(EXPERTS)["even_shards"](shape, devices).dim if even else 0]
         total += math.prod(shape) // cut * math.ceil(cut / devices)
     return total
 
@@ -97,7 +97,6 @@ def chapter(number: int) -> dict:
     sys.modules[spec.name] = module  # torch.compile looks for it there
     spec.loader.exec_module(module)
     module.say = lambda message: None
-    module.fail = fail  # that of the chapters waits for the first rank
     return vars(module)
 
 
@@ -689,12 +688,13 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     """
     flags, groups, head = traces.flags, rank.groups, len(traces.layers)
     shards, size = method.copy_ranks(devices, flags), BYTES[flags.dtype]
-    everyone = devices if method.chapter == 12 else shards
+    everyone = devices if method.chapter == EXPERTS else shards
     whole = {place: size * numel(shapes) for place, shapes in groups.items()}
     shard, buffer_size, gathered = {}, {}, {}
     for place, shapes in groups.items():
         parts = [shards if shape in traces.expert_shapes else everyone for shape in shapes]
-        sizes = [4 * numel([shape], n) for shape, n in zip(shapes, parts, strict=True)]
+        even = method.chapter == EXPERTS
+        sizes = [4 * numel([shape], n, even) for shape, n in zip(shapes, parts, strict=True)]
         padded = [n * size for n, size in zip(parts, sizes, strict=True)]
         shard[place], buffer_size[place] = sum(sizes), sum(padded)
         # On one device there is no buffer for what arrives.
@@ -709,6 +709,9 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     stays = in_pipeline or (accumulates and not method.reshard)
     whole_gradients = {place: 4 * count // size for place, count in whole.items()}
     from_before = here * (method.name == "DDP" or (accumulates and not in_pipeline))
+    # DDP's buckets stay. The first micro-batches add up in other memory, up to the last one.
+    if method.name == "DDP" and accumulates:
+        from_before = 2
     gradients = whole_gradients if stays else shard
     gradients = {place: from_before * count for place, count in gradients.items()}
     untied = {ROOT, EMBEDDINGS} <= groups.keys()
