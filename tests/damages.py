@@ -47,8 +47,8 @@ DAMAGES = {
         ),
         (
             "the schedule makes a step more at each resume",
-            '    stateful["scheduler"].last_epoch -= 1\n',
-            "",
+            "scheduler.last_epoch -= 1",
+            "scheduler.last_epoch += 0",
             "test_resume.py::test_resume_is_exact",
         ),
         (
@@ -59,20 +59,20 @@ DAMAGES = {
         ),
         (
             "the optimizer's state is not restored",
-            "        part.load_state_dict(training_state[name])",
-            "        name == 'optimizer' or part.load_state_dict(training_state[name])",
+            "            part.load_state_dict(saved[name])",
+            "            name == 'optimizer' or part.load_state_dict(saved[name])",
             "test_resume.py::test_resume_is_exact",
         ),
         (
             "a folder gets its name before its files are on the disk",
-            "os.fsync(descriptor)",
-            "os.fstat(descriptor)",
+            "    os.sync()",
+            "    os.getpid()",
             "test_resume.py::test_files_are_on_the_disk_before_a_folder_gets_its_name",
         ),
         (
             "a partial batch counts as a whole batch in the held-out loss",
             "loss_sum += loss * len(indices)",
-            "loss_sum += loss * size",
+            "loss_sum += loss * args.batch_size",
             f"{JOB}[02-ddp]",
         ),
         (
@@ -95,21 +95,27 @@ DAMAGES = {
         ),
         (
             "the logged loss is a sum",
-            "loss_sum.item() / (state.step - logged_step)",
+            "loss_sum.item() / (step - logged_step)",
             "loss_sum.item()",
             "test_training.py::test_logged_loss_is_the_mean_since_the_last_log",
         ),
         (
             "each epoch has the same order",
-            "RandomState((seed, epoch))",
-            "RandomState((seed, 0))",
+            "RandomState((args.seed, epoch))",
+            "RandomState((args.seed, 0))",
             "test_data.py::test_the_order_is_a_function_of_seed_and_epoch",
         ),
         (
             "documents have no end",
-            "documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]",
-            "documents = [[*ids] for ids in documents if ids]",
-            "test_data.py::test_end_of_text_after_every_document",
+            "[*ids, end] for ids in documents",
+            "[*ids] for ids in documents",
+            "test_data.py::test_one_end_of_text_after_every_document",
+        ),
+        (
+            "text is cut without a care for what stands behind the last end of text",
+            "(rest + text).split(",
+            "text.split(",
+            "test_data.py::test_memory_of_a_large_text_file",
         ),
         (
             "a flag of AdamW is forgotten",
@@ -133,8 +139,8 @@ DAMAGES = {
         ),
         (
             "all micro-batches but the last average gradients",
-            "ddp_model.require_backward_grad_sync = is_last",
-            "ddp_model.require_backward_grad_sync = not is_last",
+            "require_backward_grad_sync = micro_step == accumulation - 1",
+            "require_backward_grad_sync = micro_step != accumulation - 1",
             f"{JOB}[02-ddp]",
         ),
         (
@@ -155,12 +161,18 @@ DAMAGES = {
             "    # DDP: adds the sums",
             f"{JOB}[02-ddp]",
         ),
+        (
+            "each rank keeps a cache of its own",
+            '    """The token ids of each document',
+            '    f"{RANK}"\n    """The token ids of each document',
+            "test_data.py::test_a_node_tokenizes_once",
+        ),
     ],
     "03-fsdp": [
         (
             "the optimizer's state is not restored",
-            "dcp.load(state, checkpoint_id",
-            "dcp.load({key: state[key] for key in state if key != 'optimizer'}, checkpoint_id",
+            "dcp.load(saved, checkpoint_id",
+            "dcp.load({key: saved[key] for key in saved if key != 'optimizer'}, checkpoint_id",
             f"{JOB}[03-fsdp]",
         ),
         (
@@ -171,28 +183,28 @@ DAMAGES = {
             f"{JOB}[03-fsdp]",
         ),
         (
-            "gradients are scattered after the first micro-batch only",
-            "communicate = args.reshard_after_forward or is_last",
-            "communicate = micro_step == 0",
-            f"{JOB}[03-fsdp]",
-        ),
-        (
             "a partial batch counts as a whole batch in the held-out loss",
             "loss_sum += loss * len(indices)",
-            "loss_sum += loss * size",
+            "loss_sum += loss * args.batch_size",
             f"{JOB}[03-fsdp]",
         ),
         (
-            "each rank draws the initial weights of its shards alone",
-            '("aten::normal_", "aten::uniform_", "aten::copy_")',
-            '("aten::copy_",)',
-            f"{EQUAL}[3]",
+            "buffers stay as they are in memory",
+            "        source = whole.get_buffer(name) if RANK == 0 else buffer\n",
+            "        source = buffer\n",
+            f"{JOB}[03-fsdp]",
         ),
         (
-            "random weights are drawn although files have them",
-            "draw=args.from_scratch and not checkpoint",
-            "draw=True",
-            "test_fsdp.py::test_random_weights_are_drawn_from_scratch_only[03-fsdp]",
+            "each rank keeps what it finds in its memory",
+            "    state_dict.set_model_state_dict(model, weights, options=how)\n",
+            "",
+            f"{JOB}[03-fsdp]",
+        ),
+        (
+            "gradients are reduced in bf16",
+            "reduce_dtype=torch.float32",
+            "reduce_dtype=DTYPES[args.dtype]",
+            "test_fsdp.py::test_bf16_is_gathered_and_fp32_is_reduced",
         ),
     ],
     "04-streaming": [

@@ -2,10 +2,14 @@
 
 import http.server
 import json
+import os
+import subprocess
+import sys
 import threading
 import zipfile
 
 import pytest
+from runner import CHAPTER_1
 
 pytestmark = pytest.mark.rest
 
@@ -101,3 +105,46 @@ def test_comet_online(trainer):
     assert "Comet: offline" not in result.output
     for kind in ("metric", "parameter", "graph"):
         assert any(kind in path for path in bodies), kind
+
+
+FLAGS = """experiment_name comet_project_name comet_workspace model_name from_scratch
+dataset_name text_column dataset_subset seq_length batch_size gradient_accumulation_steps num_epochs
+max_steps
+lr lr_scheduler lr_scheduler_options warmup_steps adam_beta2 weight_decay max_grad_norm dtype
+activation_checkpointing compile eval_freq log_freq ckpt_freq keep_checkpoints save_dir seed demo
+config device"""
+FACTS = """global_batch world_size parameters_total parameters_trainable dataset_samples
+dataset_tokens device_name device_memory_gb optimizer torch_version cuda_version
+transformers_version"""
+
+
+def test_the_archive_of_a_fresh_process(trainer):
+    """Comet reads its variables when it is imported, so no fork can show this."""
+    flags = [*trainer.defaults("run"), "--max-steps", 3, "--eval-freq", 2]
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("COMET_")}
+    command = [str(part) for part in (sys.executable, CHAPTER_1, *flags)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "COMET" not in done.stdout + done.stderr  # a sentence of the script, and no report
+    folder = trainer.folder / "run"
+    (archive,) = (folder / "comet").glob("*.zip")
+    assert f"`comet upload {archive.parent}/*.zip`" in done.stdout
+    messages = zipfile.ZipFile(archive).read("messages.json").decode().splitlines()
+    payloads = [json.loads(line)["payload"] for line in messages]
+    parameters = {p.get("param", p.get("params", {})).get("paramName") for p in payloads}
+    assert parameters >= {*FLAGS.split(), *FACTS.split()}
+    assert parameters >= json.loads((folder / "parameters.json").read_text()).keys()
+    logged = {
+        (m["metricName"], m["step"]): m["metricValue"] for p in payloads if (m := p.get("metric"))
+    }
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    expected = {
+        (name, record["step"]): value
+        for record in records
+        for name, value in record.items()
+        if name not in ("step", "epoch")
+    }
+    comets = ("sys.", "process duration")
+    own = {key: float(x) for key, x in logged.items() if not key[0].startswith(comets)}
+    assert own == pytest.approx(expected)  # nothing is logged twice, or by Comet itself
+    assert any("LlamaForCausalLM" in str(p.get("graph")) for p in payloads)

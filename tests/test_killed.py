@@ -31,7 +31,10 @@ def counted(owner, name):
 
 atexit.register(lambda: print("\\nactions", len(actions), flush=True))
 for owner, names in {
-    os: "fsync replace unlink", shutil: "copy rmtree", pathlib.Path: "rename write_text", torch: "save"
+    os: "fsync sync replace unlink",
+    shutil: "copy rmtree",
+    pathlib.Path: "rename write_text",
+    torch: "save",
 }.items():
     for name in names.split():
         counted(owner, name)

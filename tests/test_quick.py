@@ -125,11 +125,12 @@ def test_one_job(trainer, request, chapter):
 
     def train(name):
         options = {"script": script_of(chapter), "processes": 2, "before": WATCH_SAVES}
+        options["env"] = {"SAVES": str(trainer.folder)}
         return trainer(*steps, *case["flags"], name=name, **options)
 
     run = train("run")
     assert_same_losses(single, run, 6, **OFF)
-    assert_synced(run.run.ranks[0].output, run.folder, ["step-00000003", "step-00000006", "final"])
+    assert_synced(run.run.ranks[0].output, ["step-00000003", "step-00000006", "final"])
     assert_same_weights(single, run)
     assert_opens(run, reference=single)
     resume(run, trainer, 3, train)
@@ -179,13 +180,14 @@ def rows_job(trainer, chapter, weights, corpus, data, monkeypatch, before="") ->
 
     def train(name):
         path = trainer.folder / f"seen-{name}-"
-        options = {"script": script_of(chapter), "processes": 2, "env": {"SEEN": str(path)}}
+        options = {"script": script_of(chapter), "processes": 2}
+        options["env"] = {"SEEN": str(path), "SAVES": str(trainer.folder)}
         result = trainer(*flags, name=name, before=before + WATCH + WATCH_SAVES, **options)
         result.seen = [torch.load(f"{path}{rank}") for rank in range(2)]
         return result
 
     run = train("run")
-    assert_synced(run.run.ranks[0].output, run.folder, ["step-00000003", "step-00000006", "final"])
+    assert_synced(run.run.ranks[0].output, ["step-00000003", "step-00000006", "final"])
     check_rows(run, weights, 6, held_out, monkeypatch)
     assert_opens(run)
     resume(run, trainer, 3, train)
