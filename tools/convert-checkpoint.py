@@ -14,9 +14,9 @@
 | transformers | none | a Transformers folder: nothing to resume from |
 
 A *local* checkpoint is named like the others: `outputs/a/step-00000500` stands for the folders
-`outputs/a/rank-*/step-00000500`. Collect those of all nodes first. The tool holds the whole state in
-memory, 12 bytes per parameter. A Transformers folder from shards takes 4, for the weights alone. So
-a training that cannot gather `final/` gets it here. A copy of `state.json` tells where the run
+`outputs/a/rank-*/step-00000500`. Collect those of all nodes first. The tool holds the whole state
+in memory, 12 bytes per parameter. A Transformers folder from shards takes 4, for the weights alone.
+So a run that could not gather `final/` gets it here. A copy of `state.json` tells where the run
 stands. Chapters 1, 2, 3 and 5 read the same samples, so each of them can go on with a run of the
 others. Chapters 4 and 10 read other rows, and refuse such a run. Chapter 15 has weights and moments
 of each replica, which chapters 1 and 2 cannot read.
