@@ -337,10 +337,11 @@ def send_weights(whole, model, device):
         if whole.all_tied_weights_keys != model.all_tied_weights_keys:
             sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
         weights = whole.state_dict()
-        # Transformers looks these up when it writes `final/`. fully_shard has changed the last one.
+        # Transformers looks these up when it writes `final/`. fully_shard has changed the class.
         model.generation_config = whole.generation_config
         model._weight_conversions = getattr(whole, "_weight_conversions", None)
         type(model).__name__ = type(whole).__name__
+        type(model).__module__ = type(whole).__module__
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # rank 0 reads files
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
