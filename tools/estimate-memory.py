@@ -75,7 +75,7 @@ ROOT = -2
 
 
 def numel(shapes, devices: int = 1, even: bool = False) -> int:
-    """Numbers on the fullest rank. FSDP cuts rows; chapter 12 (`even`) chooses the dimension."""
+    """Numbers on the fullest rank. FSDP cuts rows. For experts, chapter 12 chooses (`even`)."""
     total = 0
     for shape in shapes:
         cut = shape[chapter(EXPERTS)["even_shards"](shape, devices).dim if even else 0]
@@ -693,8 +693,9 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     shard, buffer_size, gathered = {}, {}, {}
     for place, shapes in groups.items():
         parts = [shards if shape in traces.expert_shapes else everyone for shape in shapes]
-        even = method.chapter == EXPERTS
-        sizes = [4 * numel([shape], n, even) for shape, n in zip(shapes, parts, strict=True)]
+        experts = [shape in traces.expert_shapes for shape in shapes]
+        pairs = zip(shapes, parts, experts, strict=True)
+        sizes = [4 * numel([shape], n, even) for shape, n, even in pairs]
         padded = [n * size for n, size in zip(parts, sizes, strict=True)]
         shard[place], buffer_size[place] = sum(sizes), sum(padded)
         # On one device there is no buffer for what arrives.
@@ -962,14 +963,18 @@ def check(config, args) -> None:
         if group and all(count % group for count in args.devices):
             flags = " × ".join(method.flags)
             fail(f"{flags} {group} divides none of --devices")
-    checks = {TENSOR: "check_plan", CONTEXT: "check_model", EXPERTS: "check_experts"}
+    checks = {TENSOR: "check_plan", CONTEXT: "check_model"}
     for kind, name in checks.items():
         if getattr(args, GROUPS[kind]):
             # The chapter reads the config by its name. The tool knows more names.
-            known = {"AutoConfig": SimpleNamespace(from_pretrained=lambda name: config)}
-            known["WORLD_SIZE"] = max(args.devices)
-            with mock.patch.dict(chapter(kind), known):
+            known = SimpleNamespace(from_pretrained=lambda name: config)
+            with mock.patch.dict(chapter(kind), AutoConfig=known):
                 chapter(kind)[name](args)
+    if args.expert_parallel:
+        with torch.device("meta"):
+            experts = chapter(EXPERTS)["experts_of"](AutoModelForCausalLM.from_config(config))
+        if not experts or any(e.num_experts % args.expert_parallel for e in experts):
+            fail(f"--expert-parallel {args.expert_parallel} must divide the experts of the model")
     if args.pipeline_parallel:
         families, count = chapter(7)["FAMILIES"], stage_count(args)
         if config.model_type not in families:
