@@ -492,7 +492,7 @@ def split_layers(args):
     if args.layers_per_stage:
         sizes = [int(number) for number in args.layers_per_stage.split(",")]
     else:
-        # PP 10: Embeddings and head count as a layer each, so the stages at the ends have fewer.
+        # PP 9: Embeddings and head count as a layer each, so the stages at the ends have fewer.
         cuts = [round(n * (layers + 2) / count) for n in range(count + 1)]
         sizes = [end - begin for begin, end in pairwise(cuts)]
         sizes[0] -= 1  # the embeddings
@@ -533,7 +533,7 @@ def shard_model(stage_modules, mesh, args, device):
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # PP: FSDP shards a stage between the ranks of its row, which all have this stage.
     policy["mesh"] = mesh["dp"]
-    # PP 9: Weights stay whole in a step, unless a flag lets each micro-batch gather layers again.
+    # PP 10: Weights stay whole in a step, unless a flag lets each micro-batch gather layers again.
     for layer in [m for m in stage_modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     # Each stage is a root. It has the rest, such as the embeddings or the head, which stays whole.

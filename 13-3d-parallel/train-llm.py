@@ -571,7 +571,7 @@ def split_layers(args):
     if args.layers_per_stage:
         sizes = [int(number) for number in args.layers_per_stage.split(",")]
     else:
-        # PP 10: Embeddings and head count as a layer each, so the stages at the ends have fewer.
+        # PP 9: Embeddings and head count as a layer each, so the stages at the ends have fewer.
         cuts = [round(n * (layers + 2) / count) for n in range(count + 1)]
         sizes = [end - begin for begin, end in pairwise(cuts)]
         sizes[0] -= 1  # the embeddings
@@ -612,7 +612,7 @@ def shard_model(stage_modules, mesh, args, device):
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # TP 10: FSDP works along the columns: it shards the parts again, and averages gradients there.
     policy["mesh"] = mesh["dp"]
-    # PP 9: Weights stay whole in a step, unless a flag lets each micro-batch gather layers again.
+    # PP 10: Weights stay whole in a step, unless a flag lets each micro-batch gather layers again.
     for layer in [m for m in stage_modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     # Each stage is a root. It has the rest, such as the embeddings or the head, which stays whole.
@@ -1070,7 +1070,7 @@ def say(message):
 
 # --demo takes two minutes on two CPU cores. Its text is the source of Python's own library, without
 # files such as _sysconfigdata.py, which differ between machines.
-DEMO_RANKS = 2 if WORLD_SIZE % 4 == 0 else 1  # 3D: of a group, if there are two stages, too
+DEMO_GROUP = 2 if WORLD_SIZE % 4 == 0 else 1  # 3D: of a group, if there are two stages, too
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/tiny-llama",
@@ -1079,8 +1079,8 @@ DEMO = {
     "seq_length": 256,
     # 3D: 8 processes are 2 stages x 2 pipelines x 2 ranks, 4 are 2 x 1 x 2, and 2 are 2 x 1 x 1.
     "pipeline_parallel": 2 if WORLD_SIZE % 2 == 0 else 1,
-    "tensor_parallel": DEMO_RANKS,
-    "batch_size": max(1, 8 * DEMO_RANKS // WORLD_SIZE),  # TP: the global batch of chapter 1
+    "tensor_parallel": DEMO_GROUP,
+    "batch_size": max(1, 8 * DEMO_GROUP // WORLD_SIZE),  # 3D: the global batch of chapter 1
     "max_steps": 400,
     "lr": 2e-3,
     "warmup_steps": 40,
