@@ -356,9 +356,11 @@ def send_weights(whole, model, device):
         if whole.all_tied_weights_keys != model.all_tied_weights_keys:
             sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
         weights = whole.state_dict()
-        # `final/` gets these from the model, too.
+        # Transformers looks these up when it writes `final/`. fully_shard has changed the class.
         model.generation_config = whole.generation_config
         model._weight_conversions = getattr(whole, "_weight_conversions", None)
+        type(model).__name__ = type(whole).__name__
+        type(model).__module__ = type(whole).__module__
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # rank 0 reads files
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -511,8 +513,8 @@ def evaluate(model, tokens, args, device):
     for begin in range(0, samples, WORLD_SIZE * args.batch_size):
         first = begin + RANK * args.batch_size
         indices = range(samples)[first : first + args.batch_size]
-        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes. A rank
-        # without a batch evaluates sample 0, with weight 0.
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
         input_ids = read_batch(tokens, indices or [0], args, device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
@@ -637,7 +639,7 @@ def whole_weights(model):
     """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = state_dict.get_model_state_dict(model, options=options)
-    # A tied weight has two names. Transformers saves one of them.
+    # FSDP: A tied weight has two names. Transformers saves one of them.
     return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
 
 

@@ -322,7 +322,7 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # TP 10: Compile attention and MLP. A whole compiled layer may fail in the backward pass.
+        # TP 6: Compile attention and MLP. A whole compiled layer may fail in the backward pass.
         # Layers of one kind share compiled code.
         for layer in layers:
             layer.self_attn.compile()
@@ -382,24 +382,24 @@ def load_model(args, checkpoint):
 
 def shard_model(model, args, device):
     """Gives each rank a shard of every parameter: memory, without values yet."""
-    # TP 6: Ranks form a table: each row is a group, and the ranks of a column have equal parts.
+    # TP 7: Ranks form a table: each row is a group, and the ranks of a column have equal parts.
     shape = (WORLD_SIZE // args.tensor_parallel, args.tensor_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
     # No warning that the norm and `final/` are collected in two steps, one for each dimension.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    # TP 7: Split each layer within the rows, before anything else sees its parameters.
+    # TP 8: Split each layer within the rows, before anything else sees its parameters.
     tp.parallelize_module(model, mesh["tp"], PLANS[model.config.model_type])
     # There is no error for a parameter that the plan misses, and its gradient is wrong.
     missed = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     if missed:
         sys.exit(f"error: not in the plan: {missed}")
-    # TP 8: Tie the embeddings again, because the plan has made two parameters of one.
+    # TP 9: Tie the embeddings again, because the plan has made two parameters of one.
     model.tie_weights()
     # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # TP 9: FSDP works along the columns: it shards the parts again, and averages gradients there.
+    # TP 10: FSDP works along the columns: it shards the parts again, and averages gradients there.
     policy["mesh"] = mesh["dp"]
     # FSDP 7: Each layer is a unit, so that only one or two layers are whole at any time.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
@@ -584,8 +584,8 @@ def evaluate(model, tokens, args, device):
     for begin in range(0, samples, dp_size * args.batch_size):
         first = begin + dp_rank * args.batch_size
         indices = range(samples)[first : first + args.batch_size]
-        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes. A rank
-        # without a batch evaluates sample 0, with weight 0.
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
         input_ids = read_batch(tokens, indices or [0], args, device)
         loss = loss_of(model, input_ids)  # TP: the same on all ranks of a group
         loss_sum += loss * len(indices)  # the last batch may be smaller
@@ -647,7 +647,7 @@ def whole_weights(model):
     """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = state_dict.get_model_state_dict(model, options=options)
-    # A tied weight has two names. Transformers saves one of them.
+    # FSDP: A tied weight has two names. Transformers saves one of them.
     return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
 
 
@@ -898,11 +898,13 @@ def parse_args():
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
     args = parser.parse_args()
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
-    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints", "tensor_parallel"]
+    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    counts += ["tensor_parallel"]  # TP: at least 1
     for name, value in args.as_dict().items():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    # TP: All groups have equally many ranks.
     if WORLD_SIZE % args.tensor_parallel:
         parser.error(f"--tensor-parallel must divide the number of ranks, {WORLD_SIZE}")
     name = args.experiment_name

@@ -266,6 +266,7 @@ def main():
 
     if run_folder and not stop_signal:
         # FSDP 4: Gather the whole model in CPU memory of rank 0, because other programs need it.
+        # PP: They come from the checkpoint of the last step, because no rank has all stages.
         weights = whole_weights(model, run_folder / f"step-{state.step:08d}")
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
@@ -491,7 +492,7 @@ def split_layers(args):
     if args.layers_per_stage:
         sizes = [int(number) for number in args.layers_per_stage.split(",")]
     else:
-        # PP 10: Embeddings and head count as a layer each, so the stages at the ends have fewer.
+        # PP 9: Embeddings and head count as a layer each, so the stages at the ends have fewer.
         cuts = [round(n * (layers + 2) / count) for n in range(count + 1)]
         sizes = [end - begin for begin, end in pairwise(cuts)]
         sizes[0] -= 1  # the embeddings
@@ -532,7 +533,7 @@ def shard_model(stage_modules, mesh, args, device):
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # PP: FSDP shards a stage between the ranks of its row, which all have this stage.
     policy["mesh"] = mesh["dp"]
-    # PP 9: Weights stay whole in a step, unless a flag lets each micro-batch gather layers again.
+    # PP 10: Weights stay whole in a step, unless a flag lets each micro-batch gather layers again.
     for layer in [m for m in stage_modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     # Each stage is a root. It has the rest, such as the embeddings or the head, which stays whole.
@@ -549,9 +550,11 @@ def send_weights(whole, model, device):
         if whole.all_tied_weights_keys != model.all_tied_weights_keys:
             sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
         weights = whole.state_dict()
-        # `final/` gets these from the model, too.
+        # Transformers looks these up when it writes `final/`. fully_shard has changed the class.
         model.generation_config = whole.generation_config
         model._weight_conversions = getattr(whole, "_weight_conversions", None)
+        type(model).__name__ = type(whole).__name__
+        type(model).__module__ = type(whole).__module__
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # rank 0 reads files
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     # PP: Not strict, because the whole model has the parameters of other stages, too.
@@ -717,8 +720,8 @@ def evaluate(model, schedule, tokens, args, device):  # PP: the schedule runs th
     for begin in range(0, samples, pipelines * size):
         first = begin + pipeline * size
         indices = range(samples)[first : first + size]
-        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes. A rank
-        # without a batch evaluates sample 0, with weight 0.
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
         # PP 11: A pipeline always computes all its micro-batches. Sample 0 fills up the last ones.
         padding = [0] * (size - len(indices))
         input_ids = read_batch(tokens, [*indices, *padding], args, device)
@@ -798,7 +801,7 @@ def whole_weights(model, checkpoint):
         whole = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     weights = {n: torch.empty_like(x, device="cpu") for n, x in whole.state_dict().items()}
     dcp.load({"model": weights}, checkpoint_id=checkpoint, process_group=rank_0)
-    # A tied weight has two names. Transformers saves one of them.
+    # FSDP: A tied weight has two names. Transformers saves one of them.
     return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
 
 
@@ -1051,7 +1054,7 @@ def parse_args():
     args = parser.parse_args()
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
-    counts += ["pipeline_parallel", "stages_per_rank"]
+    counts += ["pipeline_parallel", "stages_per_rank"]  # PP: at least 1
     for name, value in args.as_dict().items():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:

@@ -647,8 +647,8 @@ def evaluate(model, tokens, args, device):
     for begin in range(0, samples, dp_size * args.batch_size):
         first = begin + dp_rank * args.batch_size
         indices = range(samples)[first : first + args.batch_size]
-        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes. A rank
-        # without a batch evaluates sample 0, with weight 0.
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
         input_ids = read_batch(tokens, indices or [0], args, device)
         loss = loss_of(model, input_ids, args)  # CP: N times the part of this rank
         loss_sum += loss * len(indices)  # the last batch may be smaller
@@ -710,7 +710,7 @@ def whole_weights(model):
     """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = state_dict.get_model_state_dict(model, options=options)
-    # A tied weight has two names. Transformers saves one of them.
+    # FSDP: A tied weight has two names. Transformers saves one of them.
     return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
 
 
@@ -962,7 +962,8 @@ def parse_args():
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
     args = parser.parse_args()
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
-    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints", "context_parallel"]
+    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    counts += ["context_parallel"]  # CP: at least 1
     for name, value in args.as_dict().items():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:

@@ -361,7 +361,7 @@ def build_model(args, device, checkpoint):
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    # EP 9: Gather the next layer early, because Python waits for sizes in each layer.
+    # EP 5: Gather the next layer early, because Python waits for sizes in each layer.
     # By default, FSDP begins to gather a layer when Python calls the layer, after that wait.
     # When Python calls a layer, gather its experts, the next layer and the experts of that layer.
     for layer, following in pairwise(layers):
@@ -414,7 +414,7 @@ def shard_model(model, args, device):
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    shard_experts(model, args, device, policy)
+    shard_experts(model, args, device, policy)  # EP: before the layers, which have other meshes
     # FSDP 7: Each layer is a unit, so that only one or two layers are whole at any time.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
@@ -439,7 +439,7 @@ def shard_experts(model, args, device, policy):
     uneven = [e.num_experts for e in layers if e.num_experts % size] or WORLD_SIZE % size
     if not layers or uneven:
         sys.exit(f"error: --expert-parallel {size} must divide the ranks and experts of the model")
-    # EP 5: Ranks form a table. The ranks of a row share the experts of each layer.
+    # EP 6: Ranks form a table. The ranks of a row share the experts of each layer.
     groups = WORLD_SIZE // size
     mesh = init_device_mesh(device.type, (groups, size), mesh_dim_names=("groups", "experts"))
     # By default, FSDP casts all inputs of a unit. The shares of some families stay in fp32.
@@ -452,14 +452,14 @@ def shard_experts(model, args, device, policy):
         experts.group = mesh.get_group("experts")
         experts.sent_tokens = torch.zeros(experts.num_experts, dtype=torch.long, device=device)
         experts.received_tokens = torch.zeros((), dtype=torch.long, device=device)
-        # EP 6: Each weight is (experts, ...), so each rank keeps the part that is for its experts.
+        # EP 7: Each weight is (experts, ...), so each rank keeps the part that is for its experts.
         # src_data_rank=None: send nothing, because meta tensors have no numbers.
         for name, weight in list(experts.named_parameters()):
             part = distribute_tensor(weight, mesh["experts"], [Shard(0)], src_data_rank=None)
             setattr(experts, name, torch.nn.Parameter(part))
-        # EP 7: The ranks of a column have the same experts, and FSDP shards them in the column.
+        # EP 8: The ranks of a column have the same experts, and FSDP shards them in the column.
         fully_shard(experts, reshard_after_forward=args.reshard_after_forward, **policy)
-        # EP 8: Divide by all ranks, because an expert adds up gradients for all ranks of its row.
+        # EP 9: Divide by all ranks, because an expert adds up gradients for all ranks of its row.
         experts.set_gradient_divide_factor(WORLD_SIZE)
         # With several groups, first add and then divide, because gloo cannot do both at once. With
         # one group, there is nothing to add, and PyTorch 2.13 would divide twice.
@@ -658,8 +658,8 @@ def evaluate(model, tokens, args, device):
     for begin in range(0, samples, WORLD_SIZE * args.batch_size):
         first = begin + RANK * args.batch_size
         indices = range(samples)[first : first + args.batch_size]
-        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes. A rank
-        # without a batch evaluates sample 0, with weight 0.
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
         input_ids = read_batch(tokens, indices or [0], args, device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
@@ -720,7 +720,7 @@ def whole_weights(model):
     """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = state_dict.get_model_state_dict(model, options=options)
-    # A tied weight has two names. Transformers saves one of them.
+    # FSDP: A tied weight has two names. Transformers saves one of them.
     return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
 
 
@@ -970,7 +970,8 @@ def parse_args():
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
     args = parser.parse_args()
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
-    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints", "expert_parallel"]
+    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    counts += ["expert_parallel"]  # EP: at least 1
     for name, value in args.as_dict().items():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:

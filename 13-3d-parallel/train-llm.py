@@ -273,6 +273,7 @@ def main():
 
     if run_folder and not stop_signal:
         # FSDP 4: Gather the whole model in CPU memory of rank 0, because other programs need it.
+        # PP: They come from the checkpoint of the last step, because no rank has all stages.
         weights = whole_weights(model, run_folder / f"step-{state.step:08d}")
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
@@ -498,13 +499,13 @@ def build_model(args, device, checkpoint):
     # No warning that the norm of a stage is added up in two steps, one for each dimension.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     # 3D 8: Split the layers before the stages are cut, because the plan has the model's names.
-    # TP 7: Split each layer within the rows, before anything else sees its parameters.
+    # TP 8: Split each layer within the rows, before anything else sees its parameters.
     tp.parallelize_module(model, mesh["tp"], PLANS[model.config.model_type])
     # There is no error for a parameter that the plan misses, and its gradient is wrong.
     missed = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     if missed:
         sys.exit(f"error: not in the plan: {missed}")
-    # TP 8: Tie the embeddings again, because the plan has made two parameters of one.
+    # TP 9: Tie the embeddings again, because the plan has made two parameters of one.
     model.tie_weights()
     layer_names = [f"model.layers.{n}" for n in range(config.num_hidden_layers)]
     unit_names = ["model.embed_tokens", *layer_names, "model.norm", "lm_head"]
@@ -534,7 +535,7 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # TP 10: Compile attention and MLP. A whole compiled layer may fail in the backward pass.
+        # TP 6: Compile attention and MLP. A whole compiled layer may fail in the backward pass.
         # Layers of one kind share compiled code.
         for layer in layers:
             layer.self_attn.compile()
@@ -570,7 +571,7 @@ def split_layers(args):
     if args.layers_per_stage:
         sizes = [int(number) for number in args.layers_per_stage.split(",")]
     else:
-        # PP 10: Embeddings and head count as a layer each, so the stages at the ends have fewer.
+        # PP 9: Embeddings and head count as a layer each, so the stages at the ends have fewer.
         cuts = [round(n * (layers + 2) / count) for n in range(count + 1)]
         sizes = [end - begin for begin, end in pairwise(cuts)]
         sizes[0] -= 1  # the embeddings
@@ -609,9 +610,9 @@ def shard_model(stage_modules, mesh, args, device):
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # TP 9: FSDP works along the columns: it shards the parts again, and averages gradients there.
+    # TP 10: FSDP works along the columns: it shards the parts again, and averages gradients there.
     policy["mesh"] = mesh["dp"]
-    # PP 9: Weights stay whole in a step, unless a flag lets each micro-batch gather layers again.
+    # PP 10: Weights stay whole in a step, unless a flag lets each micro-batch gather layers again.
     for layer in [m for m in stage_modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     # Each stage is a root. It has the rest, such as the embeddings or the head, which stays whole.
@@ -628,9 +629,11 @@ def send_weights(whole, model, device):
         if whole.all_tied_weights_keys != model.all_tied_weights_keys:
             sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
         weights = whole.state_dict()
-        # `final/` gets these from the model, too.
+        # Transformers looks these up when it writes `final/`. fully_shard has changed the class.
         model.generation_config = whole.generation_config
         model._weight_conversions = getattr(whole, "_weight_conversions", None)
+        type(model).__name__ = type(whole).__name__
+        type(model).__module__ = type(whole).__module__
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # rank 0 reads files
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     # PP: Not strict, because the whole model has the parameters of other stages, too.
@@ -798,8 +801,8 @@ def evaluate(model, schedule, tokens, args, device):  # PP: the schedule runs th
     for begin in range(0, samples, pipelines * size):
         first = begin + pipeline * size
         indices = range(samples)[first : first + size]
-        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes. A rank
-        # without a batch evaluates sample 0, with weight 0.
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
         # PP 11: A pipeline always computes all its micro-batches. Sample 0 fills up the last ones.
         padding = [0] * (size - len(indices))
         input_ids = read_batch(tokens, [*indices, *padding], args, device)
@@ -880,7 +883,7 @@ def whole_weights(model, checkpoint):
         whole = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     weights = {n: torch.empty_like(x, device="cpu") for n, x in whole.state_dict().items()}
     dcp.load({"model": weights}, checkpoint_id=checkpoint, process_group=rank_0)
-    # A tied weight has two names. Transformers saves one of them.
+    # FSDP: A tied weight has two names. Transformers saves one of them.
     return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
 
 
@@ -1067,7 +1070,7 @@ def say(message):
 
 # --demo takes two minutes on two CPU cores. Its text is the source of Python's own library, without
 # files such as _sysconfigdata.py, which differ between machines.
-DEMO_RANKS = 2 if WORLD_SIZE % 4 == 0 else 1  # TP: of a group, since tiny-llama has 2 kv heads
+DEMO_GROUP = 2 if WORLD_SIZE % 4 == 0 else 1  # 3D: of a group, if there are two stages, too
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/tiny-llama",
@@ -1076,8 +1079,8 @@ DEMO = {
     "seq_length": 256,
     # 3D: 8 processes are 2 stages x 2 pipelines x 2 ranks, 4 are 2 x 1 x 2, and 2 are 2 x 1 x 1.
     "pipeline_parallel": 2 if WORLD_SIZE % 2 == 0 else 1,
-    "tensor_parallel": DEMO_RANKS,
-    "batch_size": max(1, 8 * DEMO_RANKS // WORLD_SIZE),  # TP: the global batch of chapter 1
+    "tensor_parallel": DEMO_GROUP,
+    "batch_size": max(1, 8 * DEMO_GROUP // WORLD_SIZE),  # 3D: the global batch of chapter 1
     "max_steps": 400,
     "lr": 2e-3,
     "warmup_steps": 40,
@@ -1142,7 +1145,8 @@ def parse_args():
     args = parser.parse_args()
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
-    counts += ["pipeline_parallel", "stages_per_rank", "tensor_parallel"]
+    counts += ["pipeline_parallel", "stages_per_rank"]  # PP: at least 1
+    counts += ["tensor_parallel"]  # TP: at least 1
     for name, value in args.as_dict().items():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:
