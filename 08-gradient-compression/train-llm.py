@@ -912,7 +912,8 @@ def parse_args():
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
     args = parser.parse_args()
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
-    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints", "powersgd_rank"]
+    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    counts.append("powersgd_rank")  # COMPRESSION: P and Q need a column
     for name, value in args.as_dict().items():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:

@@ -361,7 +361,7 @@ def build_model(args, device, checkpoint):
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    # EP 9: Gather the next layer early, because Python waits for sizes in each layer.
+    # EP 5: Gather the next layer early, because Python waits for sizes in each layer.
     # By default, FSDP begins to gather a layer when Python calls the layer, after that wait.
     # When Python calls a layer, gather its experts, the next layer and the experts of that layer.
     for layer, following in pairwise(layers):
@@ -439,7 +439,7 @@ def shard_experts(model, args, device, policy):
     uneven = [e.num_experts for e in layers if e.num_experts % size] or WORLD_SIZE % size
     if not layers or uneven:
         sys.exit(f"error: --expert-parallel {size} must divide the ranks and experts of the model")
-    # EP 5: Ranks form a table. The ranks of a row share the experts of each layer.
+    # EP 6: Ranks form a table. The ranks of a row share the experts of each layer.
     groups = WORLD_SIZE // size
     mesh = init_device_mesh(device.type, (groups, size), mesh_dim_names=("groups", "experts"))
     # By default, FSDP casts all inputs of a unit. The shares of some families stay in fp32.
@@ -452,14 +452,14 @@ def shard_experts(model, args, device, policy):
         experts.group = mesh.get_group("experts")
         experts.sent_tokens = torch.zeros(experts.num_experts, dtype=torch.long, device=device)
         experts.received_tokens = torch.zeros((), dtype=torch.long, device=device)
-        # EP 6: Each weight is (experts, ...), so each rank keeps the part that is for its experts.
+        # EP 7: Each weight is (experts, ...), so each rank keeps the part that is for its experts.
         # src_data_rank=None: send nothing, because meta tensors have no numbers.
         for name, weight in list(experts.named_parameters()):
             part = distribute_tensor(weight, mesh["experts"], [Shard(0)], src_data_rank=None)
             setattr(experts, name, torch.nn.Parameter(part))
-        # EP 7: The ranks of a column have the same experts, and FSDP shards them in the column.
+        # EP 8: The ranks of a column have the same experts, and FSDP shards them in the column.
         fully_shard(experts, reshard_after_forward=args.reshard_after_forward, **policy)
-        # EP 8: Divide by all ranks, because an expert adds up gradients for all ranks of its row.
+        # EP 9: Divide by all ranks, because an expert adds up gradients for all ranks of its row.
         experts.set_gradient_divide_factor(WORLD_SIZE)
         # With several groups, first add and then divide, because gloo cannot do both at once. With
         # one group, there is nothing to add, and PyTorch 2.13 would divide twice.
@@ -970,7 +970,8 @@ def parse_args():
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
     args = parser.parse_args()
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
-    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints", "expert_parallel"]
+    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    counts.append("expert_parallel")  # EP: a group has at least one rank
     for name, value in args.as_dict().items():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:
