@@ -200,7 +200,9 @@ def main():
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()
             scheduler.step()  # once per optimizer step, not per micro-batch
-            optimizer.zero_grad()  # because backward() adds to the gradients
+            # DDP: Several micro-batches add up in DDP's buckets, so their gradients become zeros.
+            # A single one needs no zeros, because DDP copies each new gradient into its bucket.
+            optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch
         state.epoch = state.samples / train_samples

@@ -420,7 +420,7 @@ def shard_model(model, args, device):
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    shard_experts(model, args, device, policy)  # EP: before the layers, which have other meshes
+    shard_experts(model, args, device, policy)  # EP: before the layers that contain them
     # FSDP 7: Each layer is a unit, so that only one or two layers are whole at any time.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)

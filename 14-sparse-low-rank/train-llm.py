@@ -5,7 +5,7 @@ numbers at a few random places. The places never change. Weights, gradients and 
 exist for B, A and S only. Comments with SL 1 to SL 9 mark the ideas; SL: marks other changes.
 
     python train-llm.py --demo                   # a few minutes on two CPU cores, no network
-    python train-llm.py -e books -d "books/*.txt" --rank 512 --alpha 8 --lr 3e-3 --warmup-steps 1000
+    python train-llm.py -e books-sparse -d "books/*.txt" --rank 512 --alpha 8 --lr 3e-3
 """
 
 import codecs
