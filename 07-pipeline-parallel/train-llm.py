@@ -48,6 +48,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
 from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse.typing import Path_fr
 from torch.distributed import pipelining as pp
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -525,7 +526,7 @@ def load_model(args, checkpoint):
     return model
 
 
-def shard_model(stage_modules, mesh, args, device):
+def shard_model(stage_modules, mesh, args, device):  # PP: the stages of this rank
     """Gives each rank a shard of every parameter: memory, without values yet."""
     # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
@@ -966,7 +967,7 @@ def start_comet(args, run_folder, state):
 
 
 def catch_stop_signals():
-    """A signal then ends the run after its step: Ctrl-C, Slurm's SIGTERM, a closed terminal."""
+    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, stop_soon)
@@ -1006,7 +1007,7 @@ def parse_args():
     parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", action="config", help="a YAML file of flags; later flags override it")
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
     add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
@@ -1049,9 +1050,12 @@ def parse_args():
     add("--stages-per-rank", type=int, default=2, help="of the interleaved schedule alone")
     add("--layers-per-stage", type=str, help="layers of each stage, such as 3,5,5,3")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    config = parser.parse_args().config
+    if config:
+        parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
-    args = parser.parse_args()
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
     counts += ["pipeline_parallel", "stages_per_rank"]  # PP: at least 1

@@ -45,6 +45,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
 from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse.typing import Path_fr
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -168,6 +169,11 @@ def main():
             # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            # FSDP: --no-reshard-after-forward keeps weights and gradients whole until the last
+            # micro-batch. This takes memory, and saves traffic.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
                 indices = order[first : first + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
@@ -885,7 +891,7 @@ def start_comet(args, run_folder, state):
 
 
 def catch_stop_signals():
-    """A signal then ends the run after its step: Ctrl-C, Slurm's SIGTERM, a closed terminal."""
+    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, stop_soon)
@@ -926,7 +932,7 @@ def parse_args():
     parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", action="config", help="a YAML file of flags; later flags override it")
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
     add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
@@ -966,9 +972,12 @@ def parse_args():
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     add("--expert-parallel", type=int, default=node, help="ranks that share the experts")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    config = parser.parse_args().config
+    if config:
+        parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
-    args = parser.parse_args()
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
     counts += ["expert_parallel"]  # EP: at least 1

@@ -64,23 +64,32 @@ def write_documents(folder: str) -> int:
     return len(documents)
 
 
-def rows_of_a_pass(windows) -> int:
-    """Reads windows up to the None that ends the first pass."""
+class PassIsOver(Exception):
+    """The stream begins its second pass."""
+
+
+def rows_of_a_pass(streamed, tokenizer, documents, args) -> int:
+    """Reads the windows of the first pass. Later passes never end."""
+
+    def begin(number: int) -> None:
+        if number > 0:
+            raise PassIsOver
+
+    documents.set_epoch = begin
     count = 0
-    for window in windows:
-        count += len(window)
-        last_row, _ = window[-1]
-        if last_row is None:
-            return count - 1
+    try:
+        for rows, _ in streamed.read_windows(documents, tokenizer, streamed.START, args):
+            count += len(rows)
+    except PassIsOver:
+        return count
 
 
 def compare_streams(rounds: int) -> None:
     """Documents per second of the cached path, and of the stream with each packing."""
     import datasets
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     cached, streamed = load_chapter("01-single-gpu"), load_chapter("04-streaming")
-    config = AutoConfig.from_pretrained(REPOSITORY / "tiny-llama")
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "tiny-llama")
     times = {name: [] for name in ("cached", "pack", "overflow", "trunc")}
     rows = {}
@@ -100,9 +109,7 @@ def compare_streams(rounds: int) -> None:
                     rows[name] = len(tokens) // 1024
                 else:
                     documents = streamed.load_documents(pattern, None)["train"]
-                    documents = streamed.tokenize_split(documents, tokenizer, config, args)
-                    windows = streamed.text_windows(documents, streamed.START, args)
-                    rows[name] = rows_of_a_pass(windows)
+                    rows[name] = rows_of_a_pass(streamed, tokenizer, documents, args)
                 times[name].append(time.perf_counter() - begin)
         datasets.enable_caching()
     assert rows["pack"] == rows["cached"]

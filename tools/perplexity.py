@@ -96,7 +96,9 @@ def tokenized(documents, tokenizer, args: argparse.Namespace) -> list[list[int]]
     first = islice(documents, args.eval_documents)
     texts = (document[args.text_column] for document in first if document[args.text_column])
     token_ids = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
-    return [[*ids, tokenizer.eos_token_id] for ids in filter(None, token_ids)]
+    end = tokenizer.eos_token_id
+    # Some tokenizers add an end-of-text token themselves.
+    return [ids if ids[-1] == end else [*ids, end] for ids in token_ids if ids]
 
 
 @torch.no_grad()
