@@ -710,9 +710,6 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     stays = in_pipeline or (accumulates and not method.reshard)
     whole_gradients = {place: 4 * count // size for place, count in whole.items()}
     from_before = here * (method.name == "DDP" or (accumulates and not in_pipeline))
-    # DDP's buckets stay. The first micro-batches add up in other memory, up to the last one.
-    if method.name == "DDP" and accumulates:
-        from_before = 2
     gradients = whole_gradients if stays else shard
     gradients = {place: from_before * count for place, count in gradients.items()}
     untied = {ROOT, EMBEDDINGS} <= groups.keys()
