@@ -104,7 +104,7 @@ def main():
     if len(set(gather(f"{args} {state.lasting} {state.step}"))) > 1:
         sys.exit("error: nodes differ in flags, data or checkpoints: do all see the --save-dir?")
     model = build_model(args, device, checkpoint)
-    largest = train_rows.facts["largest_token"]
+    largest = train_rows.facts["largest_token"]  # MDS: the tool has looked at all tokens
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
