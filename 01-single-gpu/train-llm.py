@@ -40,6 +40,7 @@ import torch
 import transformers
 from filelock import FileLock
 from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse.typing import Path_fr
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -572,7 +573,7 @@ def start_comet(args, run_folder, state):
 
 
 def catch_stop_signals():
-    """A signal then ends the run after its step: Ctrl-C, Slurm's SIGTERM, a closed terminal."""
+    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, stop_soon)
@@ -612,7 +613,7 @@ def parse_args():
     parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", action="config", help="a YAML file of flags; later flags override it")
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
     add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
@@ -648,9 +649,12 @@ def parse_args():
     devices = [name for name in ("cuda", "mps", "cpu") if getattr(torch, name).is_available()]
     add("--device", choices=devices, default=devices[0], help="where to train")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    config = parser.parse_args().config
+    if config:
+        parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
-    args = parser.parse_args()
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
     for name, value in args.as_dict().items():

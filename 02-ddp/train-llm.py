@@ -5,9 +5,9 @@ global batch, and averages its gradients with the others. So all ranks make the 
 1. Comments with DDP 1 to DDP 10 mark the ideas. Comments with DDP: mark other changed places.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
-    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-ddp     # all GPUs of a node
     torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
-        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca     # the same command on two machines
+        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-ddp     # the same on two nodes
 """
 
 import codecs
@@ -43,6 +43,7 @@ import torch.distributed as dist
 import transformers
 from filelock import FileLock
 from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse.typing import Path_fr
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
@@ -199,7 +200,9 @@ def main():
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()
             scheduler.step()  # once per optimizer step, not per micro-batch
-            optimizer.zero_grad()  # because backward() adds to the gradients
+            # DDP: Several micro-batches add up in DDP's buckets, so their gradients become zeros.
+            # A single one needs no zeros, because DDP copies each new gradient into its bucket.
+            optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch
         state.epoch = state.samples / train_samples
@@ -654,7 +657,7 @@ def start_comet(args, run_folder, state):
 
 
 def catch_stop_signals():
-    """A signal then ends the run after its step: Ctrl-C, Slurm's SIGTERM, a closed terminal."""
+    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, stop_soon)
@@ -694,7 +697,7 @@ def parse_args():
     parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", action="config", help="a YAML file of flags; later flags override it")
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
     add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
@@ -728,9 +731,12 @@ def parse_args():
     add("--seed", type=int, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    config = parser.parse_args().config
+    if config:
+        parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
-    args = parser.parse_args()
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
     for name, value in args.as_dict().items():

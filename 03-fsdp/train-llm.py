@@ -5,9 +5,9 @@ are gathered from all ranks right before the layer computes, and freed right aft
 can train a larger model. Comments with FSDP 1 to 11 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
-    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-fsdp     # all GPUs of a node
     torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
-        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca     # the same command on two machines
+        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-fsdp     # the same on two nodes
 """
 
 import codecs
@@ -44,6 +44,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
 from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse.typing import Path_fr
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -163,6 +164,11 @@ def main():
             # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            # FSDP: --no-reshard-after-forward keeps weights and gradients whole until the last
+            # micro-batch. This takes memory, and saves traffic.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
                 indices = order[first : first + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
@@ -494,8 +500,8 @@ def evaluate(model, tokens, args, device):
     for begin in range(0, samples, WORLD_SIZE * args.batch_size):
         first = begin + RANK * args.batch_size
         indices = range(samples)[first : first + args.batch_size]
-        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes. A rank
-        # without a batch evaluates sample 0, with weight 0.
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
         input_ids = read_batch(tokens, indices or [0], args, device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
@@ -556,7 +562,7 @@ def whole_weights(model):
     """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = state_dict.get_model_state_dict(model, options=options)
-    # A tied weight has two names. Transformers saves one of them.
+    # FSDP: A tied weight has two names. Transformers saves one of them.
     return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
 
 
@@ -721,7 +727,7 @@ def start_comet(args, run_folder, state):
 
 
 def catch_stop_signals():
-    """A signal then ends the run after its step: Ctrl-C, Slurm's SIGTERM, a closed terminal."""
+    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, stop_soon)
@@ -761,7 +767,7 @@ def parse_args():
     parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", action="config", help="a YAML file of flags; later flags override it")
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
     add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
@@ -798,9 +804,12 @@ def parse_args():
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    config = parser.parse_args().config
+    if config:
+        parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
-    args = parser.parse_args()
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
     for name, value in args.as_dict().items():

@@ -45,6 +45,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
 from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse.typing import Path_fr
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -166,6 +167,11 @@ def main():
             # STREAM: The stream has chosen the rows. This number only seeds the dropout masks.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            # FSDP: --no-reshard-after-forward keeps weights and gradients whole until the last
+            # micro-batch. This takes memory, and saves traffic.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
                 begin = micro_step * args.batch_size
                 input_ids = to_device(rows[begin : begin + args.batch_size], device)
@@ -627,7 +633,7 @@ def whole_weights(model):
     """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
     options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = state_dict.get_model_state_dict(model, options=options)
-    # A tied weight has two names. Transformers saves one of them.
+    # FSDP: A tied weight has two names. Transformers saves one of them.
     return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
 
 
@@ -792,7 +798,7 @@ def start_comet(args, run_folder, state):
 
 
 def catch_stop_signals():
-    """A signal then ends the run after its step: Ctrl-C, Slurm's SIGTERM, a closed terminal."""
+    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, stop_soon)
@@ -833,7 +839,7 @@ def parse_args():
     parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", action="config", help="a YAML file of flags; later flags override it")
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
     add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
@@ -877,9 +883,12 @@ def parse_args():
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    config = parser.parse_args().config
+    if config:
+        parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
-    args = parser.parse_args()
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
     counts += ["shuffle_window", "max_documents", "eval_documents"]  # STREAM

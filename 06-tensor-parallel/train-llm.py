@@ -5,13 +5,13 @@ each device has a part of the weights and of the activations. Between the groups
 weights again. A sample may be too large for one device. Comments with TP 1 to 11 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
-    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-tp     # all GPUs of a node
     torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
-        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca     # the same command on two machines
+        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-tp     # the same on two nodes
 """
 
-import argparse
-import fcntl
+import codecs
+import gzip
 import json
 import logging
 import math
@@ -26,36 +26,31 @@ from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import lru_cache
+from glob import escape, glob
 from pathlib import Path
 
-# OpenMP's CPU threads wait in a busy loop. A shorter loop leaves more time to other programs.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Comet shows the metrics. Without this setting, it would change PyTorch to log more by itself.
-os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
-# If its server does not answer, ask once (20 s) at the start, and wait 30 + 30 seconds at the end.
-os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
-os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
-os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave time to others
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
 import comet_ml
 import datasets
 import numpy as np
 import psutil
-import pyarrow as pa
+import pyarrow.compute
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-import yaml
-from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
-from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
+from filelock import FileLock
+from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse.typing import Path_fr
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
-from torch.utils.data import Subset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -65,64 +60,67 @@ from transformers.utils import is_flash_attn_2_available
 RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# DDP: Only rank 0 prints, because all ranks have the same progress bar and the same log.
-CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+stop_signals = []  # signals that ask this run to stop
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 # TP 1: No rank has whole logits, so cross-entropy must combine parts, forward and backward.
 @tp.loss_parallel()
 def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    if RANK > 0:  # DDP: all ranks have the same log
+        sys.stdout = open(os.devnull, "w")
     args = parse_args()
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
     if args.dtype is None:
         args.dtype = "fp32" if device.type == "cpu" else "bf16"
-    if args.compile is None:
-        args.compile = device.type == "cuda"
-    check_groups(args)  # TP: before anything that takes time
     accumulation = args.gradient_accumulation_steps
     # TP 2: The N ranks of a group train on the same samples, so a group counts as one device.
-    groups = WORLD_SIZE // args.tensor_parallel
-    group = RANK // args.tensor_parallel
-    global_batch = args.batch_size * accumulation * groups
+    dp_size = WORLD_SIZE // args.tensor_parallel
+    dp_rank = RANK // args.tensor_parallel
+    global_batch = args.batch_size * accumulation * dp_size
     torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint, or None
+    say(f"{device_name}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data, model, optimizer.
-    config, tokenizer = load_config_and_tokenizer(args)
-    check_plan(config, args)  # TP: on all ranks at once, so that none waits for one that has left
+    check_plan(args)  # TP: before anything that takes time
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
-    limit = timedelta(days=1)
-    patient_group = dist.new_group(backend="gloo", timeout=limit, group_desc="patient")
+    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # until the first ranks of all nodes call it below
-    train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
+    train_tokens, eval_tokens = load_tokens(args, tokenizer)
     if LOCAL_RANK == 0:
         dist.barrier(patient_group)
-    # `state.samples` is the number read so far, `state.train_samples` the size of the dataset.
-    if checkpoint and state.train_samples != len(train_samples):
-        fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
-    state.train_samples = len(train_samples)
+    train_samples = len(train_tokens) // args.seq_length
+    if train_samples < global_batch or len(eval_tokens) < args.seq_length:
+        sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
+    say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
+    order = sample_order(args, train_samples)
+    run_folder, checkpoint, state = open_run(args, train_samples)
     # DDP: Other flags or data on one rank would spoil the training without any error.
-    descriptions = gather(f"{vars(args)} {state.step} {state.train_samples}")
-    if len(set(descriptions)) > 1:
-        fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
-    model = build_model(args, config, device, checkpoint)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
-    )
+    if len(set(gather(f"{args} {state.lasting} {state.step}"))) > 1:
+        sys.exit("error: nodes differ in flags, data or checkpoints: do all see the --save-dir?")
+    model = build_model(args, device, checkpoint)
+    largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
+    if largest >= model.config.vocab_size:
+        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    groups = parameter_groups(model, args)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
     # A resumed run may have another batch size, so count the steps that are left.
-    steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
-    total_steps = state.step + max(steps_left, 0)
+    total_steps = state.step + (len(order) - state.samples) // global_batch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
-    scheduler = lr_schedule(args, optimizer, total_steps)
+    scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
+    )
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
     # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, so that gradients
@@ -131,51 +129,68 @@ def main():
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
-        load_training_state(checkpoint, stateful, model)
+        # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
+        saved = sharded_state(model, stateful)
+        dcp.load(saved, checkpoint_id=checkpoint)
+        state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
+        # This run may have another --max-steps, so compute the learning rate of the step again.
+        scheduler.last_epoch -= 1  # which step() counts up, and then sets the rate
+        scheduler.step()
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
-        run_log = RunLog(run_folder, checkpoint, state, args)
-        parameters = describe_run(args, model, train_samples)
-        parameters |= {"global_batch": global_batch, "device_name": device_name}
-        run_log.log_parameters(parameters)
+        facts = describe_run(model, optimizer, device) | {
+            "global_batch": global_batch,
+            "dataset_samples": train_samples,
+            "dataset_tokens": len(train_tokens),
+        }
+        run_log = RunLog(args, run_folder, checkpoint, state, facts)
+        run_log.comet.set_model_graph(str(model))  # the architecture as text
 
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    # DDP: The tokens of the whole job are the work of all devices.
-    timer = PhaseTimer(device, flops_per_token(config, args.seq_length) / WORLD_SIZE)
-    # disable=None: a progress bar in terminals only.
-    progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
-    stop_signals = catch_stop_signals()  # SIGTERM and Ctrl-C append to this list
+    logged_time = time.perf_counter()
+    # disable=None: no bar where the output goes to a file
+    progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
+    catch_stop_signals()
     stop_signal = 0
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
+        step = state.step + 1
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: no rank waits for its GPU
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        stop_signal = stop.item()  # after a signal, this step is the last one
+        at_end = step == total_steps
+        eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
+        save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
+        log_now = step % args.log_freq == 0 or save_now
+        times = defaultdict(float)  # of the phases of this step
+        wait = log_now and device.type != "cpu"  # see timed()
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
-            # Sample n is the same in each run with this seed, so a run can resume at any sample.
             # TP 3: A group reads one batch with one seed, because its ranks compute parts of it.
-            first = state.samples + (micro_step * groups + group) * args.batch_size
+            first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
-            is_last = micro_step == accumulation - 1
-            # FSDP 2: Scatter in every micro-batch, because whole gradients take 4 bytes per weight.
-            # --no-reshard-after-forward keeps weights and gradients whole, and scatters once.
-            communicate = args.reshard_after_forward or is_last
+            # FSDP: --no-reshard-after-forward keeps weights and gradients whole until the last
+            # micro-batch. This takes memory, and saves traffic.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
-            with timer("data"):
-                indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
-                input_ids = read_batch(train_samples, indices, device)
-            with timer("forward"), autocast:
+            with timed("data", times, wait):
+                indices = order[first : first + args.batch_size]
+                input_ids = read_batch(train_tokens, indices, args, device)
+            with timed("forward", times, wait), autocast:
                 # Transformers shifts the labels by one token itself, so they equal the input.
                 # A cache of keys and values serves generation. In training it only takes memory.
                 loss = loss_of(model, input_ids)  # TP: each rank has a part of the tokens
-                # The loss is a mean over a micro-batch. After this division, the losses (and their
-                # gradients) of all micro-batches add up to the mean over the global batch.
+                # After this division, the losses (and their gradients) of all micro-batches add up
+                # to the mean over the global batch.
                 loss = loss / accumulation
-            with timer("backward"):
+            with timed("backward", times, wait):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
-        with timer("update"):
+        with timed("update", times, wait):
             # Clip the complete gradient before the update, so that no bad batch spoils the weights.
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
@@ -187,69 +202,59 @@ def main():
             scaler.update()
             scheduler.step()  # once per optimizer step, not per micro-batch
             optimizer.zero_grad()  # because backward() adds to the gradients
-        state.step += 1
+        state.step = step
         state.samples += global_batch
-        state.epoch = state.samples / len(train_samples)
+        state.epoch = state.samples / train_samples
         progress.update()
 
-        at_end = state.step == total_steps
-        stop_signal = stop_signals[-1] if stop_signals else 0
-        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(stop_signal)  # on the CPU, so that no rank waits for its GPU
-        dist.all_reduce(stop, dist.ReduceOp.MAX)
-        stop_signal = stop.item()
-        eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
-        save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
-        # DDP: If a node vanishes, the other ranks give up after 5 minutes. The first step, which
-        # compiles, evaluations and saves may take longer. They have PyTorch's 30 minutes.
-        set_time_limit(timedelta(minutes=30 if eval_now or save_now else 5))
-        log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
-            # `.item()` waits until the GPU has computed the number. Between two logged steps,
-            # training reads no number back, so Python runs ahead and queues work for the GPU.
+            # `.item()` waits until the GPU has computed the number, so only logged steps call it.
             # TP: Average the loss over the groups. All ranks of a group have the same loss.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
-            mean_loss = loss_sum.item() / (state.step - logged_step)
+            mean_loss = loss_sum.item() / (step - logged_step)
+            seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            tokens_per_second = global_batch * args.seq_length / seconds
             metrics = {
                 "loss": mean_loss,
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
-                **timer.read(tokens_per_step=global_batch * args.seq_length),
+                "tokens_per_second": tokens_per_second,
+                "time/total_ms": 1e3 * seconds,
+                **times,
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
-            if run_log:
-                run_log.log_metrics(state, metrics)
-            speed = f"{metrics['tokens_per_second']:,.0f} tokens/s"
-            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}  {speed}"
-            say(f"step {state.step}/{total_steps}  {numbers}")
+            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
+            say(f"step {step}/{total_steps}  {numbers}  {tokens_per_second:,.0f} tokens/s")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
-            gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
-            if not math.isfinite(mean_loss) or not gradient_is_normal:
-                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
+            norm_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or not norm_is_normal:
+                sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
+            if run_log:
+                run_log.log(state, metrics)
             loss_sum.zero_()
-            logged_step = state.step
+            logged_step = step
+            logged_time = time.perf_counter()
         if eval_now:
             with autocast:
-                eval_loss = evaluate(model, eval_samples, args, device)
-            say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
-            metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
+                eval_loss = evaluate(model, eval_tokens, args, device)
+            say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
-                run_log.log_metrics(state, metrics)
+                run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
         if run_folder and save_now:
-            # A saved step is always a logged step, so its numbers have passed the check above.
-            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+            # A saved step is a logged step, so its numbers have passed the check above.
+            save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
 
-    if run_folder and state.step >= total_steps:
+    if run_folder and not stop_signal:
+        # FSDP 4: Gather the whole model in CPU memory of rank 0, because other programs need it.
+        weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
-            save_weights(folder, model)  # FSDP: on all ranks, because each has its shards
             if RANK == 0:
-                save_model(folder, model, tokenizer)
+                model.save_pretrained(folder, state_dict=weights)
+                tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
-    elif not run_folder:
-        say("Nothing was saved: -e gives a run a name, and saves its model, checkpoints and logs")
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
-    if state.step < total_steps:
-        say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
+    if stop_signal:
+        say(f"Stopped after step {step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
 
 
@@ -295,73 +300,27 @@ PLANS = {
 }
 
 
-def build_model(args, config, device, checkpoint):
-    """The model on `device`, with the weights of the checkpoint, pretrained or random weights."""
-    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
-    # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
-    # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
-    with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # TP 6: Ranks form a table: each row is a group, and the ranks of a column have equal parts.
-    shape = (WORLD_SIZE // args.tensor_parallel, args.tensor_parallel)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
-    mesh._flatten()  # so the norm of all gradients is one all-reduce, and not one per dimension
-    # TP 7: Split each layer within the rows, before anything else sees its parameters.
-    tp.parallelize_module(model, mesh["tp"], PLANS[config.model_type])
-    # There is no error for a parameter that the plan misses, and its gradient is wrong.
-    missed = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-    assert not missed, f"not in the plan: {missed}"
-    # TP 8: Tie the embeddings again, because the plan has made two parameters of one.
-    model.tie_weights()
-    # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
-    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
-    if args.cpu_offload:
-        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # TP 9: FSDP works along the columns: it shards the parts again, and averages gradients there.
-    policy["mesh"] = mesh["dp"]
-    # FSDP cuts the part of this rank, so the shape of this part counts.
-    dp_size = mesh["dp"].size()
-    policy["shard_placement_fn"] = lambda weight: even_shards(weight.to_local().shape, dp_size)
-    # FSDP 6: Each layer is a unit, so that only one or two layers are whole at any time.
-    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
-        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
-    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
-    if not model.all_tied_weights_keys:
-        embeddings = model.get_input_embeddings()
-        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
-        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
-        # The backward pass begins with the head, so the head stays whole after the forward pass.
-        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
-    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
-    fully_shard(model, **policy)
-    # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
-    model.to_empty(device="cpu" if args.cpu_offload else device)
-    # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
-    # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
-    # random parameters only from scratch. For a large model, a CPU needs minutes to draw them.
-    with fail_on_error(f"shards cannot be initialised as {config.model_type} does: use chapter 2"):
-        init_weights(model, draw=args.from_scratch and not checkpoint)
-    if not args.from_scratch:
-        with fail_on_error(f"cannot load the weights of {args.model_name}: try --from-scratch"):
-            # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
-            load_weights(model, args.model_name, checkpoint)
-    for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
-        buffer.data = buffer.to(device)
-    gpu_has_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
-    # A few models need another version of FlashAttention, and name it in the second attribute.
-    model_has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
-    if args.attention is None and gpu_has_flash and model_has_flash:
-        args.attention = "flash_attention_2"
-    if args.attention:
-        with fail_on_error(f"--attention {args.attention} does not work for {config.model_type}"):
-            model.set_attn_implementation(args.attention)
-            used = model.config._attn_implementation
-            if used != args.attention:
-                raise ValueError(f"the model uses {used} instead")
+def build_model(args, device, checkpoint):
+    """The model on `device`, with its attention, and compiled if asked for."""
+    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. The meta device has shapes alone.
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None
+    config = AutoConfig.from_pretrained(args.model_name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=args.attention
+        )
+    shard_model(model, args, device)
+    send_weights(whole, model, device)
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
     # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
     # for positions that begin at 0 again. Here positions go on from one document to the next, so it
     # would find nothing, and return None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -369,7 +328,7 @@ def build_model(args, config, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # TP 10: Compile attention and MLP. A whole compiled layer may fail in the backward pass.
+        # TP 6: Compile attention and MLP. A whole compiled layer may fail in the backward pass.
         # Layers of one kind share compiled code.
         for layer in layers:
             layer.self_attn.compile()
@@ -381,6 +340,21 @@ def build_model(args, config, device, checkpoint):
     return model
 
 
+def check_plan(args):
+    """Refuses a model that cannot be split, or that would train wrong without an error."""
+    config = AutoConfig.from_pretrained(args.model_name)
+    # TP: Each family of the list is compared with one device, weight by weight, in the tests.
+    if config.model_type not in PLANS:
+        sys.exit(f"error: {config.model_type} is none of {', '.join(PLANS)}: use chapter 3")
+    kv_heads = config.num_key_value_heads
+    if kv_heads % args.tensor_parallel:
+        sys.exit(f"error: --tensor-parallel must divide the {kv_heads} kv heads of the model")
+    # The mask of a sliding window would fit only the tokens of one rank.
+    window = getattr(config, "sliding_window", None)
+    if window and args.seq_length > window:
+        sys.exit(f"error: --seq-length is above the sliding window, {window}: use chapter 3")
+
+
 def loss_of(model, input_ids):
     """The mean loss of a batch, as a plain tensor and the same on all ranks of a group."""
     # TP: By itself, the model would make positions only for this rank's part of the tokens.
@@ -389,44 +363,88 @@ def loss_of(model, input_ids):
     return model(**batch, use_cache=False).loss.full_tensor()
 
 
-def from_files(name):
-    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    # Transformers fills tensors that are missing or differ in shape with random numbers, and prints
-    # a table about them. Replace the function that prints, and end the run with a sentence.
-    transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
+def load_model(args, checkpoint):
+    """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
+    # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    config = AutoConfig.from_pretrained(args.model_name)
+    if config.get_text_config() is not config:  # images would train its other parts
+        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
+    if args.from_scratch and not checkpoint:
+        model = AutoModelForCausalLM.from_config(config, **options)
+        # Draw the weights again, because constructors draw other numbers in other versions.
+        torch.manual_seed(args.seed)
+        model.apply(model._init_weights)
+        return model
+    source = checkpoint or args.model_name
     model, report = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        source, output_loading_info=True, **options
     )
-    unfit = report["missing_keys"] | report["mismatched_keys"]
-    if unfit:
-        fail(f"the files of {name} lack these tensors, or their shapes differ: {str(unfit)[:300]}")
-    # If the config ties two matrices that differ in the files, Transformers silently keeps both.
-    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
-    tied_after_loading = model.all_tied_weights_keys
-    if tied_after_loading != tied_by_config:
-        tied = f"the config of {name} ties lm_head to the embeddings, but its files do not"
-        fail(f"{tied}: set tie_word_embeddings to false in config.json")
+    if report["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {report['missing_keys']}")
     return model
 
 
-@lru_cache  # FSDP: so it prints its sentence once per shape
-def even_shards(shape, ranks):
-    """FSDP: The dimension of a weight that FSDP cuts: 0, or another one with more even shards.
+def shard_model(model, args, device):
+    """Gives each rank a shard of every parameter: memory, without values yet."""
+    # TP 7: Ranks form a table: each row is a group, and the ranks of a column have equal parts.
+    shape = (WORLD_SIZE // args.tensor_parallel, args.tensor_parallel)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
+    # No warning that the norm and `final/` are collected in two steps, one for each dimension.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # TP 8: Split each layer within the rows, before anything else sees its parameters.
+    tp.parallelize_module(model, mesh["tp"], PLANS[model.config.model_type])
+    # There is no error for a parameter that the plan misses, and its gradient is wrong.
+    missed = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    if missed:
+        sys.exit(f"error: not in the plan: {missed}")
+    # TP 9: Tie the embeddings again, because the plan has made two parameters of one.
+    model.tie_weights()
+    # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # TP 10: FSDP works along the columns: it shards the parts again, and averages gradients there.
+    policy["mesh"] = mesh["dp"]
+    # FSDP 7: Each layer is a unit, so that only one or two layers are whole at any time.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
+    if not model.all_tied_weights_keys:
+        embeddings = model.get_input_embeddings()
+        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
+        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
+        # The backward pass begins with the head, so the head stays whole after the forward pass.
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
+    fully_shard(model, **policy)
+    # FSDP 8: Take memory only for the shards of this rank, because other ranks have the rest.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+    model.tie_weights()  # to_empty has separated shared weights
 
-    FSDP asks for each weight. By default, it would cut dimension 0. The weights of 8 experts are
-    (8, ...), so 64 ranks would get 8 shards, and 56 ranks would have nothing. Other dimensions must
-    divide evenly.
-    """
-    even_share = shape[0] / ranks
-    largest_share = math.ceil(even_share)
-    if largest_share <= 1.1 * even_share:
-        return Shard(0)
-    for dimension, size in enumerate(shape):
-        if size % ranks == 0:
-            return Shard(dimension)
-    if len(shape) > 1:
-        say(f"No dimension of {tuple(shape)} divides by {ranks} ranks, so shards differ in size")
-    return Shard(0)
+
+def send_weights(whole, model, device):
+    """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
+    weights = {}
+    if RANK == 0:
+        if whole.all_tied_weights_keys != model.all_tied_weights_keys:
+            sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
+        weights = whole.state_dict()
+        # Transformers looks these up when it writes `final/`. fully_shard has changed the class.
+        model.generation_config = whole.generation_config
+        model._weight_conversions = getattr(whole, "_weight_conversions", None)
+        type(model).__name__ = type(whole).__name__
+        type(model).__module__ = type(whole).__module__
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # rank 0 reads files
+    # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, weights, options=how)
+    # Files and checkpoints do not have all buffers, such as the rotary frequencies.
+    for name, buffer in model.named_buffers():
+        source = whole.get_buffer(name) if RANK == 0 else buffer
+        buffer.data = source.to(device)
+        dist.broadcast(buffer, src=0)
 
 
 def parameter_groups(model, args):
@@ -437,266 +455,192 @@ def parameter_groups(model, args):
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 
-def lr_schedule(args, optimizer, total_steps):
-    """The scheduler, which sets the learning rate of each step."""
-    options = {}
-    if args.lr_scheduler == "warmup_stable_decay":
-        options["num_decay_steps"] = total_steps // 5  # to zero in the last fifth of the steps
-    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
+# -- Data and evaluation ---------------------------------------------------------------------------
 
-
-# -- Data ------------------------------------------------------------------------------------------
-
-# The endings of files, and how `datasets` calls their formats. Files may be compressed (.gz).
+# The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
+TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
+LONGEST_DOCUMENT = 250_000  # characters: a longer text is cut, so that it fits into memory
 
 
-def load_config_and_tokenizer(args):
-    name = args.model_name
-    gated = "if it is gated, accept its licence at huggingface.co and run `hf auth login`"
-    remedy = f"check the path, or name and network; {gated}; --demo needs no network"
-    with fail_on_error(f"cannot load the model {name}: {remedy}"):
-        config = AutoConfig.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.eos_token_id is None:
-        fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
-    if getattr(config, "quantization_config", None):
-        fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
-    # The model has learned no positions beyond this number. Some families have no limit, or say -1.
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest and 0 < longest < args.seq_length:
-        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
-    return config, tokenizer
+def load_tokens(args, tokenizer):
+    """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %.
+
+    Sample n is the n-th `seq_length` tokens. Without padding, no computation is wasted.
+    """
+    splits = load_documents(args)
+    train_tokens = tokenize_split(splits["train"], tokenizer, args.text_column)
+    eval_split = splits.get("validation") or splits.get("test")
+    if eval_split:
+        return train_tokens, tokenize_split(eval_split, tokenizer, args.text_column)
+    samples = len(train_tokens) // args.seq_length
+    held_out = max(1, samples // 100)
+    end = max(0, samples - held_out) * args.seq_length
+    return train_tokens.slice(0, end), train_tokens.slice(end)
 
 
-def check_plan(config, args):
-    """Refuses a model or a sequence that cannot be split."""
-    # TP: Each family of the list is compared with one device, weight by weight, in the tests.
-    if config.model_type not in PLANS:
-        fail(f"{config.model_type} has no plan here, only {', '.join(PLANS)} have: use chapter 3")
-    sizes = {
-        "heads": config.num_attention_heads,
-        "kv heads": config.num_key_value_heads,
-        "columns of an MLP": config.intermediate_size,
-        "tokens of a sample": args.seq_length,
-        "tokens of the vocabulary": config.vocab_size,
-    }
-    for name, size in sizes.items():
-        if size % args.tensor_parallel:
-            what = f"--tensor-parallel {args.tensor_parallel} does not divide {size} {name}"
-            fail(f"{what}: choose a divisor, or chapter 3")
-    # The mask of a sliding window would fit only the tokens of one rank.
-    window = getattr(config, "sliding_window", None)
-    if window and args.seq_length > window:
-        fail(f"--seq-length is above the sliding window, {window}: lower it, or use chapter 3")
-
-
-def load_documents(name, subset):
-    """The splits of a file, pattern, address, folder or Hub dataset. A text file is a document."""
+def load_documents(args):
+    """The splits of a local file or pattern, or of a dataset on the Hub."""
+    name = os.path.expanduser(args.dataset_name)
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
-    options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
-    if file_format:
-        options = {"path": file_format, "data_files": name}
-    elif "*" in name or os.path.isfile(name):
-        fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
+    if not file_format and "*" not in name and not os.path.exists(name):
+        return datasets.load_dataset(name, args.dataset_subset)
+    files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
+    if not files or not file_format:
+        endings = ", ".join(FORMATS)
+        sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
+    say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        options |= {"sample_by": "document", "encoding_errors": "replace"}
-    if file_format == "json":
-        # With None, a number among texts is an error. Otherwise `datasets` would turn the column
-        # into JSON, and put quotation marks around each text.
-        options["on_mixed_types"] = None
-    remedy = "check that the files exist and have text, or Hub name, --dataset-subset and network"
-    with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
-        splits = datasets.load_dataset(**options)
-    # `datasets` makes a document of each line of the text files in a folder.
-    builder = next(iter(splits.values())).info.builder_name
-    if os.path.isdir(name) and builder == "text":
-        fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
-    return splits
+        # `datasets` reads files again if these arguments have changed.
+        changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
+        arguments = {"files": files, "changed": changed}
+        documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
+        undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
+        if undecoded:
+            say(f"warning: {undecoded:,} characters are not UTF-8, and became question marks")
+        return {"train": documents}
+    # `datasets` reads a name as a pattern, so escape brackets.
+    return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
 
 
-def tokenize(rows, tokenizer, column, vocab_size):
-    """The token ids of each document that is not empty, and an end-of-text token after each."""
-    texts = [text for text in rows[column] if text]
-    # The tokenizer refuses an empty list.
-    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
-    largest = max((max(ids) for ids in documents), default=0)
-    if largest >= vocab_size:
-        remedy = "use the model's tokenizer, or --from-scratch and a larger vocab_size"
-        fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
-    return {"input_ids": documents}
+def read_text(files, changed):
+    """The documents of text files. They end at <|endoftext|>, at the end of a file, or cut."""
+    for file in files:
+        opened = gzip.open if file.endswith(".gz") else open
+        with opened(file, "rb") as stream:
+            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding = "utf-16" if is_utf16 else "utf-8-sig"
+        with opened(file, "rt", encoding=encoding, errors="replace") as stream:
+            rest = ""
+            while text := stream.read(LONGEST_DOCUMENT):
+                *documents, rest = (rest + text).split("<|endoftext|>")
+                if len(rest) >= LONGEST_DOCUMENT:
+                    documents.append(rest)
+                    rest = ""
+                for document in documents:
+                    yield {"text": document, "undecoded": document.count("\ufffd")}
+            yield {"text": rest, "undecoded": rest.count("\ufffd")}
 
 
-def tokenize_split(documents, tokenizer, config, args):
-    """The token ids of the documents of a split."""
-    text_types = (datasets.Value("string"), datasets.Value("large_string"))
-    columns = [name for name, kind in documents.features.items() if kind in text_types]
-    if args.text_column not in columns:
-        remedy = f"choose --text-column among {', '.join(columns or documents.column_names)}"
-        fail(f"{args.text_column!r} is no column of text: {remedy}")
-    return documents.map(
+def tokenize_split(documents, tokenizer, column):
+    """All documents of a split as one array of token ids."""
+    columns = [name for name, kind in documents.features.items() if kind in TEXT_TYPES]
+    if column not in columns:
+        sys.exit(f"error: no text in column {column!r}: choose --text-column among {columns}")
+    tokenized = documents.map(
         tokenize,
-        batched=True,  # 1,000 documents per call
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "column": args.text_column,
-            "vocab_size": config.get_text_config().vocab_size,
-        },
+        batched=True,
+        batch_size=32,  # documents; the longest ones then need 1 GB of memory
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
+    # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
+    tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
+    empty = len(documents) - len(tokenized)
+    say(f"{len(documents):,} documents, of which {empty:,} are empty: {len(tokens):,} tokens")
+    return tokens
 
 
-class PackedSamples:
-    """All documents, joined and cut into samples of `seq_length` tokens. A short rest is left out.
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, with one end-of-text token at its end."""
+    texts = [text for text in rows[column] if text]
+    # The tokenizer refuses an empty list.
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    end = tokenizer.eos_token_id
+    # Some tokenizers add an end-of-text token themselves.
+    documents = [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]
+    return {"input_ids": documents}
 
-    Without padding, no computation is wasted. `tokens` is a view of the memory-mapped Arrow file
-    that `datasets` has cached. So packing copies nothing, and all processes share the file.
+
+def sample_order(args, train_samples):
+    """The samples of all epochs, in the order in which the run reads them.
+
+    The order depends only on the seed, so a run can resume at any sample.
     """
-
-    def __init__(self, documents, seq_length):
-        # An Arrow column has chunks of many documents. `flatten` joins the documents of a chunk.
-        chunks = documents.data.column("input_ids").chunks
-        self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
-        self.seq_length = seq_length
-
-    def __len__(self):
-        return len(self.tokens) // self.seq_length
-
-    def __getitem__(self, index):
-        return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
+    permutations = []
+    for epoch in range(args.num_epochs):
+        # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+        generator = np.random.RandomState((args.seed, epoch))
+        permutations.append(generator.permutation(train_samples))
+    return np.concatenate(permutations)
 
 
-def load_samples(args, tokenizer, config, global_batch):
-    """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
-    splits = load_documents(args.dataset_name, args.dataset_subset)
-    if "train" not in splits:
-        fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
-    documents = tokenize_split(splits["train"], tokenizer, config, args)
-    train_samples = PackedSamples(documents, args.seq_length)
-    count = len(train_samples)
-    held_out = splits.get("validation", splits.get("test"))
-    if held_out:
-        documents = tokenize_split(held_out, tokenizer, config, args)
-        eval_samples = PackedSamples(documents, args.seq_length)
-    else:
-        count -= max(1, count // 100)  # hold out the last samples of the dataset
-        eval_samples = Subset(train_samples, range(count, len(train_samples)))
-        train_samples = Subset(train_samples, range(count))
-    if count < global_batch or not eval_samples:
-        fail(f"{args.dataset_name} is empty or too small: lower --batch-size or --seq-length")
-    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
-    return train_samples, eval_samples
-
-
-@lru_cache(maxsize=2)  # a batch may have samples of two epochs
-def permutation(seed, epoch, count):
-    # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
-    return np.random.RandomState((seed, epoch)).permutation(count)
-
-
-def sample_order(first, count, dataset_size, seed):
-    """The indices in the dataset of the samples from `first` to `first + count - 1` of a run.
-
-    A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
-    depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
-    """
-    indices = []
-    for number in range(first, first + count):
-        epoch, place = divmod(number, dataset_size)
-        indices.append(int(permutation(seed, epoch, dataset_size)[place]))
-    return indices
-
-
-def read_batch(samples, indices, device):
-    """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
-    batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
+def read_batch(tokens, indices, args, device):
+    """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
+    size = args.seq_length
+    samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
+    batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
         # Python need not wait for a copy from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
     return batch.to(device).long()
 
 
-# -- Evaluation ------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def evaluate(model, samples, args, device):
+def evaluate(model, tokens, args, device):
     """The mean loss over all held-out samples, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
-    size = args.batch_size
-    # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
-    # A rank without a batch evaluates sample 0, with weight 0.
+    samples = len(tokens) // args.seq_length
     # TP 11: A group evaluates its share together, because its ranks compute each loss together.
-    # A sum over ranks gives the mean over all samples.
-    groups = WORLD_SIZE // args.tensor_parallel
-    group = RANK // args.tensor_parallel
-    rounds = math.ceil(len(samples) / (groups * size))
-    for n in range(rounds):
-        begin = (n * groups + group) * size
-        indices = range(begin, min(begin + size, len(samples)))
-        has_batch = len(indices) > 0
-        input_ids = read_batch(samples, indices if has_batch else [0], device)
+    dp_size = WORLD_SIZE // args.tensor_parallel
+    dp_rank = RANK // args.tensor_parallel
+    for begin in range(0, samples, dp_size * args.batch_size):
+        first = begin + dp_rank * args.batch_size
+        indices = range(samples)[first : first + args.batch_size]
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
+        input_ids = read_batch(tokens, indices or [0], args, device)
         loss = loss_of(model, input_ids)  # TP: the same on all ranks of a group
         loss_sum += loss * len(indices)  # the last batch may be smaller
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
     # TP: All N ranks of a group have added the same losses.
-    return loss_sum.item() / len(samples) / args.tensor_parallel
+    return loss_sum.item() / samples / args.tensor_parallel
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps"]
+LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
-# Eight digits, so the names sort by step. A copy such as step-00000500.bak is no checkpoint.
-CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"  # eight digits, so the names sort by step
 
 
 @dataclass
 class RunState:
     """The position of a run. Every checkpoint stores it as `state.json`."""
 
-    flags: dict  # the flags that must not change
+    lasting: dict  # flags, and the size of the dataset, which must not change
     comet_key: str  # the id of its Comet experiment
     step: int = 0  # optimizer steps done
     samples: int = 0  # samples read, over all epochs
     epoch: float = 0.0
-    train_samples: int = 0  # in the dataset
 
 
-@contextmanager
-def new_folder(folder):
-    """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
-    temporary = folder.with_name("incomplete")
-    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
-    if RANK == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    dist.barrier()
-    free = shutil.disk_usage(folder.parent).free / 1e9
-    with fail_on_error(f"cannot write {folder}; the disk had {free:.1f} GB left"):
-        yield temporary
-        # FSDP: The other ranks are done. Rank 0 waits for the disk, and renames the folder.
-        if RANK > 0:
-            return
-        for path in [*temporary.rglob("*"), temporary]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)  # all is on the disk before the folder gets its name
-            os.close(descriptor)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
-
-
-def save_model(folder, model, tokenizer):
-    model.config.save_pretrained(folder)  # FSDP: the weights are saved as shards
-    tokenizer.save_pretrained(folder)
+def open_run(args, train_samples):
+    """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
+    lasting = {name: getattr(args, name) for name in LASTING} | {"train_samples": train_samples}
+    state = RunState(lasting, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
+        return None, None, state
+    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
+    if not checkpoint:
+        return run_folder, None, state
+    say(f"Continuing from {checkpoint}")
+    state = RunState(**json.loads((checkpoint / "state.json").read_text()))
+    for name, value in lasting.items():
+        before = state.lasting.get(name)
+        if before != value:
+            sys.exit(f"error: {name} was {before}, and is {value}: keep it, or choose another -e")
+    return run_folder, checkpoint, state
 
 
 def sharded_state(model, stateful):
@@ -705,169 +649,52 @@ def sharded_state(model, stateful):
     return stateful | {"model": weights, "optimizer": moments}
 
 
-def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
-    """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
+def whole_weights(model):
+    """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = state_dict.get_model_state_dict(model, options=options)
+    # FSDP: A tied weight has two names. Transformers saves one of them.
+    return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
+    if RANK == 0:
+        remove(temporary)
+        temporary.mkdir()
+    dist.barrier()
+    yield temporary
+    if RANK > 0:
+        return
+    os.sync()  # all files are on the disk before the folder gets its name
+    remove(folder)
+    temporary.rename(folder)
+
+
+def remove(folder):
+    """Removes a folder, or a link to a folder, if it exists."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
+    """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
         # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
         dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
         if RANK > 0:
             return  # rank 0 does the rest
-        save_model(folder, model, tokenizer)
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
     for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
-        # Rename it first, so that no half-removed folder looks like a checkpoint.
-        old.rename(run_folder / "incomplete")
-        shutil.rmtree(run_folder / "incomplete")
-
-
-def open_run(args):
-    """Makes the folder of a run with a name. Returns the folder, the newest checkpoint, the state.
-
-    The folder is None without a name, and the checkpoint is None in a new run.
-    """
-    flags = {name: getattr(args, name) for name in LASTING}
-    new_state = RunState(flags, comet_key=uuid.uuid4().hex)
-    if not args.experiment_name:
-        say("Without -e, this run saves no model, no checkpoints and no logs")
-        return None, None, new_state
-    run_folder = args.save_dir / args.experiment_name
-    with fail_on_error(f"cannot write to {args.save_dir}: choose another --save-dir"):
-        run_folder.mkdir(parents=True, exist_ok=True)
-    if RANK == 0:  # DDP: one lock for the whole job
-        lock(run_folder)
-    newest = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
-    if not newest:
-        return run_folder, None, new_state
-    with fail_if_damaged(newest):
-        saved = json.loads((newest / "state.json").read_text())
-    # Checkpoints of other chapters have unknown values, other flags with a value, or sharded files.
-    unknown = saved.keys() - asdict(new_state).keys()
-    unknown |= {name for name, value in saved["flags"].items() if value is not None} - flags.keys()
-    is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
-    if unknown or is_whole:
-        fail(f"{newest} is from another chapter or version: choose another --experiment-name")
-    state = RunState(**saved)
-    for name, value in state.flags.items():
-        if flags.get(name) != value:
-            fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
-    say(f"Continuing from {newest}")
-    return run_folder, newest, state
-
-
-def lock(run_folder):
-    """Refuses a folder in which another process trains. The lock ends with the process."""
-    descriptor = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)
-    # The file is never closed, because this would end the lock.
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"another process trains in {run_folder}: wait for its end, or choose another -e")
-    except OSError as error:
-        say(f"warning: {run_folder} cannot be locked ({error}), so start no second run in it")
-
-
-def load_training_state(checkpoint, stateful, model):
-    """Restores optimizer, scheduler and scaler in place."""
-    # FSDP: Each rank reads the parts of its shards, whatever the number of ranks that saved them.
-    state = sharded_state(model, stateful)
-    with fail_if_damaged(checkpoint):
-        # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
-        dcp.FileSystemReader(checkpoint).read_metadata()
-        dcp.load(state, checkpoint_id=checkpoint)
-    state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
-    # The restored learning rate belongs to the old --max-steps. Compute it for the new one: step()
-    # adds 1 to last_epoch, the number of steps, and then sets the rate. So subtract 1 before.
-    stateful["scheduler"].last_epoch -= 1
-    stateful["scheduler"].step()
-
-
-# -- Adapting Transformers -------------------------------------------------------------------------
-# FSDP: Transformers initialises, loads and saves whole models. These functions do so with shards.
-# Models of other libraries would need other functions, so a first reading can skip these.
-
-
-def init_weights(model, draw):
-    """Initialises all buffers, and draws random numbers for all parameters if `draw` is true."""
-    # fully_shard has put "FSDP" before the name of the model's class. Transformers needs the old
-    # name to initialise the model, and to name its tensors.
-    type(model).__name__ = type(model).__name__.removeprefix("FSDP")
-    # In a class that is not its own, Transformers would skip modules that have buffers only.
-    model.is_custom_code = lambda: False
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = not draw  # Transformers leaves such parameters as they are
-    with AsOnOneDevice():
-        model.init_weights()
-
-
-class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
-    """Gives a sharded tensor the initial values that the whole tensor would get on one device.
-
-    Without this class, all ranks on CPUs would draw the same numbers, and GPUs would draw other
-    numbers than a single device. The class takes memory for one whole parameter at a time.
-    """
-
-    def __torch_dispatch__(self, op, types, args, kwargs):
-        # A DTensor is the whole tensor for the model, and one shard of it in memory.
-        fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
-        if not fills or dist.tensor.DTensor not in types:
-            return op(*args, **kwargs)
-        target, *numbers = args
-        whole = op(torch.empty(target.shape, device=target.device), *numbers, **kwargs)
-        return target.copy_(dist.tensor.DTensor.from_local(whole, target.device_mesh))
-
-
-def weights_of(model):
-    """The state dict without the second names of tied weights."""
-    return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
-
-
-def load_weights(model, name, checkpoint):
-    """Fills the shards of this rank with the weights of a folder or of the Hub, as from_pretrained.
-
-    With a checkpoint, which replaces the weights, only their names in the files matter, for final/.
-    """
-    with suppress(OSError):  # many models lack this file
-        model.generation_config = transformers.GenerationConfig.from_pretrained(name)
-    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
-    files = dcp.HuggingFaceStorageReader(folder)
-    saved = files.read_metadata().state_dict_metadata
-    shards = weights_of(model)
-    if set(shards) <= set(saved):
-        if checkpoint is not None:
-            return
-        # A tied weight has two names. If the files have both, the two tensors must be equal.
-        second_tensors = {}
-        for second_name, first_name in model.all_tied_weights_keys.items():
-            if second_name in saved:
-                second_tensors[second_name] = torch.empty_like(shards[first_name])
-        dcp.load(shards | second_tensors, storage_reader=files)
-        for second_name, second in second_tensors.items():
-            first = shards[model.all_tied_weights_keys[second_name]]
-            if not torch.equal(second.to_local(), first.to_local()):
-                tied = f"the config of {name} ties {second_name} to the embeddings"
-                remedy = "set tie_word_embeddings to false in config.json"
-                fail(f"{tied}, but its files do not: {remedy}")
-        return
-    # Some families have other names in the files, or merge tensors (the experts of a layer).
-    # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
-    whole = from_files(name) if RANK == 0 else model
-    model._weight_conversions = getattr(whole, "_weight_conversions", None)  # for save_pretrained
-    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    state_dict.set_model_state_dict(model, whole.state_dict(), options=how)
-
-
-def save_weights(folder, model):
-    """Writes the whole model with the names of the Hub. The model may exceed the memory."""
-    # Each rank writes a file of shards, and these files are joined on the disk.
-    joined = folder / "joined"
-    hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
-    dcp.save(weights_of(model), storage_writer=hub)
-    if RANK == 0:
-        # Rewrite the tensors with the names of the Hub. `load_file` maps the file into memory.
-        [file] = joined.glob("*.safetensors")
-        model.save_pretrained(folder, state_dict=load_file(file))
-        shutil.rmtree(joined)
+        remove(old)
 
 
 # -- Processes -------------------------------------------------------------------------------------
@@ -875,39 +702,15 @@ def save_weights(folder, model):
 
 def join_process_group():
     """Meets the other ranks, and returns the device of this rank."""
-    gpus = torch.cuda.device_count()
-    if "LOCAL_RANK" not in os.environ:
-        fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
-    device = torch.device(f"cuda:{LOCAL_RANK}" if gpus else "cpu")
-    if gpus:
-        torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
-    # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
-    # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
-    # `rendezvous` yields the store, the rank and the number of ranks.
-    store, _, _ = next(dist.rendezvous("env://"))
-    if os.environ["GROUP_WORLD_SIZE"] == "1":
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    if "RANK" not in os.environ:
+        sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    torch.cuda.set_device(LOCAL_RANK)  # DDP: first, because otherwise each rank uses GPU 0 too
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
-    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
-    return device
-
-
-def check_groups(args):
-    """Refuses a number of ranks that does not form groups, and warns of slow groups."""
-    size = args.tensor_parallel
-    if WORLD_SIZE % size:
-        fail(f"--tensor-parallel {size} does not divide the {WORLD_SIZE} ranks: choose a divisor")
-    if int(os.environ["LOCAL_WORLD_SIZE"]) % size:
-        # TP: No computation hides this traffic, because a layer needs the sums of all ranks.
-        say(f"warning: groups of {size} span nodes: 8 times per layer, all wait for the network")
-
-
-def set_time_limit(limit):
-    """How long a rank waits for the others, in all process groups but the patient ones."""
-    for group in dist.distributed_c10d._world.pg_map:
-        if group.group_desc != "patient":
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return torch.device("cuda", LOCAL_RANK)
 
 
 def gather(value):
@@ -930,67 +733,17 @@ def of_all_ranks(metrics):
 # -- Timer, metrics, logs, small helpers -----------------------------------------------------------
 
 
-class PhaseTimer:
-    """Times the phases of a step: `with timer("forward"): ...`.
+@contextmanager
+def timed(phase, times, wait):
+    """Adds the milliseconds of a block to `times`.
 
-    Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
-    with the work. Their times are read at logged steps, when the GPU has passed them.
+    Python only queues work for a GPU. So logged steps wait here until the GPU has done the work.
     """
-
-    def __init__(self, device, flops_per_token):
-        self.on_gpu = device.type == "cuda"
-        self.flops_per_token = flops_per_token
-        self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
-        self.last_read = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase):
-        begin = self.now()
-        yield
-        self.spans[phase].append((begin, self.now()))
-
-    def now(self):
-        """Seconds, or on a GPU an event that gets its time when the GPU reaches it in its queue."""
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def read(self, tokens_per_step):
-        """Milliseconds per optimizer step, tokens per second and TFLOP/s, since the last read."""
-        steps = len(self.spans["update"])  # a step has one update
-        metrics = {}
-        for phase, spans in self.spans.items():
-            if self.on_gpu:
-                # The loop has called .item(), so the GPU has passed all events.
-                times = [begin.elapsed_time(end) for begin, end in spans]
-            else:
-                times = [1e3 * (end - begin) for begin, end in spans]
-            metrics[f"time/{phase}_ms"] = sum(times) / steps
-        self.spans.clear()
-        now = time.perf_counter()
-        seconds = (now - self.last_read) / steps
-        self.last_read = now
-        metrics["time/total_ms"] = 1e3 * seconds
-        metrics["tokens_per_second"] = tokens_per_step / seconds
-        if self.flops_per_token:
-            metrics["tflops_per_device"] = self.flops_per_token * tokens_per_step / seconds / 1e12
-        return metrics
-
-
-def flops_per_token(config, seq_length):
-    """Operations of both passes for a token: 6 per weight, and attention (see docs/metrics.md)."""
-    # Built again, without memory, because from chapter 3 on, a process has a part of the model.
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    if any(".experts." in name for name in model.state_dict()):
-        return 0  # unknown: only chapter 12 counts the experts that a token uses
-    config = config.get_text_config()
-    used = model.num_parameters(exclude_embeddings=True)  # looking up an embedding computes nothing
-    if config.tie_word_embeddings:
-        used += config.vocab_size * config.hidden_size  # the head computes with the same table
-    return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
+    begin = time.perf_counter()
+    yield
+    if wait:
+        torch.accelerator.synchronize()
+    times[f"time/{phase}_ms"] += 1e3 * (time.perf_counter() - begin)
 
 
 def memory_metrics(device):
@@ -1005,18 +758,16 @@ def memory_metrics(device):
     }
 
 
-def describe_run(args, model, train_samples):
-    """Values that are logged once: every flag, and facts about model, data and machine."""
-    device_memory = None
-    if torch.cuda.is_available():
-        device_memory = torch.cuda.mem_get_info()[1] / 1e9
-    return vars(args) | {
+def describe_run(model, optimizer, device):
+    """Facts about model and machine, which are logged once besides the flags."""
+    on_gpu = device.type == "cuda"
+    return {
         "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
-        "dataset_samples": len(train_samples),
-        "dataset_tokens": len(train_samples) * args.seq_length,
-        "device_memory_gb": device_memory,
+        "optimizer": type(optimizer).__name__,
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "transformers_version": transformers.__version__,
@@ -1026,37 +777,30 @@ def describe_run(args, model, train_samples):
 class RunLog:
     """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
 
-    def __init__(self, run_folder, checkpoint, state, args):
+    def __init__(self, args, run_folder, checkpoint, state, facts):
+        self.lock = FileLock(run_folder / "in-use.lock")
+        self.lock.acquire(timeout=0)  # fails if another process trains in this folder
         if checkpoint:
             # A killed run may have left later records. The checkpoint has a copy without them.
-            with fail_if_damaged(checkpoint):
-                records = (checkpoint / "metrics.jsonl").read_text()
-                newest = json.loads(records.splitlines()[-1])
-                if newest["step"] != state.step or not records.endswith("\n"):
-                    raise ValueError("metrics.jsonl was cut")
-            (run_folder / "metrics.jsonl").write_text(records)
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        self.parameters_file = run_folder / "parameters.json"
-        self.comet = start_comet(run_folder / "comet", state, args)
-
-    def log_parameters(self, parameters):
-        # JSON has no paths, so `default` turns them into text.
-        self.parameters_file.write_text(json.dumps(parameters, indent=2, default=str))
+        self.comet = start_comet(args, run_folder, state)
+        parameters = args.as_dict() | facts
         self.comet.log_parameters(parameters)
+        (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
 
-    def log_metrics(self, state, metrics):
-        # JSON has no infinity. The gradient norm may be infinite in a step that fp16 skips.
-        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
-        record = {"step": state.step, "epoch": state.epoch} | finite
+    def log(self, state, metrics):
+        # JSON has no infinity, which the gradient norm may be in fp16.
+        metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | metrics
         print(json.dumps(record), file=self.file, flush=True)
-        self.comet.log_metrics(finite, step=state.step, epoch=state.epoch)
+        self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
 
 
-def start_comet(folder, state, args):
+def start_comet(args, run_folder, state):
     """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
-    config = comet_ml.ExperimentConfig(
-        name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
-    )
+    folder = str(run_folder / "comet")
+    config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=folder)
     options = {
         "workspace": args.comet_workspace,
         "project_name": args.comet_project_name,
@@ -1068,71 +812,42 @@ def start_comet(folder, state, args):
             return comet_ml.start(online=True, **options)
         except Exception as error:
             say(f"warning: Comet cannot be reached ({error!r:.300})")
-    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the archive
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the file
     say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
     return comet_ml.start(online=False, **options)
 
 
+def catch_stop_signals():
+    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, stop_soon)
+
+
+def stop_soon(signum, frame):
+    stop_signals.append(signum)  # the loop looks at this list before every step
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
+
+
 def say(message):
     """Prints a line above the progress bar."""
-    tqdm.write(message, file=CONSOLE)
-
-
-def fail(message):
-    """Exits with a one-line message about a mistake that the user can fix."""
-    # DDP: If all ranks find the same mistake, the first rank of a node says so, and torchrun ends
-    # the other ranks by SIGTERM while they wait here.
-    if LOCAL_RANK > 0:
-        with suppress(ValueError):  # raised in a thread, where signals stay as they are
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
-    sys.exit(f"error: {message}")
-
-
-@contextmanager
-def fail_on_error(message):
-    """Replaces the traceback of an error by this message and a short form of the error."""
-    try:
-        yield
-    except dcp.CheckpointException as error:  # FSDP: it has an error and its stack for each rank
-        cause, _ = next(iter(error.failures.values()))
-        fail(f"{message} ({cause!r:.300})")
-    except Exception as error:
-        cause = error.__cause__ or error  # some libraries raise a general error from the true one
-        fail(f"{message} ({cause!r:.300})")  # at most 300 characters of it
-
-
-def fail_if_damaged(checkpoint):
-    """As `fail_on_error`, around lines that read a checkpoint."""
-    remedy = "remove this folder, and the run continues from the checkpoint before"
-    return fail_on_error(f"the checkpoint {checkpoint} is damaged: {remedy}")
-
-
-def catch_stop_signals():
-    """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
-    received = []
-
-    def remember(signum, frame):
-        received.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
-
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    return received
+    with suppress(OSError):  # Ctrl-C also ends a `| tee`, and then the run still has to save
+        tqdm.write(message)
 
 
 # -- Flags -----------------------------------------------------------------------------------------
 
 # --demo takes two minutes on two CPU cores. Its text is the source of Python's own library, without
 # files such as _sysconfigdata.py, which differ between machines.
+DEMO_RANKS = 2 if WORLD_SIZE % 2 == 0 else 1  # TP: of a group, since tiny-llama has 2 kv heads
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    "tensor_parallel": 2 if WORLD_SIZE % 2 == 0 else 1,  # TP: its 2 kv heads allow no more
-    "batch_size": None,  # TP: follows from --tensor-parallel
+    "tensor_parallel": DEMO_RANKS,
+    "batch_size": max(1, 8 * DEMO_RANKS // WORLD_SIZE),  # TP: the global batch of chapter 1
     "max_steps": 400,
     "lr": 2e-3,
     "warmup_steps": 40,
@@ -1141,47 +856,12 @@ DEMO = {
 }
 
 
-def at_least(minimum, kind=int, below=math.inf):
-    """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
-
-    def number(text):
-        value = kind(text)
-        if not minimum <= value < below:
-            limits = f"{minimum} or larger"
-            if below < math.inf:
-                limits += f" and below {below}"
-            raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
-        return value
-
-    return number
-
-
-def read_config(path):
-    """The flags of a YAML file, in the form of the command line."""
-    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
-        text = path.read_text()
-        values = yaml.safe_load(text)  # keeps only the last value of a repeated flag
-        names = [flag.value for flag, _ in yaml.compose(text).value]  # compose keeps repeated flags
-    if len(names) > len(values) or "config" in names or None in values.values():
-        fail(f"{path} must have each flag once, with a value, and no flag named config")
-    flags = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            flags.append(f"--{name}={value}")
-    return flags
-
-
 def parse_args():
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
+    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
-    switch = argparse.BooleanOptionalAction
-    count = at_least(0)
-    positive = at_least(1)
-    real = at_least(0, float)
-    add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
+    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
@@ -1189,62 +869,68 @@ def parse_args():
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
     add("--text-column", default="text", help="the column to train on")
     add("--dataset-subset", help="configuration name on the Hub")
-    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
-    add("-b", "--batch-size", type=positive, default=8, help="samples per forward pass")
-    add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
-    add("--num-epochs", type=positive, default=3, help="passes over the dataset")
-    add("--max-steps", type=positive, help="stop after this many optimizer steps")
-    add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
-    schedules += ["constant_with_warmup", "warmup_stable_decay"]
-    add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
-    add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
-    beta = at_least(0, float, below=1)
-    add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
-    add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
-    add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
-    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("-s", "--seq-length", type=int, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=int, default=8, help="samples per forward pass")
+    add("--gradient-accumulation-steps", type=int, default=1, help="passes per optimizer step")
+    add("--num-epochs", type=int, default=3, help="passes over the dataset")
+    add("--max-steps", type=int, help="stop after this many optimizer steps")
+    add("--lr", type=float, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
+    add("--warmup-steps", type=int, default=0, help="steps until the peak learning rate")
+    add("--adam-beta2", type=float, default=0.999, help="of AdamW; from scratch, 0.95 is common")
+    add("--weight-decay", type=float, default=0.01, help="of AdamW, for matrices only")
+    add("--max-grad-norm", type=float, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
     add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
-    add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
-    add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
-    add("--log-freq", type=positive, default=10, help="steps between logged metrics")
-    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
-    add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
-    add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    seed = at_least(0, below=2**32)  # the limit of NumPy
-    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
-    # Calls torch.cuda.is_available() and so on
+    on_gpu = torch.cuda.is_available()
+    add("--compile", action=switch, default=on_gpu, help="compile the layers; on for CUDA")
+    add("--eval-freq", type=int, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=int, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="older ones are removed")
+    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=int, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # FSDP: These two flags choose between speed and memory.
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     # TP: More ranks per group for large samples and layers, fewer for less traffic.
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    add("--tensor-parallel", type=positive, default=node, help="ranks that share each layer")
+    add("--tensor-parallel", type=int, default=node, help="ranks of a node that share each layer")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
-    if LOCAL_RANK > 0:
-        parser.error = fail  # DDP: only the first rank of a node reports a wrong flag
-    # Find --config first. Its flags stand before those of the command line, which therefore win.
-    known, _ = parser.parse_known_args()
-    given = read_config(known.config) if known.config else []
-    flags = given + sys.argv[1:]
-    if "--demo" in flags:
-        parser.set_defaults(**DEMO)  # defaults, so that every given flag overrides them
-    args = parser.parse_args(flags)
-    if args.batch_size is None:  # TP: chapter 1's global batch, so also its losses
-        args.batch_size = max(1, 8 * args.tensor_parallel // WORLD_SIZE)
+    config = parser.parse_args().config
+    if config:
+        parser.default_config_files = [str(config)]
+    if parser.parse_args().demo:
+        parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
+    counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
+    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    counts += ["tensor_parallel"]  # TP: at least 1
+    for name, value in args.as_dict().items():
+        least = 1 if name in counts else 0
+        if isinstance(value, int | float) and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    # TP: All groups have equally many ranks.
+    if WORLD_SIZE % args.tensor_parallel:
+        parser.error(f"--tensor-parallel must divide the number of ranks, {WORLD_SIZE}")
     name = args.experiment_name
-    if name is not None and ("/" in name or name in ("", ".", "..")):
-        parser.error("--experiment-name must be a folder name, not empty and without slashes")
+    if name is not None and (name in ("", ".", "..") or "/" in name):
+        parser.error("--experiment-name must be the name of a folder, without slashes")
     return args
 
 
 if __name__ == "__main__":
     try:
         main()
+    except OSError as error:  # a file, folder, model or dataset that is not there, or no network
+        sys.exit(f"error: {error}")
     except torch.OutOfMemoryError:
-        remedy = "try --activation-checkpointing, a lower --batch-size with more"
         # FSDP: more devices help, too, because each device then has a smaller shard.
-        fail(f"out of GPU memory: {remedy} --gradient-accumulation-steps, more GPUs, --cpu-offload")
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, a lower -b, more GPUs")
+    finally:
+        # DDP: If all ranks fail, the first one of a node says why, and torchrun ends the others.
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
+            time.sleep(5)

@@ -7,14 +7,14 @@ With several pipelines, FSDP shards each stage between them. Comments with PP 1 
 ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
-    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca     # all GPUs of one machine
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-pp     # all GPUs of a node
     torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
-        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca     # the same command on two machines
+        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-pp     # the same on two nodes
 """
 
-import argparse
+import codecs
 import copy
-import fcntl
+import gzip
 import json
 import logging
 import math
@@ -29,39 +29,32 @@ from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import lru_cache
+from glob import escape, glob
 from itertools import pairwise
 from pathlib import Path
 
-# OpenMP's CPU threads wait in a busy loop. A shorter loop leaves more time to other programs.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Comet shows the metrics. Without this setting, it would change PyTorch to log more by itself.
-os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
-# If its server does not answer, ask once (20 s) at the start, and wait 30 + 30 seconds at the end.
-os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
-os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
-os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave time to others
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
 import comet_ml
 import datasets
 import numpy as np
 import psutil
-import pyarrow as pa
+import pyarrow.compute
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-import yaml
-from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
+from filelock import FileLock
+from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse.typing import Path_fr
 from torch.distributed import pipelining as pp
-from torch.distributed.checkpoint import HuggingFaceStorageWriter, state_dict
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from torch.distributed.pipelining.schedules import FORWARD, RECV_F, RESHARD, SEND_F, UNSHARD
-from torch.distributed.tensor import Shard
-from torch.utils.data import Subset
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -71,22 +64,21 @@ from transformers.utils import is_flash_attn_2_available
 RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-# DDP: Only rank 0 prints, because all ranks have the same progress bar and the same log.
-CONSOLE = sys.stderr if RANK == 0 else open(os.devnull, "w")
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+stop_signals = []  # signals that ask this run to stop
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    if RANK > 0:  # DDP: all ranks have the same log
+        sys.stdout = open(os.devnull, "w")
     args = parse_args()
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
     if args.dtype is None:
         args.dtype = "fp32" if device.type == "cpu" else "bf16"
-    if args.compile is None:
-        args.compile = device.type == "cuda"
-    check_groups(args)  # PP: before anything that takes time
     accumulation = args.gradient_accumulation_steps
     # PP 1: The ranks of a pipeline train on the same samples, so a pipeline counts as one device.
     pipelines = WORLD_SIZE // args.pipeline_parallel
@@ -95,38 +87,43 @@ def main():
     torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint, or None
+    say(f"{device_name}, torch {torch.__version__}, transformers {transformers.__version__}")
+    args.layers_per_stage = split_layers(args)  # PP: before anything that takes time
 
     # Data, model, optimizer.
-    config, tokenizer = load_config_and_tokenizer(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
-    limit = timedelta(days=1)
-    patient_group = dist.new_group(backend="gloo", timeout=limit, group_desc="patient")
+    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # until the first ranks of all nodes call it below
-    train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
+    train_tokens, eval_tokens = load_tokens(args, tokenizer)
     if LOCAL_RANK == 0:
         dist.barrier(patient_group)
-    # `state.samples` is the number read so far, `state.train_samples` the size of the dataset.
-    if checkpoint and state.train_samples != len(train_samples):
-        fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
-    state.train_samples = len(train_samples)
+    train_samples = len(train_tokens) // args.seq_length
+    if train_samples < global_batch or len(eval_tokens) < args.seq_length:
+        sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
+    say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
+    order = sample_order(args, train_samples)
+    run_folder, checkpoint, state = open_run(args, train_samples)
     # DDP: Other flags or data on one rank would spoil the training without any error.
-    descriptions = gather(f"{vars(args)} {state.step} {state.train_samples}")
-    if len(set(descriptions)) > 1:
-        fail("the ranks differ in flags, data or checkpoints: start all nodes with the same ones")
+    if len(set(gather(f"{args} {state.lasting} {state.step}"))) > 1:
+        sys.exit("error: nodes differ in flags, data or checkpoints: do all see the --save-dir?")
     # PP: `model` holds the weights of this rank. `stages` share the weights, and do the computing.
-    model, stages, tied_head = build_model(args, config, device, checkpoint)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
-    )
+    model, stages, tied_head = build_model(args, device, checkpoint)
+    largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
+    if largest >= model.config.vocab_size:
+        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    groups = parameter_groups(model, args)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
     # A resumed run may have another batch size, so count the steps that are left.
-    steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
-    total_steps = state.step + max(steps_left, 0)
+    total_steps = state.step + (len(order) - state.samples) // global_batch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
-    scheduler = lr_schedule(args, optimizer, total_steps)
+    scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
+    )
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
     # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, so that gradients
@@ -135,50 +132,68 @@ def main():
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
-        load_training_state(checkpoint, stateful, model)
+        # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
+        saved = sharded_state(model, stateful)
+        dcp.load(saved, checkpoint_id=checkpoint)
+        state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
+        # This run may have another --max-steps, so compute the learning rate of the step again.
+        scheduler.last_epoch -= 1  # which step() counts up, and then sets the rate
+        scheduler.step()
     # PP 2: A schedule tells each rank the order of the forward and backward passes of a step.
     schedule = SCHEDULES[args.schedule](
         stages if args.schedule in SEVERAL_STAGES else stages[0],
         n_microbatches=accumulation,
-        # The loss is a mean over a micro-batch. After this division, the losses (and their
-        # gradients) of all micro-batches add up to the mean over the global batch.
+        # After this division, the losses (and their gradients) of all micro-batches add up to the
+        # mean over the global batch.
         loss_fn=lambda loss, target: loss / accumulation,  # the last stage returns the loss itself
         scale_grads=False,  # the gradients are already divided
     )
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
-        run_log = RunLog(run_folder, checkpoint, state, args)
-        parameters = describe_run(args, model, train_samples)
-        parameters |= {"global_batch": global_batch, "device_name": device_name}
-        run_log.log_parameters(parameters)
+        facts = describe_run(model, optimizer, device) | {
+            "global_batch": global_batch,
+            "dataset_samples": train_samples,
+            "dataset_tokens": len(train_tokens),
+        }
+        run_log = RunLog(args, run_folder, checkpoint, state, facts)
+        run_log.comet.set_model_graph(str(model))  # the architecture as text
 
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    # DDP: The tokens of the whole job are the work of all devices.
-    timer = PhaseTimer(device, flops_per_token(config, args.seq_length) / WORLD_SIZE)
-    # disable=None: a progress bar in terminals only.
-    progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
-    stop_signals = catch_stop_signals()  # SIGTERM and Ctrl-C append to this list
+    logged_time = time.perf_counter()
+    # disable=None: no bar where the output goes to a file
+    progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
+    catch_stop_signals()
     stop_signal = 0
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
+        step = state.step + 1
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: no rank waits for its GPU
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        stop_signal = stop.item()  # after a signal, this step is the last one
+        at_end = step == total_steps
+        eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
+        save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
+        log_now = step % args.log_freq == 0 or save_now
+        times = defaultdict(float)  # of the phases of this step
+        wait = log_now and device.type != "cpu"  # see timed()
         # PP: The schedule gets all micro-batches of a step at once, so collect them first.
         batches = []
         for micro_step in range(accumulation):
-            # Sample n is the same in each run with this seed, so a run can resume at any sample.
             # PP 3: All ranks of a pipeline read the same batch, as inputs or as labels.
             first = state.samples + (micro_step * pipelines + pipeline) * args.batch_size
-            with timer("data"):
-                indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
-                input_ids = read_batch(train_samples, indices, device)
+            with timed("data", times, wait):
+                indices = order[first : first + args.batch_size]
+                input_ids = read_batch(train_tokens, indices, args, device)
             batches.append(input_ids)
         # PP: Each rank of a pipeline has its own seed, because it drops other activations. One seed
         # per step is enough, because the forward passes of all micro-batches come after this loop.
         seed = args.seed + first * args.pipeline_parallel + RANK // pipelines
         torch.manual_seed(seed)  # a resumed run also draws the same dropout masks
         # PP: Forward and backward passes take turns, so they are timed together.
-        with timer("schedule"):
+        with timed("schedule", times, wait):
             tied_head.copy_weight()
             input_ids = torch.cat(batches)  # the schedule splits this batch again
             # The first stage gets `input_ids`, each stage gets `labels`, `loss_fn` gets `target`.
@@ -187,15 +202,13 @@ def main():
         if losses is not None:  # PP: the last stage is on this rank
             # The other ranks of the pipeline add 0 to the average over all ranks.
             loss_sum += losses.detach().mean() * args.pipeline_parallel
-        with timer("update"):
+        with timed("update", times, wait):
             tied_head.add_gradients()
             # Clip the complete gradient before the update, so that no bad batch spoils the weights.
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             # PP: This is the norm of the stages of this rank. Clipping comes below.
-            grad_norm = torch.nn.utils.get_total_norm(
-                [p.grad for p in model.parameters() if p.grad is not None]
-            )
+            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
             # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
             grad_norm = grad_norm.full_tensor()
             # PP 4: The norm is over all stages, because all stages must be clipped alike.
@@ -209,75 +222,65 @@ def main():
             scaler.update()
             scheduler.step()  # once per optimizer step, not per micro-batch
             optimizer.zero_grad()  # because backward() adds to the gradients
-        state.step += 1
+        state.step = step
         state.samples += global_batch
-        state.epoch = state.samples / len(train_samples)
+        state.epoch = state.samples / train_samples
         progress.update()
 
-        at_end = state.step == total_steps
-        stop_signal = stop_signals[-1] if stop_signals else 0
-        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(stop_signal)  # on the CPU, so that no rank waits for its GPU
-        dist.all_reduce(stop, dist.ReduceOp.MAX)
-        stop_signal = stop.item()
-        eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
-        save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
-        # DDP: If a node vanishes, the other ranks give up after 5 minutes. The first step, which
-        # compiles, evaluations and saves may take longer. They have PyTorch's 30 minutes.
-        set_time_limit(timedelta(minutes=30 if eval_now or save_now else 5))
-        log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
-            # `.item()` waits until the GPU has computed the number. Between two logged steps,
-            # training reads no number back, so Python runs ahead and queues work for the GPU.
+            # `.item()` waits until the GPU has computed the number, so only logged steps call it.
             # PP: Average over all ranks. Only last stages have losses, hence the factor above.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
-            mean_loss = loss_sum.item() / (state.step - logged_step)
+            mean_loss = loss_sum.item() / (step - logged_step)
+            seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            tokens_per_second = global_batch * args.seq_length / seconds
             metrics = {
                 "loss": mean_loss,
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
-                **timer.read(tokens_per_step=global_batch * args.seq_length),
+                "tokens_per_second": tokens_per_second,
+                "time/total_ms": 1e3 * seconds,
+                **times,
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
-            if run_log:
-                run_log.log_metrics(state, metrics)
-            speed = f"{metrics['tokens_per_second']:,.0f} tokens/s"
-            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}  {speed}"
-            say(f"step {state.step}/{total_steps}  {numbers}")
+            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
+            say(f"step {step}/{total_steps}  {numbers}  {tokens_per_second:,.0f} tokens/s")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
-            gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
-            if not math.isfinite(mean_loss) or not gradient_is_normal:
-                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
+            norm_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or not norm_is_normal:
+                sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
+            if run_log:
+                run_log.log(state, metrics)
             loss_sum.zero_()
-            logged_step = state.step
+            logged_step = step
+            logged_time = time.perf_counter()
         if eval_now:
             with autocast:
                 tied_head.copy_weight()  # PP: the update has changed the weight
-                eval_loss = evaluate(model, schedule, eval_samples, args, device)
-            say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
-            metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
+                eval_loss = evaluate(model, schedule, eval_tokens, args, device)
+            say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
-                run_log.log_metrics(state, metrics)
+                run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
         if run_folder and save_now:
-            # A saved step is always a logged step, so its numbers have passed the check above.
-            save_checkpoint(run_folder, model, tokenizer, stateful, state, args)
+            # A saved step is a logged step, so its numbers have passed the check above.
+            save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
 
-    if run_folder and state.step >= total_steps:
+    if run_folder and not stop_signal:
+        # FSDP 4: Gather the whole model in CPU memory of rank 0, because other programs need it.
+        # PP: They come from the checkpoint of the last step, because no rank has all stages.
+        weights = whole_weights(model, run_folder / f"step-{state.step:08d}")
         with new_folder(run_folder / "final") as folder:
-            save_weights(folder, model)  # FSDP: on all ranks, because each has its shards
             if RANK == 0:
-                save_model(folder, model, tokenizer)
+                model.save_pretrained(folder, state_dict=weights)
+                tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
-    elif not run_folder:
-        say("Nothing was saved: -e gives a run a name, and saves its model, checkpoints and logs")
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
-    if state.step < total_steps:
-        say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
+    if stop_signal:
+        say(f"Stopped after step {step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
 
 
 # -- Model and optimizer ---------------------------------------------------------------------------
-
 
 SCHEDULES = {
     "gpipe": pp.ScheduleGPipe,
@@ -303,7 +306,7 @@ def part_of(model, unit_names, own_names):
     for name in unit_names:
         unit = model.get_submodule(name) if name in own_names else Elsewhere()
         part.set_submodule(name, unit)
-    # Share these with `model`. Later, `init_weights` fills the rotary frequencies of `model`, and
+    # Share these with `model`. Later, `send_weights` fills the rotary frequencies of `model`, and
     # `set_attn_implementation` changes its config.
     part.config = model.config
     part.base_model.config = model.config
@@ -426,13 +429,15 @@ def make_stages(model, unit_names, args, device, mesh):
     return stages, stage_modules, TiedHead(embeddings, head, group, DTYPES[args.dtype])
 
 
-def build_model(args, config, device, checkpoint):
-    """The model on `device`, with the weights of the checkpoint, pretrained or random weights."""
-    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
-    # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
-    # FSDP 4: Build on the meta device, because the whole model may not fit into any memory.
-    with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+def build_model(args, device, checkpoint):
+    """The model on `device`, with its attention, and compiled if asked for."""
+    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. The meta device has shapes alone.
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None
+    config = AutoConfig.from_pretrained(args.model_name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=args.attention
+        )
     # PP: The log reports the whole model. This rank soon has some of its stages only.
     total_parameters = model.num_parameters()
     model.num_parameters = lambda **options: total_parameters
@@ -442,56 +447,24 @@ def build_model(args, config, device, checkpoint):
     layer_names = [f"model.layers.{n}" for n in range(config.num_hidden_layers)]
     unit_names = ["model.embed_tokens", *layer_names, "model.norm", "lm_head"]
     stages, stage_modules, tied_head = make_stages(model, unit_names, args, device, mesh)
-    # FSDP 5: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
-    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
-    if args.cpu_offload:
-        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    policy["mesh"] = mesh["dp"]
-    policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, mesh["dp"].size())
-    # PP 9: Weights stay gathered in a step, unless a flag lets each micro-batch gather them again.
-    # The embeddings or the head belong to the root of their stage.
-    policy["reshard_after_forward"] = args.reshard_after_forward
-    for layer in [m for m in stage_modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
-        fully_shard(layer, **policy)
-    for module in stage_modules:
-        fully_shard(module, **policy)
-    # FSDP 7: Take memory only for the shards of this rank, because other ranks have the rest.
-    weight_device = "cpu" if args.cpu_offload else device
-    stage_modules.to_empty(device=weight_device)
-    AsOnOneDevice.device = weight_device  # PP: where init_weights draws other ranks' weights
-    # PP: Tie the head of `model` again, because fully_shard has given the embeddings a new weight.
-    model.tie_weights()
-    # FSDP 8: Initialise all buffers in every run, because new memory holds arbitrary numbers.
-    # Files do not store buffers such as the rotary frequencies. Files do store parameters, so draw
-    # random parameters only from scratch. For a large model, a CPU needs minutes to draw them.
-    with fail_on_error(f"shards cannot be initialised as {config.model_type} does: use chapter 2"):
-        init_weights(model, draw=args.from_scratch and not checkpoint)
+    shard_model(stage_modules, mesh, args, device)
+    model.tie_weights()  # fully_shard has given the embeddings another weight than the head
     # PP: The weights of other ranks have never left the meta device. Here the model forgets them.
     for name in unit_names:
         first_weight = next(model.get_submodule(name).parameters())
         if first_weight.is_meta:  # another rank has this unit
             model.set_submodule(name, Elsewhere())
-    if not args.from_scratch:
-        with fail_on_error(f"cannot load the weights of {args.model_name}: try --from-scratch"):
-            # FSDP 9: Each rank reads its shards from the files, so that no rank holds the model.
-            load_weights(model, args.model_name, checkpoint)
-    for buffer in model.buffers():  # FSDP: not the parameters, which may be offloaded
-        buffer.data = buffer.to(device)
-    gpu_has_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
-    # A few models need another version of FlashAttention, and name it in the second attribute.
-    model_has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
-    if args.attention is None and gpu_has_flash and model_has_flash:
-        args.attention = "flash_attention_2"
-    if args.attention:
-        with fail_on_error(f"--attention {args.attention} does not work for {config.model_type}"):
-            model.set_attn_implementation(args.attention)
-            used = model.config._attn_implementation
-            if used != args.attention:
-                raise ValueError(f"the model uses {used} instead")
+    send_weights(whole, model, device)
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
     # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
     # for positions that begin at 0 again. Here positions go on from one document to the next, so it
     # would find nothing, and return None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -509,44 +482,91 @@ def build_model(args, config, device, checkpoint):
     return model, stages, tied_head
 
 
-def from_files(name):
-    """The model with the weights of a folder or of the Hub, in fp32 and in CPU memory."""
-    # Transformers fills tensors that are missing or differ in shape with random numbers, and prints
-    # a table about them. Replace the function that prints, and end the run with a sentence.
-    transformers.modeling_utils.log_state_dict_report = lambda *args, **options: None
+def split_layers(args):
+    """The number of layers of each stage."""
+    config = AutoConfig.from_pretrained(args.model_name)
+    # PP: Tests compare each family of the list with one device, weight by weight.
+    if config.model_type not in FAMILIES:
+        sys.exit(f"error: {config.model_type} is none of {', '.join(FAMILIES)}: use chapter 3")
+    layers = config.num_hidden_layers
+    count = args.pipeline_parallel * args.stages_per_rank
+    if args.layers_per_stage:
+        sizes = [int(number) for number in args.layers_per_stage.split(",")]
+    else:
+        # PP 9: Embeddings and head count as a layer each, so the stages at the ends have fewer.
+        cuts = [round(n * (layers + 2) / count) for n in range(count + 1)]
+        sizes = [end - begin for begin, end in pairwise(cuts)]
+        sizes[0] -= 1  # the embeddings
+        sizes[-1] -= 1  # the head
+    if len(sizes) != count or sum(sizes) != layers:
+        sys.exit(f"error: {count} stages cannot share {layers} layers as {sizes}")
+    return sizes
+
+
+def load_model(args, checkpoint):
+    """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
+    # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    config = AutoConfig.from_pretrained(args.model_name)
+    if config.get_text_config() is not config:  # images would train its other parts
+        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
+    if args.from_scratch and not checkpoint:
+        model = AutoModelForCausalLM.from_config(config, **options)
+        # Draw the weights again, because constructors draw other numbers in other versions.
+        torch.manual_seed(args.seed)
+        model.apply(model._init_weights)
+        return model
+    source = checkpoint or args.model_name
     model, report = AutoModelForCausalLM.from_pretrained(
-        name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+        source, output_loading_info=True, **options
     )
-    unfit = report["missing_keys"] | report["mismatched_keys"]
-    if unfit:
-        fail(f"the files of {name} lack these tensors, or their shapes differ: {str(unfit)[:300]}")
-    # If the config ties two matrices that differ in the files, Transformers silently keeps both.
-    tied_by_config = model.get_expanded_tied_weights_keys(all_submodels=True)
-    tied_after_loading = model.all_tied_weights_keys
-    if tied_after_loading != tied_by_config:
-        tied = f"the config of {name} ties lm_head to the embeddings, but its files do not"
-        fail(f"{tied}: set tie_word_embeddings to false in config.json")
+    if report["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {report['missing_keys']}")
     return model
 
 
-@lru_cache  # FSDP: so it prints its sentence once per shape
-def even_shards(shape, ranks):
-    """FSDP: The dimension of a weight that FSDP cuts: 0, or another one with more even shards.
+def shard_model(stage_modules, mesh, args, device):  # PP: the stages of this rank
+    """Gives each rank a shard of every parameter: memory, without values yet."""
+    # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # PP: FSDP shards a stage between the ranks of its row, which all have this stage.
+    policy["mesh"] = mesh["dp"]
+    # PP 10: Weights stay whole in a step, unless a flag lets each micro-batch gather layers again.
+    for layer in [m for m in stage_modules.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Each stage is a root. It has the rest, such as the embeddings or the head, which stays whole.
+    for stage in stage_modules:
+        fully_shard(stage, **policy)
+    # FSDP 8: Take memory only for the shards of this rank, because other ranks have the rest.
+    stage_modules.to_empty(device="cpu" if args.cpu_offload else device)
 
-    FSDP asks for each weight. By default, it would cut dimension 0. The weights of 8 experts are
-    (8, ...), so 64 ranks would get 8 shards, and 56 ranks would have nothing. Other dimensions must
-    divide evenly.
-    """
-    even_share = shape[0] / ranks
-    largest_share = math.ceil(even_share)
-    if largest_share <= 1.1 * even_share:
-        return Shard(0)
-    for dimension, size in enumerate(shape):
-        if size % ranks == 0:
-            return Shard(dimension)
-    if len(shape) > 1:
-        say(f"No dimension of {tuple(shape)} divides by {ranks} ranks, so shards differ in size")
-    return Shard(0)
+
+def send_weights(whole, model, device):
+    """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
+    weights = {}
+    if RANK == 0:
+        if whole.all_tied_weights_keys != model.all_tied_weights_keys:
+            sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
+        weights = whole.state_dict()
+        # Transformers looks these up when it writes `final/`. fully_shard has changed the class.
+        model.generation_config = whole.generation_config
+        model._weight_conversions = getattr(whole, "_weight_conversions", None)
+        type(model).__name__ = type(whole).__name__
+        type(model).__module__ = type(whole).__module__
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # rank 0 reads files
+    # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
+    # PP: Not strict, because the whole model has the parameters of other stages, too.
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    state_dict.set_model_state_dict(model, weights, options=how)
+    # Files and checkpoints do not have all buffers, such as the rotary frequencies.
+    # PP: Stages have different buffers, so all ranks get all of them, and keep their own.
+    sent = [dict(whole.named_buffers()) if RANK == 0 else None]
+    dist.broadcast_object_list(sent, src=0)
+    for name, buffer in model.named_buffers():
+        buffer.data = sent[0][name].to(device)
 
 
 def parameter_groups(model, args):
@@ -557,194 +577,135 @@ def parameter_groups(model, args):
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 
-def lr_schedule(args, optimizer, total_steps):
-    """The scheduler, which sets the learning rate of each step."""
-    options = {}
-    if args.lr_scheduler == "warmup_stable_decay":
-        options["num_decay_steps"] = total_steps // 5  # to zero in the last fifth of the steps
-    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
+# -- Data and evaluation ---------------------------------------------------------------------------
 
-
-# -- Data ------------------------------------------------------------------------------------------
-
-# The endings of files, and how `datasets` calls their formats. Files may be compressed (.gz).
+# The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
+TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
+LONGEST_DOCUMENT = 250_000  # characters: a longer text is cut, so that it fits into memory
 
 
-def load_config_and_tokenizer(args):
-    name = args.model_name
-    gated = "if it is gated, accept its licence at huggingface.co and run `hf auth login`"
-    remedy = f"check the path, or name and network; {gated}; --demo needs no network"
-    with fail_on_error(f"cannot load the model {name}: {remedy}"):
-        config = AutoConfig.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.eos_token_id is None:
-        fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
-    if getattr(config, "quantization_config", None):
-        fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
-    # The model has learned no positions beyond this number. Some families have no limit, or say -1.
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest and 0 < longest < args.seq_length:
-        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
-    # PP: Tests compare each family of the list with one device, weight by weight.
-    if config.model_type not in FAMILIES:
-        fail(f"{config.model_type} is not among {', '.join(FAMILIES)}: use chapter 3")
-    # PP 10: Embeddings and head count as a layer each, so first and last stage have fewer layers.
-    layers = config.num_hidden_layers
-    count = args.pipeline_parallel * args.stages_per_rank
-    if layers < count:
-        fail(f"{layers} layers are too few for {count} stages: lower --pipeline-parallel")
-    if args.layers_per_stage is None:
-        cuts = [round(n * (layers + 2) / count) for n in range(count + 1)]
-        args.layers_per_stage = [end - begin for begin, end in pairwise(cuts)]
-        args.layers_per_stage[0] -= 1  # the embeddings
-        args.layers_per_stage[-1] -= 1  # the head
-    sizes = args.layers_per_stage
-    if len(sizes) != count or sum(sizes) != layers:
-        fail(f"--layers-per-stage must have {count} numbers with the sum {layers}, not {sizes}")
-    return config, tokenizer
+def load_tokens(args, tokenizer):
+    """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %.
+
+    Sample n is the n-th `seq_length` tokens. Without padding, no computation is wasted.
+    """
+    splits = load_documents(args)
+    train_tokens = tokenize_split(splits["train"], tokenizer, args.text_column)
+    eval_split = splits.get("validation") or splits.get("test")
+    if eval_split:
+        return train_tokens, tokenize_split(eval_split, tokenizer, args.text_column)
+    samples = len(train_tokens) // args.seq_length
+    held_out = max(1, samples // 100)
+    end = max(0, samples - held_out) * args.seq_length
+    return train_tokens.slice(0, end), train_tokens.slice(end)
 
 
-def load_documents(name, subset):
-    """The splits of a file, pattern, address, folder or Hub dataset. A text file is a document."""
+def load_documents(args):
+    """The splits of a local file or pattern, or of a dataset on the Hub."""
+    name = os.path.expanduser(args.dataset_name)
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
-    options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
-    if file_format:
-        options = {"path": file_format, "data_files": name}
-    elif "*" in name or os.path.isfile(name):
-        fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
+    if not file_format and "*" not in name and not os.path.exists(name):
+        return datasets.load_dataset(name, args.dataset_subset)
+    files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
+    if not files or not file_format:
+        endings = ", ".join(FORMATS)
+        sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
+    say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        options |= {"sample_by": "document", "encoding_errors": "replace"}
-    if file_format == "json":
-        # With None, a number among texts is an error. Otherwise `datasets` would turn the column
-        # into JSON, and put quotation marks around each text.
-        options["on_mixed_types"] = None
-    remedy = "check that the files exist and have text, or Hub name, --dataset-subset and network"
-    with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
-        splits = datasets.load_dataset(**options)
-    # `datasets` makes a document of each line of the text files in a folder.
-    builder = next(iter(splits.values())).info.builder_name
-    if os.path.isdir(name) and builder == "text":
-        fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
-    return splits
+        # `datasets` reads files again if these arguments have changed.
+        changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
+        arguments = {"files": files, "changed": changed}
+        documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
+        undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
+        if undecoded:
+            say(f"warning: {undecoded:,} characters are not UTF-8, and became question marks")
+        return {"train": documents}
+    # `datasets` reads a name as a pattern, so escape brackets.
+    return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
 
 
-def tokenize(rows, tokenizer, column, vocab_size):
-    """The token ids of each document that is not empty, and an end-of-text token after each."""
-    texts = [text for text in rows[column] if text]
-    # The tokenizer refuses an empty list.
-    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
-    largest = max((max(ids) for ids in documents), default=0)
-    if largest >= vocab_size:
-        remedy = "use the model's tokenizer, or --from-scratch and a larger vocab_size"
-        fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
-    return {"input_ids": documents}
+def read_text(files, changed):
+    """The documents of text files. They end at <|endoftext|>, at the end of a file, or cut."""
+    for file in files:
+        opened = gzip.open if file.endswith(".gz") else open
+        with opened(file, "rb") as stream:
+            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding = "utf-16" if is_utf16 else "utf-8-sig"
+        with opened(file, "rt", encoding=encoding, errors="replace") as stream:
+            rest = ""
+            while text := stream.read(LONGEST_DOCUMENT):
+                *documents, rest = (rest + text).split("<|endoftext|>")
+                if len(rest) >= LONGEST_DOCUMENT:
+                    documents.append(rest)
+                    rest = ""
+                for document in documents:
+                    yield {"text": document, "undecoded": document.count("\ufffd")}
+            yield {"text": rest, "undecoded": rest.count("\ufffd")}
 
 
-def tokenize_split(documents, tokenizer, config, args):
-    """The token ids of the documents of a split."""
-    text_types = (datasets.Value("string"), datasets.Value("large_string"))
-    columns = [name for name, kind in documents.features.items() if kind in text_types]
-    if args.text_column not in columns:
-        remedy = f"choose --text-column among {', '.join(columns or documents.column_names)}"
-        fail(f"{args.text_column!r} is no column of text: {remedy}")
-    return documents.map(
+def tokenize_split(documents, tokenizer, column):
+    """All documents of a split as one array of token ids."""
+    columns = [name for name, kind in documents.features.items() if kind in TEXT_TYPES]
+    if column not in columns:
+        sys.exit(f"error: no text in column {column!r}: choose --text-column among {columns}")
+    tokenized = documents.map(
         tokenize,
-        batched=True,  # 1,000 documents per call
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "column": args.text_column,
-            "vocab_size": config.get_text_config().vocab_size,
-        },
+        batched=True,
+        batch_size=32,  # documents; the longest ones then need 1 GB of memory
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
+    # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
+    tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
+    empty = len(documents) - len(tokenized)
+    say(f"{len(documents):,} documents, of which {empty:,} are empty: {len(tokens):,} tokens")
+    return tokens
 
 
-class PackedSamples:
-    """All documents, joined and cut into samples of `seq_length` tokens. A short rest is left out.
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, with one end-of-text token at its end."""
+    texts = [text for text in rows[column] if text]
+    # The tokenizer refuses an empty list.
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    end = tokenizer.eos_token_id
+    # Some tokenizers add an end-of-text token themselves.
+    documents = [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]
+    return {"input_ids": documents}
 
-    Without padding, no computation is wasted. `tokens` is a view of the memory-mapped Arrow file
-    that `datasets` has cached. So packing copies nothing, and all processes share the file.
+
+def sample_order(args, train_samples):
+    """The samples of all epochs, in the order in which the run reads them.
+
+    The order depends only on the seed, so a run can resume at any sample.
     """
-
-    def __init__(self, documents, seq_length):
-        # An Arrow column has chunks of many documents. `flatten` joins the documents of a chunk.
-        chunks = documents.data.column("input_ids").chunks
-        self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
-        self.seq_length = seq_length
-
-    def __len__(self):
-        return len(self.tokens) // self.seq_length
-
-    def __getitem__(self, index):
-        return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
+    permutations = []
+    for epoch in range(args.num_epochs):
+        # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+        generator = np.random.RandomState((args.seed, epoch))
+        permutations.append(generator.permutation(train_samples))
+    return np.concatenate(permutations)
 
 
-def load_samples(args, tokenizer, config, global_batch):
-    """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
-    splits = load_documents(args.dataset_name, args.dataset_subset)
-    if "train" not in splits:
-        fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
-    documents = tokenize_split(splits["train"], tokenizer, config, args)
-    train_samples = PackedSamples(documents, args.seq_length)
-    count = len(train_samples)
-    held_out = splits.get("validation", splits.get("test"))
-    if held_out:
-        documents = tokenize_split(held_out, tokenizer, config, args)
-        eval_samples = PackedSamples(documents, args.seq_length)
-    else:
-        count -= max(1, count // 100)  # hold out the last samples of the dataset
-        eval_samples = Subset(train_samples, range(count, len(train_samples)))
-        train_samples = Subset(train_samples, range(count))
-    if count < global_batch or not eval_samples:
-        fail(f"{args.dataset_name} is empty or too small: lower --batch-size or --seq-length")
-    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
-    return train_samples, eval_samples
-
-
-@lru_cache(maxsize=2)  # a batch may have samples of two epochs
-def permutation(seed, epoch, count):
-    # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
-    return np.random.RandomState((seed, epoch)).permutation(count)
-
-
-def sample_order(first, count, dataset_size, seed):
-    """The indices in the dataset of the samples from `first` to `first + count - 1` of a run.
-
-    A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
-    depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
-    """
-    indices = []
-    for number in range(first, first + count):
-        epoch, place = divmod(number, dataset_size)
-        indices.append(int(permutation(seed, epoch, dataset_size)[place]))
-    return indices
-
-
-def read_batch(samples, indices, device):
-    """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
-    batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
+def read_batch(tokens, indices, args, device):
+    """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
+    size = args.seq_length
+    samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
+    batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
         # Python need not wait for a copy from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
     return batch.to(device).long()
 
 
-# -- Evaluation ------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs the stages
+def evaluate(model, schedule, tokens, args, device):  # PP: the schedule runs the stages
     """The mean loss over all held-out samples, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
-    # PP 11: A pipeline always computes all its micro-batches. Empty ones have weight 0.
-    size = args.batch_size * args.gradient_accumulation_steps
-    pipelines = WORLD_SIZE // args.pipeline_parallel
-    pipeline = RANK % pipelines
+    samples = len(tokens) // args.seq_length
     forward_schedule = copy.copy(schedule)
     if args.schedule in SEVERAL_STAGES:
         # These schedules are lists of actions. Drop backward passes: `eval` fails on those of zbv.
@@ -754,77 +715,71 @@ def evaluate(model, schedule, samples, args, device):  # PP: the schedule runs t
         actions = [action for action in actions if action.computation_type in kept]
         forward_schedule.pipeline_order_with_comms = {schedule.rank: actions}
     # PP: Each pipeline evaluates its share. A sum over ranks gives the mean over all samples.
-    # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many forward passes.
-    rounds = math.ceil(len(samples) / (pipelines * size))
-    for round_number in range(rounds):
-        begin = (round_number * pipelines + pipeline) * size
-        indices = range(begin, min(begin + size, len(samples)))
-        # PP: Fill up the last batch with samples that do not count.
+    pipelines = WORLD_SIZE // args.pipeline_parallel
+    pipeline = RANK % pipelines
+    size = args.batch_size * args.gradient_accumulation_steps
+    for begin in range(0, samples, pipelines * size):
+        first = begin + pipeline * size
+        indices = range(samples)[first : first + size]
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
+        # PP 11: A pipeline always computes all its micro-batches. Sample 0 fills up the last ones.
         padding = [0] * (size - len(indices))
-        input_ids = read_batch(samples, [*indices, *padding], device)
+        input_ids = read_batch(tokens, [*indices, *padding], args, device)
         labels = input_ids.clone()
         labels[len(indices) :] = -100  # no loss for the padding
         losses = forward_schedule.eval(input_ids, labels=labels, target=labels)
         if losses is not None:  # the last stage is on this rank
             for n, loss in enumerate(losses):
-                first = n * args.batch_size
-                without_padding = indices[first : first + args.batch_size]
-                if without_padding:  # the mean loss of padding alone is NaN
-                    loss_sum += loss * len(without_padding)
+                start = n * args.batch_size
+                counted = indices[start : start + args.batch_size]
+                if counted:  # the mean loss of padding alone is NaN
+                    loss_sum += loss * len(counted)
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
-    return loss_sum.item() / len(samples)
+    return loss_sum.item() / samples
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps"]
+LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
-# Eight digits, so the names sort by step. A copy such as step-00000500.bak is no checkpoint.
-CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"  # eight digits, so the names sort by step
 
 
 @dataclass
 class RunState:
     """The position of a run. Every checkpoint stores it as `state.json`."""
 
-    flags: dict  # the flags that must not change
+    lasting: dict  # flags, and the size of the dataset, which must not change
     comet_key: str  # the id of its Comet experiment
     step: int = 0  # optimizer steps done
     samples: int = 0  # samples read, over all epochs
     epoch: float = 0.0
-    train_samples: int = 0  # in the dataset
 
 
-@contextmanager
-def new_folder(folder):
-    """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
-    temporary = folder.with_name("incomplete")
-    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
-    if RANK == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    dist.barrier()
-    free = shutil.disk_usage(folder.parent).free / 1e9
-    with fail_on_error(f"cannot write {folder}; the disk had {free:.1f} GB left"):
-        yield temporary
-        # FSDP: The other ranks are done. Rank 0 waits for the disk, and renames the folder.
-        if RANK > 0:
-            return
-        for path in [*temporary.rglob("*"), temporary]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)  # all is on the disk before the folder gets its name
-            os.close(descriptor)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
-
-
-def save_model(folder, model, tokenizer):
-    model.config.save_pretrained(folder)  # FSDP: the weights are saved as shards
-    tokenizer.save_pretrained(folder)
+def open_run(args, train_samples):
+    """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
+    lasting = {name: getattr(args, name) for name in LASTING} | {"train_samples": train_samples}
+    state = RunState(lasting, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
+        return None, None, state
+    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
+    if not checkpoint:
+        return run_folder, None, state
+    say(f"Continuing from {checkpoint}")
+    state = RunState(**json.loads((checkpoint / "state.json").read_text()))
+    for name, value in lasting.items():
+        before = state.lasting.get(name)
+        if before != value:
+            sys.exit(f"error: {name} was {before}, and is {value}: keep it, or choose another -e")
+    return run_folder, checkpoint, state
 
 
 def sharded_state(model, stateful):
@@ -837,177 +792,58 @@ def sharded_state(model, stateful):
     return stateful | {"model": weights, "optimizer": moments}
 
 
-def save_checkpoint(run_folder, model, tokenizer, stateful, state, args):
-    """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
+def whole_weights(model, checkpoint):
+    """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
+    rank_0 = dist.new_group([0])
+    if RANK > 0:
+        return None
+    # PP: No rank has all stages, but the newest checkpoint has them. Read it into CPU memory.
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    weights = {n: torch.empty_like(x, device="cpu") for n, x in whole.state_dict().items()}
+    dcp.load({"model": weights}, checkpoint_id=checkpoint, process_group=rank_0)
+    # FSDP: A tied weight has two names. Transformers saves one of them.
+    return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
+    if RANK == 0:
+        remove(temporary)
+        temporary.mkdir()
+    dist.barrier()
+    yield temporary
+    if RANK > 0:
+        return
+    os.sync()  # all files are on the disk before the folder gets its name
+    remove(folder)
+    temporary.rename(folder)
+
+
+def remove(folder):
+    """Removes a folder, or a link to a folder, if it exists."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
+    """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
         # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
         dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
         if RANK > 0:
             return  # rank 0 does the rest
-        save_model(folder, model, tokenizer)
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
     for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
-        # Rename it first, so that no half-removed folder looks like a checkpoint.
-        old.rename(run_folder / "incomplete")
-        shutil.rmtree(run_folder / "incomplete")
-
-
-def open_run(args):
-    """Makes the folder of a run with a name. Returns the folder, the newest checkpoint, the state.
-
-    The folder is None without a name, and the checkpoint is None in a new run.
-    """
-    flags = {name: getattr(args, name) for name in LASTING}
-    new_state = RunState(flags, comet_key=uuid.uuid4().hex)
-    if not args.experiment_name:
-        say("Without -e, this run saves no model, no checkpoints and no logs")
-        return None, None, new_state
-    run_folder = args.save_dir / args.experiment_name
-    with fail_on_error(f"cannot write to {args.save_dir}: choose another --save-dir"):
-        run_folder.mkdir(parents=True, exist_ok=True)
-    if RANK == 0:  # DDP: one lock for the whole job
-        lock(run_folder)
-    newest = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
-    if not newest:
-        return run_folder, None, new_state
-    with fail_if_damaged(newest):
-        saved = json.loads((newest / "state.json").read_text())
-    # Checkpoints of other chapters have unknown values, other flags with a value, or sharded files.
-    unknown = saved.keys() - asdict(new_state).keys()
-    unknown |= {name for name, value in saved["flags"].items() if value is not None} - flags.keys()
-    is_whole = (newest / "training_state.pt").exists()  # FSDP: as in chapters 1 and 2
-    if unknown or is_whole:
-        fail(f"{newest} is from another chapter or version: choose another --experiment-name")
-    state = RunState(**saved)
-    for name, value in state.flags.items():
-        if flags.get(name) != value:
-            fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
-    say(f"Continuing from {newest}")
-    return run_folder, newest, state
-
-
-def lock(run_folder):
-    """Refuses a folder in which another process trains. The lock ends with the process."""
-    descriptor = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)
-    # The file is never closed, because this would end the lock.
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"another process trains in {run_folder}: wait for its end, or choose another -e")
-    except OSError as error:
-        say(f"warning: {run_folder} cannot be locked ({error}), so start no second run in it")
-
-
-def load_training_state(checkpoint, stateful, model):
-    """Restores optimizer, scheduler and scaler in place."""
-    # FSDP: Each rank reads the parts of its shards, whatever the number of ranks that saved them.
-    state = sharded_state(model, stateful)
-    with fail_if_damaged(checkpoint):
-        # FSDP: The index of the shards. DCP itself would print a traceback if the index is broken.
-        dcp.FileSystemReader(checkpoint).read_metadata()
-        dcp.load(state, checkpoint_id=checkpoint)
-    state_dict.set_optimizer_state_dict(model, stateful["optimizer"], state["optimizer"])
-    # The restored learning rate belongs to the old --max-steps. Compute it for the new one: step()
-    # adds 1 to last_epoch, the number of steps, and then sets the rate. So subtract 1 before.
-    stateful["scheduler"].last_epoch -= 1
-    stateful["scheduler"].step()
-
-
-# -- Adapting Transformers -------------------------------------------------------------------------
-# FSDP: Transformers initialises, loads and saves whole models. These functions do so with shards.
-# Models of other libraries would need other functions, so a first reading can skip these.
-
-
-def init_weights(model, draw):
-    """Initialises all buffers, and draws random numbers for all parameters if `draw` is true."""
-    # fully_shard has put "FSDP" before the name of the model's class. Transformers needs the old
-    # name to initialise the model, and to name its tensors.
-    type(model).__name__ = type(model).__name__.removeprefix("FSDP")
-    # In a class that is not its own, Transformers would skip modules that have buffers only.
-    model.is_custom_code = lambda: False
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = not draw  # Transformers leaves such parameters as they are
-    with AsOnOneDevice():
-        model.init_weights()
-
-
-class AsOnOneDevice(torch.utils._python_dispatch.TorchDispatchMode):
-    """Gives a sharded tensor the initial values that the whole tensor would get on one device.
-
-    Without this class, all ranks on CPUs would draw the same numbers, and GPUs would draw other
-    numbers than a single device. The class takes memory for one whole parameter at a time.
-    """
-
-    def __torch_dispatch__(self, op, types, args, kwargs):
-        # A DTensor is the whole tensor for the model, and one shard of it in memory.
-        fills = op.name() in ("aten::normal_", "aten::uniform_", "aten::copy_")
-        # PP: Also draw the weights of other ranks, into a tensor that nobody keeps. The generator
-        # then is in the same state before each weight as on one device.
-        if fills and args[0].is_meta:
-            on_device = torch.empty_like(args[0], device=self.device)
-            args = (on_device, *args[1:])
-        if not fills or dist.tensor.DTensor not in types:
-            return op(*args, **kwargs)
-        target, *numbers = args
-        whole = op(torch.empty(target.shape, device=target.device), *numbers, **kwargs)
-        return target.copy_(dist.tensor.DTensor.from_local(whole, target.device_mesh))
-
-
-def weights_of(model):
-    """The state dict without the second names of tied weights."""
-    return {n: x for n, x in model.state_dict().items() if n not in model.all_tied_weights_keys}
-
-
-def load_weights(model, name, checkpoint):
-    """Fills the shards of this rank with the weights of a folder or of the Hub, as from_pretrained.
-
-    With a checkpoint, which replaces the weights, only their names in the files matter, for final/.
-    """
-    with suppress(OSError):  # many models lack this file
-        model.generation_config = transformers.GenerationConfig.from_pretrained(name)
-    folder = name if os.path.isdir(name) else snapshot_download(name, allow_patterns="model*")
-    files = dcp.HuggingFaceStorageReader(folder)
-    saved = files.read_metadata().state_dict_metadata
-    shards = weights_of(model)
-    files_have_all = set(shards) <= set(saved)
-    if all(gather(files_have_all)):  # PP: the same choice on all ranks
-        if checkpoint is not None:
-            return
-        # A tied weight has two names. If the files have both, the two tensors must be equal.
-        second_tensors = {}
-        for second_name, first_name in model.all_tied_weights_keys.items():
-            # PP: The rank with the first stage has the embeddings, and compares.
-            if second_name in saved and first_name in shards:
-                second_tensors[second_name] = torch.empty_like(shards[first_name])
-        dcp.load(shards | second_tensors, storage_reader=files)
-        for second_name, second in second_tensors.items():
-            first = shards[model.all_tied_weights_keys[second_name]]
-            if not torch.equal(second.to_local(), first.to_local()):
-                tied = f"the config of {name} ties {second_name} to the embeddings"
-                remedy = "set tie_word_embeddings to false in config.json"
-                fail(f"{tied}, but its files do not: {remedy}")
-        return
-    # Some families have other names in the files, or merge tensors (the experts of a layer).
-    # Transformers converts them in the memory of rank 0. Other ranks get their shards from rank 0.
-    whole = from_files(name) if RANK == 0 else model
-    model._weight_conversions = getattr(whole, "_weight_conversions", None)  # for save_pretrained
-    # PP: Not strict, because the whole model has the tensors of the other stages, too.
-    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    state_dict.set_model_state_dict(model, whole.state_dict(), options=how)
-
-
-def save_weights(folder, model):
-    """Writes the whole model with the names of the Hub. The model may exceed the memory."""
-    # Each rank writes a file of shards, and these files are joined on the disk.
-    joined = folder / "joined"
-    hub = HuggingFaceStorageWriter(joined, save_distributed=True, enable_consolidation=True)
-    dcp.save(weights_of(model), storage_writer=hub)
-    if RANK == 0:
-        # Rewrite the tensors with the names of the Hub. `load_file` maps the file into memory.
-        [file] = joined.glob("*.safetensors")
-        model.save_pretrained(folder, state_dict=load_file(file))
-        shutil.rmtree(joined)
+        remove(old)
 
 
 # -- Processes -------------------------------------------------------------------------------------
@@ -1015,57 +851,15 @@ def save_weights(folder, model):
 
 def join_process_group():
     """Meets the other ranks, and returns the device of this rank."""
-    gpus = torch.cuda.device_count()
-    if "LOCAL_RANK" not in os.environ:
-        fail(f"start it as torchrun --standalone --nproc-per-node {gpus or 2} {' '.join(sys.argv)}")
-    device = torch.device(f"cuda:{LOCAL_RANK}" if gpus else "cpu")
-    if gpus:
-        torch.cuda.set_device(device)  # DDP: first, because otherwise each rank uses GPU 0 too
-    # DDP: The ranks meet in torchrun's store. After a restart, the store has keys of dead ranks, so
-    # each attempt gets a prefix, but not on several nodes: they may count attempts differently.
-    # `rendezvous` yields the store, the rank and the number of ranks.
-    store, _, _ = next(dist.rendezvous("env://"))
-    if os.environ["GROUP_WORLD_SIZE"] == "1":
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    if "RANK" not in os.environ:
+        sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    torch.cuda.set_device(LOCAL_RANK)  # DDP: first, because otherwise each rank uses GPU 0 too
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
-    backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
-    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
-    return device
-
-
-def check_groups(args):
-    """Refuses flags that do not fit together."""
-    ranks = args.pipeline_parallel
-    count = args.gradient_accumulation_steps
-    per_rank = args.stages_per_rank
-    if WORLD_SIZE % ranks:
-        fail(f"--pipeline-parallel {ranks} does not divide the {WORLD_SIZE} ranks: use a divisor")
-    if per_rank > 1 and args.schedule not in SEVERAL_STAGES:
-        fail(f"--schedule {args.schedule} has one stage per rank: choose --schedule interleaved")
-    if per_rank == 1 and args.schedule in SEVERAL_STAGES:
-        fail(f"--schedule {args.schedule} has several stages per rank: use --stages-per-rank 2")
-    if per_rank > 2 and args.schedule == "zbv":
-        fail("--schedule zbv has two stages per rank: use --stages-per-rank 2")
-    # PP: PyTorch builds the schedule, computes nothing, and refuses an impossible schedule.
-    need = "set --gradient-accumulation-steps to a multiple of --pipeline-parallel"
-    try:
-        get_schedule_ops(SCHEDULES[args.schedule], ranks, count, per_rank)
-    except ValueError:
-        fail(f"--schedule {args.schedule} cannot run {count} micro-batches: {need}")
-    if args.schedule == "zbv":
-        fits = count >= 2 * ranks and not args.compile and not args.reshard_after_forward
-        if not fits:
-            needs = f"{2 * ranks} micro-batches, --no-compile and --no-reshard-after-forward"
-            fail(f"--schedule zbv needs {needs}")
-    if args.dtype == "fp16":
-        fail("--dtype fp16 would have to skip a step on all stages at once: choose bf16 or fp32")
-
-
-def set_time_limit(limit):
-    """How long a rank waits for the others, in all process groups but the patient ones."""
-    for group in dist.distributed_c10d._world.pg_map:
-        if group.group_desc != "patient":
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return torch.device("cuda", LOCAL_RANK)
 
 
 def gather(value):
@@ -1088,67 +882,17 @@ def of_all_ranks(metrics):
 # -- Timer, metrics, logs, small helpers -----------------------------------------------------------
 
 
-class PhaseTimer:
-    """Times the phases of a step: `with timer("forward"): ...`.
+@contextmanager
+def timed(phase, times, wait):
+    """Adds the milliseconds of a block to `times`.
 
-    Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
-    with the work. Their times are read at logged steps, when the GPU has passed them.
+    Python only queues work for a GPU. So logged steps wait here until the GPU has done the work.
     """
-
-    def __init__(self, device, flops_per_token):
-        self.on_gpu = device.type == "cuda"
-        self.flops_per_token = flops_per_token
-        self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
-        self.last_read = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase):
-        begin = self.now()
-        yield
-        self.spans[phase].append((begin, self.now()))
-
-    def now(self):
-        """Seconds, or on a GPU an event that gets its time when the GPU reaches it in its queue."""
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def read(self, tokens_per_step):
-        """Milliseconds per optimizer step, tokens per second and TFLOP/s, since the last read."""
-        steps = len(self.spans["update"])  # a step has one update
-        metrics = {}
-        for phase, spans in self.spans.items():
-            if self.on_gpu:
-                # The loop has called .item(), so the GPU has passed all events.
-                times = [begin.elapsed_time(end) for begin, end in spans]
-            else:
-                times = [1e3 * (end - begin) for begin, end in spans]
-            metrics[f"time/{phase}_ms"] = sum(times) / steps
-        self.spans.clear()
-        now = time.perf_counter()
-        seconds = (now - self.last_read) / steps
-        self.last_read = now
-        metrics["time/total_ms"] = 1e3 * seconds
-        metrics["tokens_per_second"] = tokens_per_step / seconds
-        if self.flops_per_token:
-            metrics["tflops_per_device"] = self.flops_per_token * tokens_per_step / seconds / 1e12
-        return metrics
-
-
-def flops_per_token(config, seq_length):
-    """Operations of both passes for a token: 6 per weight, and attention (see docs/metrics.md)."""
-    # Built again, without memory, because from chapter 3 on, a process has a part of the model.
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    if any(".experts." in name for name in model.state_dict()):
-        return 0  # unknown: only chapter 12 counts the experts that a token uses
-    config = config.get_text_config()
-    used = model.num_parameters(exclude_embeddings=True)  # looking up an embedding computes nothing
-    if config.tie_word_embeddings:
-        used += config.vocab_size * config.hidden_size  # the head computes with the same table
-    return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
+    begin = time.perf_counter()
+    yield
+    if wait:
+        torch.accelerator.synchronize()
+    times[f"time/{phase}_ms"] += 1e3 * (time.perf_counter() - begin)
 
 
 def memory_metrics(device):
@@ -1163,18 +907,16 @@ def memory_metrics(device):
     }
 
 
-def describe_run(args, model, train_samples):
-    """Values that are logged once: every flag, and facts about model, data and machine."""
-    device_memory = None
-    if torch.cuda.is_available():
-        device_memory = torch.cuda.mem_get_info()[1] / 1e9
-    return vars(args) | {
+def describe_run(model, optimizer, device):
+    """Facts about model and machine, which are logged once besides the flags."""
+    on_gpu = device.type == "cuda"
+    return {
         "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
-        "dataset_samples": len(train_samples),
-        "dataset_tokens": len(train_samples) * args.seq_length,
-        "device_memory_gb": device_memory,
+        "optimizer": type(optimizer).__name__,
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "transformers_version": transformers.__version__,
@@ -1184,37 +926,30 @@ def describe_run(args, model, train_samples):
 class RunLog:
     """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
 
-    def __init__(self, run_folder, checkpoint, state, args):
+    def __init__(self, args, run_folder, checkpoint, state, facts):
+        self.lock = FileLock(run_folder / "in-use.lock")
+        self.lock.acquire(timeout=0)  # fails if another process trains in this folder
         if checkpoint:
             # A killed run may have left later records. The checkpoint has a copy without them.
-            with fail_if_damaged(checkpoint):
-                records = (checkpoint / "metrics.jsonl").read_text()
-                newest = json.loads(records.splitlines()[-1])
-                if newest["step"] != state.step or not records.endswith("\n"):
-                    raise ValueError("metrics.jsonl was cut")
-            (run_folder / "metrics.jsonl").write_text(records)
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        self.parameters_file = run_folder / "parameters.json"
-        self.comet = start_comet(run_folder / "comet", state, args)
-
-    def log_parameters(self, parameters):
-        # JSON has no paths, so `default` turns them into text.
-        self.parameters_file.write_text(json.dumps(parameters, indent=2, default=str))
+        self.comet = start_comet(args, run_folder, state)
+        parameters = args.as_dict() | facts
         self.comet.log_parameters(parameters)
+        (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
 
-    def log_metrics(self, state, metrics):
-        # JSON has no infinity. The gradient norm may be infinite in a step that fp16 skips.
-        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
-        record = {"step": state.step, "epoch": state.epoch} | finite
+    def log(self, state, metrics):
+        # JSON has no infinity, which the gradient norm may be in fp16.
+        metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | metrics
         print(json.dumps(record), file=self.file, flush=True)
-        self.comet.log_metrics(finite, step=state.step, epoch=state.epoch)
+        self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
 
 
-def start_comet(folder, state, args):
+def start_comet(args, run_folder, state):
     """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
-    config = comet_ml.ExperimentConfig(
-        name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
-    )
+    folder = str(run_folder / "comet")
+    config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=folder)
     options = {
         "workspace": args.comet_workspace,
         "project_name": args.comet_project_name,
@@ -1226,57 +961,27 @@ def start_comet(folder, state, args):
             return comet_ml.start(online=True, **options)
         except Exception as error:
             say(f"warning: Comet cannot be reached ({error!r:.300})")
-    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the archive
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the file
     say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
     return comet_ml.start(online=False, **options)
 
 
+def catch_stop_signals():
+    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, stop_soon)
+
+
+def stop_soon(signum, frame):
+    stop_signals.append(signum)  # the loop looks at this list before every step
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
+
+
 def say(message):
     """Prints a line above the progress bar."""
-    tqdm.write(message, file=CONSOLE)
-
-
-def fail(message):
-    """Exits with a one-line message about a mistake that the user can fix."""
-    # DDP: If all ranks find the same mistake, the first rank of a node says so, and torchrun ends
-    # the other ranks by SIGTERM while they wait here.
-    if LOCAL_RANK > 0:
-        with suppress(ValueError):  # raised in a thread, where signals stay as they are
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(5)
-    sys.exit(f"error: {message}")
-
-
-@contextmanager
-def fail_on_error(message):
-    """Replaces the traceback of an error by this message and a short form of the error."""
-    try:
-        yield
-    except dcp.CheckpointException as error:  # FSDP: it has an error and its stack for each rank
-        cause, _ = next(iter(error.failures.values()))
-        fail(f"{message} ({cause!r:.300})")
-    except Exception as error:
-        cause = error.__cause__ or error  # some libraries raise a general error from the true one
-        fail(f"{message} ({cause!r:.300})")  # at most 300 characters of it
-
-
-def fail_if_damaged(checkpoint):
-    """As `fail_on_error`, around lines that read a checkpoint."""
-    remedy = "remove this folder, and the run continues from the checkpoint before"
-    return fail_on_error(f"the checkpoint {checkpoint} is damaged: {remedy}")
-
-
-def catch_stop_signals():
-    """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
-    received = []
-
-    def remember(signum, frame):
-        received.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
-
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    return received
+    with suppress(OSError):  # Ctrl-C also ends a `| tee`, and then the run still has to save
+        tqdm.write(message)
 
 
 # -- Flags -----------------------------------------------------------------------------------------
@@ -1298,57 +1003,12 @@ DEMO = {
 }
 
 
-def at_least(minimum, kind=int, below=math.inf):
-    """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
-
-    def number(text):
-        value = kind(text)
-        if not minimum <= value < below:
-            limits = f"{minimum} or larger"
-            if below < math.inf:
-                limits += f" and below {below}"
-            raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
-        return value
-
-    return number
-
-
-def numbers(text):
-    """An argparse type: whole numbers with commas between them."""
-    # PP: One flag has the layers of all stages, because a config file has one value per flag.
-    number = at_least(1)
-    try:
-        return [number(part) for part in text.strip("[]").split(",")]  # a YAML list has brackets
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers as in 3,5,5,3, not {text}") from None
-
-
-def read_config(path):
-    """The flags of a YAML file, in the form of the command line."""
-    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
-        text = path.read_text()
-        values = yaml.safe_load(text)  # keeps only the last value of a repeated flag
-        names = [flag.value for flag, _ in yaml.compose(text).value]  # compose keeps repeated flags
-    if len(names) > len(values) or "config" in names or None in values.values():
-        fail(f"{path} must have each flag once, with a value, and no flag named config")
-    flags = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            flags.append(f"--{name}={value}")
-    return flags
-
-
 def parse_args():
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
+    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
-    switch = argparse.BooleanOptionalAction
-    count = at_least(0)
-    positive = at_least(1)
-    real = at_least(0, float)
-    add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
+    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
@@ -1356,68 +1016,77 @@ def parse_args():
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
     add("--text-column", default="text", help="the column to train on")
     add("--dataset-subset", help="configuration name on the Hub")
-    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
-    add("-b", "--batch-size", type=positive, default=8, help="samples per forward pass")
+    add("-s", "--seq-length", type=int, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=int, default=8, help="samples per forward pass")
     # PP: The default is the number of stages.
-    add("--gradient-accumulation-steps", type=positive, help="passes per optimizer step")
-    add("--num-epochs", type=positive, default=3, help="passes over the dataset")
-    add("--max-steps", type=positive, help="stop after this many optimizer steps")
-    add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
-    schedules += ["constant_with_warmup", "warmup_stable_decay"]
-    add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
-    add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
-    beta = at_least(0, float, below=1)
-    add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
-    add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
-    add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
-    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("--gradient-accumulation-steps", type=int, help="passes per optimizer step")
+    add("--num-epochs", type=int, default=3, help="passes over the dataset")
+    add("--max-steps", type=int, help="stop after this many optimizer steps")
+    add("--lr", type=float, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
+    add("--warmup-steps", type=int, default=0, help="steps until the peak learning rate")
+    add("--adam-beta2", type=float, default=0.999, help="of AdamW; from scratch, 0.95 is common")
+    add("--weight-decay", type=float, default=0.01, help="of AdamW, for matrices only")
+    add("--max-grad-norm", type=float, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
     add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
-    add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
-    add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
-    add("--log-freq", type=positive, default=10, help="steps between logged metrics")
-    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
-    add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
-    add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    seed = at_least(0, below=2**32)  # the limit of NumPy
-    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
-    # Calls torch.cuda.is_available() and so on
+    on_gpu = torch.cuda.is_available()
+    add("--compile", action=switch, default=on_gpu, help="compile the layers; on for CUDA")
+    add("--eval-freq", type=int, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=int, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="older ones are removed")
+    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=int, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # FSDP: These two flags choose between speed and memory.
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=False, help="less memory, more traffic")
     # PP: The layers of each stage, and the order in which stages compute.
-    add("--pipeline-parallel", type=positive, default=WORLD_SIZE, help="ranks of a pipeline")
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="order of the passes of a step")
-    add("--stages-per-rank", type=positive, help="default: 2 for interleaved and zbv, otherwise 1")
-    add("--layers-per-stage", type=numbers, help="layers of each stage, such as 3,5,5,3")
+    add("--pipeline-parallel", type=int, default=WORLD_SIZE, help="ranks of a pipeline")
+    add("--schedule", choices=list(SCHEDULES), default="1f1b", help="order of the passes of a step")
+    add("--stages-per-rank", type=int, default=2, help="of the interleaved schedule alone")
+    add("--layers-per-stage", type=str, help="layers of each stage, such as 3,5,5,3")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
-    if LOCAL_RANK > 0:
-        parser.error = fail  # DDP: only the first rank of a node reports a wrong flag
-    # Find --config first. Its flags stand before those of the command line, which therefore win.
-    known, _ = parser.parse_known_args()
-    given = read_config(known.config) if known.config else []
-    flags = given + sys.argv[1:]
-    if "--demo" in flags:
-        parser.set_defaults(**DEMO)  # defaults, so that every given flag overrides them
-    args = parser.parse_args(flags)
-    # PP: The defaults that follow from other flags.
-    if args.stages_per_rank is None:
-        args.stages_per_rank = 2 if args.schedule in SEVERAL_STAGES else 1
+    config = parser.parse_args().config
+    if config:
+        parser.default_config_files = [str(config)]
+    if parser.parse_args().demo:
+        parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
+    counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
+    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    counts += ["pipeline_parallel", "stages_per_rank"]  # PP: at least 1
+    for name, value in args.as_dict().items():
+        least = 1 if name in counts else 0
+        if isinstance(value, int | float) and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    # PP: These flags follow from the schedule and from the number of stages.
+    if args.schedule != "interleaved":
+        args.stages_per_rank = 2 if args.schedule == "zbv" else 1
     if args.gradient_accumulation_steps is None:
         args.gradient_accumulation_steps = args.pipeline_parallel * args.stages_per_rank
+    if WORLD_SIZE % args.pipeline_parallel:
+        parser.error(f"--pipeline-parallel must divide the number of ranks, {WORLD_SIZE}")
+    if args.dtype == "fp16":
+        parser.error("--dtype fp16 would skip a step on one stage alone: choose bf16 or fp32")
     name = args.experiment_name
-    if name is not None and ("/" in name or name in ("", ".", "..")):
-        parser.error("--experiment-name must be a folder name, not empty and without slashes")
+    if name is not None and (name in ("", ".", "..") or "/" in name):
+        parser.error("--experiment-name must be the name of a folder, without slashes")
     return args
 
 
 if __name__ == "__main__":
     try:
         main()
+    except OSError as error:  # a file, folder, model or dataset that is not there, or no network
+        sys.exit(f"error: {error}")
     except torch.OutOfMemoryError:
-        remedy = "try --activation-checkpointing, a lower --batch-size with more"
         # FSDP: more devices help, too, because each device then has a smaller shard.
-        fail(f"out of GPU memory: {remedy} --gradient-accumulation-steps, more GPUs, --cpu-offload")
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, a lower -b, more GPUs")
+    finally:
+        # DDP: If all ranks fail, the first one of a node says why, and torchrun ends the others.
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
+            time.sleep(5)

@@ -47,6 +47,7 @@ import transformers
 import xxhash
 from filelock import FileLock
 from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse.typing import Path_fr
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
@@ -186,6 +187,11 @@ def main():
             # MDS: read_step has chosen the rows. This number only seeds the dropout masks.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            # FSDP: --no-reshard-after-forward keeps weights and gradients whole until the last
+            # micro-batch. This takes memory, and saves traffic.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
             # NODES 1: Only the last micro-batch averages over the copies, because links are slow.
             model.set_requires_all_reduce(micro_step == accumulation - 1)
             with timed("data", times, wait):
@@ -983,7 +989,7 @@ def start_comet(args, run_folder, state):
 
 
 def catch_stop_signals():
-    """A signal then ends the run after its step: Ctrl-C, Slurm's SIGTERM, a closed terminal."""
+    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, stop_soon)
@@ -1024,7 +1030,7 @@ def parse_args():
     parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", action="config", help="a YAML file of flags; later flags override it")
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
     add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
@@ -1077,9 +1083,12 @@ def parse_args():
     add("--resume-dir", type=str, help="checkpoint of any run, where this run begins")
     add("--skip-optimizer", action=switch, default=False, help="only weights from --resume-dir")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    config = parser.parse_args().config
+    if config:
+        parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
-    args = parser.parse_args()
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
     counts += ["shuffle_window", "eval_documents"]  # MDS: at least 1

@@ -5,11 +5,11 @@ numbers at a few random places. The places never change. Weights, gradients and 
 exist for B, A and S only. Comments with SL 1 to SL 9 mark the ideas; SL: marks other changes.
 
     python train-llm.py --demo                   # a few minutes on two CPU cores, no network
-    python train-llm.py -e books -d "books/*.txt" --rank 512 --alpha 8 --lr 3e-3 --warmup-steps 1000
+    python train-llm.py -e books-sparse -d "books/*.txt" --rank 512 --alpha 8 --lr 3e-3
 """
 
-import argparse
-import fcntl
+import codecs
+import gzip
 import hashlib
 import json
 import logging
@@ -22,70 +22,72 @@ import sysconfig
 import time
 import uuid
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from glob import escape, glob
 from pathlib import Path
 
-# OpenMP's CPU threads wait in a busy loop. A shorter loop leaves more time to other programs.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-# Comet shows the metrics. Without this setting, it would change PyTorch to log more by itself.
-os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
-# If its server does not answer, ask once (20 s) at the start, and wait 30 + 30 seconds at the end.
-os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")
-os.environ.setdefault("COMET_TIMEOUT_CLEANING", "30")
-os.environ.setdefault("COMET_TIMEOUT_UPLOAD", "30")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave time to others
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
 import comet_ml
 import datasets
 import numpy as np
 import psutil
-import pyarrow as pa
+import pyarrow.compute
 import torch
 import transformers
-import yaml
-from torch.utils.data import Subset
+from filelock import FileLock
+from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse.typing import Path_fr
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
-CONSOLE = sys.stderr  # for log lines and the progress bar
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+stop_signals = []  # signals that ask this run to stop
 
 
 def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
     args = parse_args()
     device = torch.device(args.device)
     if args.dtype is None:
         args.dtype = "fp32" if device.type == "cpu" else "bf16"
-    if args.compile is None:
-        args.compile = device.type == "cuda"
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation  # samples per optimizer step
     torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    say(f"{device_name}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-    run_folder, checkpoint, state = open_run(args)  # the newest checkpoint, or None
+    say(f"{device_name}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data, model, optimizer.
-    config, tokenizer = load_config_and_tokenizer(args)
-    train_samples, eval_samples = load_samples(args, tokenizer, config, global_batch)
-    # `state.samples` is the number read so far, `state.train_samples` the size of the dataset.
-    if checkpoint and state.train_samples != len(train_samples):
-        fail(f"{args.dataset_name} has changed since this run began: choose another -e name")
-    state.train_samples = len(train_samples)
-    model = build_model(args, config, device, checkpoint)
-    optimizer = torch.optim.AdamW(
-        parameter_groups(model, args), lr=args.lr, betas=(0.9, args.adam_beta2), fused=True
-    )
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
+    train_tokens, eval_tokens = load_tokens(args, tokenizer)
+    train_samples = len(train_tokens) // args.seq_length
+    if train_samples < global_batch or len(eval_tokens) < args.seq_length:
+        sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
+    say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
+    order = sample_order(args, train_samples)
+    run_folder, checkpoint, state = open_run(args, train_samples)
+    model = build_model(args, device, checkpoint)
+    largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
+    if largest >= model.config.vocab_size:
+        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    groups = parameter_groups(model, args)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
     # A resumed run may have another batch size, so count the steps that are left.
-    steps_left = (args.num_epochs * len(train_samples) - state.samples) // global_batch
-    total_steps = state.step + max(steps_left, 0)
+    total_steps = state.step + (len(order) - state.samples) // global_batch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
-    scheduler = lr_schedule(args, optimizer, total_steps)
+    scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
+    )
     # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
     # sums that need more precision (norms, softmax, the loss) in fp32.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
@@ -95,43 +97,58 @@ def main():
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
-        load_training_state(checkpoint, stateful)
+        saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
+        for name, part in stateful.items():
+            part.load_state_dict(saved[name])
+        # This run may have another --max-steps, so compute the learning rate of the step again.
+        scheduler.last_epoch -= 1  # which step() counts up, and then sets the rate
+        scheduler.step()
     run_log = None
     if run_folder:
-        run_log = RunLog(run_folder, checkpoint, state, args)
-        parameters = describe_run(args, model, train_samples)
-        parameters |= {"global_batch": global_batch, "device_name": device_name}
-        run_log.log_parameters(parameters)
+        facts = describe_run(model, optimizer, device) | {
+            "global_batch": global_batch,
+            "dataset_samples": train_samples,
+            "dataset_tokens": len(train_tokens),
+        }
+        run_log = RunLog(args, run_folder, checkpoint, state, facts)
+        run_log.comet.set_model_graph(str(model))  # the architecture as text
 
     # The training loop.
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
-    timer = PhaseTimer(device, flops_per_token(config, args.seq_length))
-    # disable=None: a progress bar in terminals only.
-    progress = tqdm(total=total_steps, initial=state.step, file=CONSOLE, disable=None)
-    stop_signals = catch_stop_signals()  # SIGTERM and Ctrl-C append to this list
+    logged_time = time.perf_counter()
+    # disable=None: no bar where the output goes to a file
+    progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
+    catch_stop_signals()
     stop_signal = 0
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
+        step = state.step + 1
+        stop_signal = max(stop_signals, default=0)  # after a signal, this step is the last one
+        at_end = step == total_steps
+        eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
+        save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
+        log_now = step % args.log_freq == 0 or save_now
+        times = defaultdict(float)  # of the phases of this step
+        wait = log_now and device.type != "cpu"  # see timed()
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
-            # Sample n is the same in each run with this seed, so a run can resume at any sample.
             first = state.samples + micro_step * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
-            with timer("data"):
-                indices = sample_order(first, args.batch_size, len(train_samples), args.seed)
-                input_ids = read_batch(train_samples, indices, device)
-            with timer("forward"), autocast:
+            with timed("data", times, wait):
+                indices = order[first : first + args.batch_size]
+                input_ids = read_batch(train_tokens, indices, args, device)
+            with timed("forward", times, wait), autocast:
                 # Transformers shifts the labels by one token itself, so they equal the input.
                 # A cache of keys and values serves generation. In training it only takes memory.
                 loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-                # The loss is a mean over a micro-batch. After this division, the losses (and their
-                # gradients) of all micro-batches add up to the mean over the global batch.
+                # After this division, the losses (and their gradients) of all micro-batches add up
+                # to the mean over the global batch.
                 loss = loss / accumulation
-            with timer("backward"):
+            with timed("backward", times, wait):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
-        with timer("update"):
+        with timed("update", times, wait):
             # Clip the complete gradient before the update, so that no bad batch spoils the weights.
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
@@ -141,92 +158,75 @@ def main():
             scaler.update()
             scheduler.step()  # once per optimizer step, not per micro-batch
             optimizer.zero_grad()  # because backward() adds to the gradients
-        state.step += 1
+        state.step = step
         state.samples += global_batch
-        state.epoch = state.samples / len(train_samples)
+        state.epoch = state.samples / train_samples
         progress.update()
 
-        at_end = state.step == total_steps
-        stop_signal = stop_signals[-1] if stop_signals else 0
-        eval_now = args.eval_freq > 0 and (state.step % args.eval_freq == 0 or at_end)
-        save_now = state.step % args.ckpt_freq == 0 or at_end or stop_signal
-        log_now = state.step % args.log_freq == 0 or save_now
         if log_now:
-            # `.item()` waits until the GPU has computed the number. Between two logged steps,
-            # training reads no number back, so Python runs ahead and queues work for the GPU.
-            mean_loss = loss_sum.item() / (state.step - logged_step)
+            # `.item()` waits until the GPU has computed the number, so only logged steps call it.
+            mean_loss = loss_sum.item() / (step - logged_step)
+            seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            tokens_per_second = global_batch * args.seq_length / seconds
             metrics = {
                 "loss": mean_loss,
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
-                **timer.read(tokens_per_step=global_batch * args.seq_length),
+                "tokens_per_second": tokens_per_second,
+                "time/total_ms": 1e3 * seconds,
+                **times,
                 **memory_metrics(device),
             }
-            if run_log:
-                run_log.log_metrics(state, metrics)
-            speed = f"{metrics['tokens_per_second']:,.0f} tokens/s"
-            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}  {speed}"
-            say(f"step {state.step}/{total_steps}  {numbers}")
+            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
+            say(f"step {step}/{total_steps}  {numbers}  {tokens_per_second:,.0f} tokens/s")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
-            gradient_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
-            if not math.isfinite(mean_loss) or not gradient_is_normal:
-                fail("the loss or its gradient is not finite: lower --lr or raise --warmup-steps")
+            norm_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or not norm_is_normal:
+                sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
+            if run_log:
+                run_log.log(state, metrics)
             loss_sum.zero_()
-            logged_step = state.step
+            logged_step = step
+            logged_time = time.perf_counter()
         if eval_now:
             with autocast:
-                eval_loss = evaluate(model, eval_samples, args, device)
-            say(f"step {state.step}/{total_steps}  held-out loss {eval_loss:.4f}")
-            metrics = {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)}
+                eval_loss = evaluate(model, eval_tokens, args, device)
+            say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
-                run_log.log_metrics(state, metrics)
+                run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
         if run_folder and save_now:
-            # A saved step is always a logged step, so its numbers have passed the check above.
+            # A saved step is a logged step, so its numbers have passed the check above.
             # SL: A checkpoint is no model folder here, so it needs no tokenizer.
-            save_checkpoint(run_folder, model, stateful, state, args)
+            save_checkpoint(args, run_folder, model, stateful, state)
 
-    if run_folder and state.step >= total_steps:
+    if run_folder and not stop_signal:
         with new_folder(run_folder / "final") as folder:
-            save_model(folder, model, tokenizer)
+            # SL: final/ has dense weights, because no other program knows B, A and S.
+            model.save_pretrained(folder, state_dict=merged_weights(model))
+            tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
-    elif not run_folder:
-        say("Nothing was saved: -e gives a run a name, and saves its model, checkpoints and logs")
-    if state.step < total_steps:
-        say(f"Stopped after step {state.step}: the same command continues the run, if -e names it")
+    if stop_signal:
+        say(f"Stopped after step {step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
 
 
 # -- Model and optimizer ---------------------------------------------------------------------------
 
 
-def build_model(args, config, device, checkpoint):
-    """The model on `device`, with the weights of the checkpoint, or random weights."""
-    # SL: No pretrained weights, because B A + S cannot represent an arbitrary dense matrix.
-    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
-    # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
-    # SL: Shapes, without memory, in every run. This also refuses a config of no causal LM.
-    with fail_on_error(f"cannot build a causal LM from {args.model_name}"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        # SL 1: Replace layers while no layer has memory, because the dense model may not fit.
-        replace_layers(model, args)
-    model.to_empty(device=device).tie_weights()  # to_empty separates shared weights
-    model.init_weights()  # as Transformers does, but directly on the device
-    set_weights(model, args, checkpoint)
-    gpu_has_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
-    # A few models need another version of FlashAttention, and name it in the second attribute.
-    model_has_flash = model._supports_flash_attn and not model._compatible_flash_implementations
-    if args.attention is None and gpu_has_flash and model_has_flash:
-        args.attention = "flash_attention_2"
-    if args.attention:
-        with fail_on_error(f"--attention {args.attention} does not work for {config.model_type}"):
-            model.set_attn_implementation(args.attention)
-            used = model.config._attn_implementation
-            if used != args.attention:
-                raise ValueError(f"the model uses {used} instead")
+def build_model(args, device, checkpoint):
+    """The model on `device`, with its attention, and compiled if asked for."""
+    model = load_model(args, checkpoint)
+    model.to(device)
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
     # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
     # for positions that begin at 0 again. Here positions go on from one document to the next, so it
     # would find nothing, and return None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -243,6 +243,28 @@ def build_model(args, config, device, checkpoint):
     return model
 
 
+def load_model(args, checkpoint):
+    """The model in CPU memory, with the weights of the checkpoint or random weights."""
+    # SL: No pretrained weights, because B A + S cannot represent an arbitrary dense matrix.
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    config = AutoConfig.from_pretrained(args.model_name)
+    if config.get_text_config() is not config:  # images would train its other parts
+        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
+    model = AutoModelForCausalLM.from_config(config, **options)
+    # SL 1: Replace layers in CPU memory, because the dense model may not fit on the device.
+    replace_layers(model, args)
+    # Draw the weights again, because constructors draw other numbers in other versions.
+    torch.manual_seed(args.seed)
+    model.apply(model._init_weights)
+    # SL: A resumed run draws the places of S again, because a checkpoint does not have them. The
+    # seed has the number of the layer, so each layer has other places.
+    for number, layer in enumerate(sparse_layers(model).values()):
+        layer.initialize(seed=(args.seed, number))
+    if checkpoint:
+        model.load_state_dict(torch.load(checkpoint / "weights.pt", mmap=True))
+    return model
+
+
 def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
     # SL 2: No weight decay for B, A and S. If B and A both decay, B A decays twice as fast.
@@ -253,25 +275,11 @@ def parameter_groups(model, args):
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 
-def lr_schedule(args, optimizer, total_steps):
-    """The scheduler, which sets the learning rate of each step."""
-    options = {}
-    if args.lr_scheduler == "warmup_stable_decay":
-        options["num_decay_steps"] = total_steps // 5  # to zero in the last fifth of the steps
-    return get_scheduler(args.lr_scheduler, optimizer, args.warmup_steps, total_steps, options)
-
-
 # -- Sparse plus low-rank weights ------------------------------------------------------------------
-
-# SL: Tests compare the gradients and the merged weights of each family with dense matrices.
-FAMILIES = ["llama", "qwen2", "qwen3", "gpt_neox", "olmo2", "gemma2", "bloom"]
 
 
 def replace_layers(model, args):
     """Replaces the matrices of the decoder layers. Embeddings and head stay dense."""
-    family = model.config.model_type
-    if family not in FAMILIES:
-        fail(f"{family} is not among {', '.join(FAMILIES)}: use chapter 1")
     before = model.num_parameters()
     dense_count = 0
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
@@ -286,22 +294,9 @@ def replace_layers(model, args):
     # SL: With no layer replaced, this would be chapter 1 without any message.
     sparse_count = len(sparse_layers(model))
     if sparse_count == 0:
-        fail(f"no nn.Linear of {args.model_name} would become smaller: lower --rank or --density")
+        sys.exit("error: no nn.Linear would become smaller: lower --rank or --density")
     say(f"{sparse_count} matrices are now sparse plus low-rank, {dense_count} stay dense")
     say(f"{before:,} parameters of the dense model are now {model.num_parameters():,}")
-
-
-def set_weights(model, args, checkpoint):
-    """Draws B, A and S of each layer. If there is a checkpoint, loads all weights of the model."""
-    # SL: A resumed run draws the places of S again, because a checkpoint does not have them. The
-    # seed has the number of the layer, so each layer has other places.
-    for number, layer in enumerate(sparse_layers(model).values()):
-        layer.initialize(seed=(args.seed, number))
-    if not checkpoint:
-        return
-    with fail_on_error(f"{checkpoint} is damaged, or has another model than {args.model_name}"):
-        weights = torch.load(checkpoint / "weights.pt", map_location="cpu", mmap=True)
-        model.load_state_dict(weights)
 
 
 def number_of_parameters(module):
@@ -352,7 +347,7 @@ class SparseLinear(torch.nn.Module):
     def set_extra_state(self, saved):
         # SL 5: Values at other places are another model, and nothing else would raise an error.
         if saved != self.get_extra_state():
-            fail("S has other places than in the checkpoint: resume with the same model and script")
+            sys.exit("error: S has other places than in the checkpoint")
 
     def forward(self, x):
         # SL: Autocast casts the inputs of PyTorch's own functions, not those of our function.
@@ -419,174 +414,142 @@ def merged_weights(model):
     return weights
 
 
-# -- Data ------------------------------------------------------------------------------------------
+# -- Data and evaluation ---------------------------------------------------------------------------
 
-# The endings of files, and how `datasets` calls their formats. Files may be compressed (.gz).
+# The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
+TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
+LONGEST_DOCUMENT = 250_000  # characters: a longer text is cut, so that it fits into memory
 
 
-def load_config_and_tokenizer(args):
-    name = args.model_name
-    gated = "if it is gated, accept its licence at huggingface.co and run `hf auth login`"
-    remedy = f"check the path, or name and network; {gated}; --demo needs no network"
-    with fail_on_error(f"cannot load the model {name}: {remedy}"):
-        config = AutoConfig.from_pretrained(name)
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    if tokenizer.eos_token_id is None:
-        fail(f"the tokenizer of {name} has no end-of-text token: set its eos_token")
-    if getattr(config, "quantization_config", None):
-        fail(f"{name} is quantized (quantization_config in its config): give one in bf16 or fp32")
-    # The model has learned no positions beyond this number. Some families have no limit, or say -1.
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest and 0 < longest < args.seq_length:
-        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of {name}")
-    return config, tokenizer
+def load_tokens(args, tokenizer):
+    """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %.
+
+    Sample n is the n-th `seq_length` tokens. Without padding, no computation is wasted.
+    """
+    splits = load_documents(args)
+    train_tokens = tokenize_split(splits["train"], tokenizer, args.text_column)
+    eval_split = splits.get("validation") or splits.get("test")
+    if eval_split:
+        return train_tokens, tokenize_split(eval_split, tokenizer, args.text_column)
+    samples = len(train_tokens) // args.seq_length
+    held_out = max(1, samples // 100)
+    end = max(0, samples - held_out) * args.seq_length
+    return train_tokens.slice(0, end), train_tokens.slice(end)
 
 
-def load_documents(name, subset):
-    """The splits of a file, pattern, address, folder or Hub dataset. A text file is a document."""
+def load_documents(args):
+    """The splits of a local file or pattern, or of a dataset on the Hub."""
+    name = os.path.expanduser(args.dataset_name)
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
-    options = {"path": name, "name": subset}  # a dataset of the Hub, or a folder with its files
-    if file_format:
-        options = {"path": file_format, "data_files": name}
-    elif "*" in name or os.path.isfile(name):
-        fail(f"{name} must end in {', '.join(FORMATS)}: give such a file or pattern")
+    if not file_format and "*" not in name and not os.path.exists(name):
+        return datasets.load_dataset(name, args.dataset_subset)
+    files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
+    if not files or not file_format:
+        endings = ", ".join(FORMATS)
+        sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
+    say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        options |= {"sample_by": "document", "encoding_errors": "replace"}
-    if file_format == "json":
-        # With None, a number among texts is an error. Otherwise `datasets` would turn the column
-        # into JSON, and put quotation marks around each text.
-        options["on_mixed_types"] = None
-    remedy = "check that the files exist and have text, or Hub name, --dataset-subset and network"
-    with fail_on_error(f"cannot load the dataset {name}: {remedy}"):
-        splits = datasets.load_dataset(**options)
-    # `datasets` makes a document of each line of the text files in a folder.
-    builder = next(iter(splits.values())).info.builder_name
-    if os.path.isdir(name) and builder == "text":
-        fail(f"{name} is a folder of text: give a pattern, such as '{name}/**/*.txt'")
-    return splits
+        # `datasets` reads files again if these arguments have changed.
+        changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
+        arguments = {"files": files, "changed": changed}
+        documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
+        undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
+        if undecoded:
+            say(f"warning: {undecoded:,} characters are not UTF-8, and became question marks")
+        return {"train": documents}
+    # `datasets` reads a name as a pattern, so escape brackets.
+    return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
 
 
-def tokenize(rows, tokenizer, column, vocab_size):
-    """The token ids of each document that is not empty, and an end-of-text token after each."""
-    texts = [text for text in rows[column] if text]
-    # The tokenizer refuses an empty list.
-    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    documents = [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
-    largest = max((max(ids) for ids in documents), default=0)
-    if largest >= vocab_size:
-        remedy = "use the model's tokenizer, or --from-scratch and a larger vocab_size"
-        fail(f"token id {largest} is outside the vocabulary of {vocab_size} tokens: {remedy}")
-    return {"input_ids": documents}
+def read_text(files, changed):
+    """The documents of text files. They end at <|endoftext|>, at the end of a file, or cut."""
+    for file in files:
+        opened = gzip.open if file.endswith(".gz") else open
+        with opened(file, "rb") as stream:
+            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding = "utf-16" if is_utf16 else "utf-8-sig"
+        with opened(file, "rt", encoding=encoding, errors="replace") as stream:
+            rest = ""
+            while text := stream.read(LONGEST_DOCUMENT):
+                *documents, rest = (rest + text).split("<|endoftext|>")
+                if len(rest) >= LONGEST_DOCUMENT:
+                    documents.append(rest)
+                    rest = ""
+                for document in documents:
+                    yield {"text": document, "undecoded": document.count("\ufffd")}
+            yield {"text": rest, "undecoded": rest.count("\ufffd")}
 
 
-def tokenize_split(documents, tokenizer, config, args):
-    """The token ids of the documents of a split."""
-    text_types = (datasets.Value("string"), datasets.Value("large_string"))
-    columns = [name for name, kind in documents.features.items() if kind in text_types]
-    if args.text_column not in columns:
-        remedy = f"choose --text-column among {', '.join(columns or documents.column_names)}"
-        fail(f"{args.text_column!r} is no column of text: {remedy}")
-    return documents.map(
+def tokenize_split(documents, tokenizer, column):
+    """All documents of a split as one array of token ids."""
+    columns = [name for name, kind in documents.features.items() if kind in TEXT_TYPES]
+    if column not in columns:
+        sys.exit(f"error: no text in column {column!r}: choose --text-column among {columns}")
+    tokenized = documents.map(
         tokenize,
-        batched=True,  # 1,000 documents per call
-        fn_kwargs={
-            "tokenizer": tokenizer,
-            "column": args.text_column,
-            "vocab_size": config.get_text_config().vocab_size,
-        },
+        batched=True,
+        batch_size=32,  # documents; the longest ones then need 1 GB of memory
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
+    # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
+    tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
+    empty = len(documents) - len(tokenized)
+    say(f"{len(documents):,} documents, of which {empty:,} are empty: {len(tokens):,} tokens")
+    return tokens
 
 
-class PackedSamples:
-    """All documents, joined and cut into samples of `seq_length` tokens. A short rest is left out.
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, with one end-of-text token at its end."""
+    texts = [text for text in rows[column] if text]
+    # The tokenizer refuses an empty list.
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    end = tokenizer.eos_token_id
+    # Some tokenizers add an end-of-text token themselves.
+    documents = [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]
+    return {"input_ids": documents}
 
-    Without padding, no computation is wasted. `tokens` is a view of the memory-mapped Arrow file
-    that `datasets` has cached. So packing copies nothing, and all processes share the file.
+
+def sample_order(args, train_samples):
+    """The samples of all epochs, in the order in which the run reads them.
+
+    The order depends only on the seed, so a run can resume at any sample.
     """
-
-    def __init__(self, documents, seq_length):
-        # An Arrow column has chunks of many documents. `flatten` joins the documents of a chunk.
-        chunks = documents.data.column("input_ids").chunks
-        self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks], pa.int32())
-        self.seq_length = seq_length
-
-    def __len__(self):
-        return len(self.tokens) // self.seq_length
-
-    def __getitem__(self, index):
-        return self.tokens.slice(index * self.seq_length, self.seq_length).to_numpy()
+    permutations = []
+    for epoch in range(args.num_epochs):
+        # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+        generator = np.random.RandomState((args.seed, epoch))
+        permutations.append(generator.permutation(train_samples))
+    return np.concatenate(permutations)
 
 
-def load_samples(args, tokenizer, config, global_batch):
-    """The training samples and the held-out samples: a split of the dataset, or the last 1 %."""
-    splits = load_documents(args.dataset_name, args.dataset_subset)
-    if "train" not in splits:
-        fail(f"{args.dataset_name} has no split named train, only {', '.join(splits)}")
-    documents = tokenize_split(splits["train"], tokenizer, config, args)
-    train_samples = PackedSamples(documents, args.seq_length)
-    count = len(train_samples)
-    held_out = splits.get("validation", splits.get("test"))
-    if held_out:
-        documents = tokenize_split(held_out, tokenizer, config, args)
-        eval_samples = PackedSamples(documents, args.seq_length)
-    else:
-        count -= max(1, count // 100)  # hold out the last samples of the dataset
-        eval_samples = Subset(train_samples, range(count, len(train_samples)))
-        train_samples = Subset(train_samples, range(count))
-    if count < global_batch or not eval_samples:
-        fail(f"{args.dataset_name} is empty or too small: lower --batch-size or --seq-length")
-    say(f"{args.dataset_name}: {count} samples to train on, {len(eval_samples)} held out")
-    return train_samples, eval_samples
-
-
-@lru_cache(maxsize=2)  # a batch may have samples of two epochs
-def permutation(seed, epoch, count):
-    # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
-    return np.random.RandomState((seed, epoch)).permutation(count)
-
-
-def sample_order(first, count, dataset_size, seed):
-    """The indices in the dataset of the samples from `first` to `first + count - 1` of a run.
-
-    A run numbers its samples across epochs. Each epoch is another permutation of the dataset, which
-    depends only on seed and epoch. To resume, a run needs only the number of samples it has read.
-    """
-    indices = []
-    for number in range(first, first + count):
-        epoch, place = divmod(number, dataset_size)
-        indices.append(int(permutation(seed, epoch, dataset_size)[place]))
-    return indices
-
-
-def read_batch(samples, indices, device):
-    """The token ids of these samples: int64 of shape (len(indices), seq_length) on `device`."""
-    batch = torch.from_numpy(np.stack([samples[i] for i in indices]))
+def read_batch(tokens, indices, args, device):
+    """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
+    size = args.seq_length
+    samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
+    batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
         # Python need not wait for a copy from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
     return batch.to(device).long()
 
 
-# -- Evaluation ------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
-def evaluate(model, samples, args, device):
+def evaluate(model, tokens, args, device):
     """The mean loss over all held-out samples, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
-    size = args.batch_size
-    for begin in range(0, len(samples), size):
-        indices = range(begin, min(begin + size, len(samples)))
-        input_ids = read_batch(samples, indices, device)
+    samples = len(tokens) // args.seq_length
+    for begin in range(0, samples, args.batch_size):
+        indices = range(samples)[begin : begin + args.batch_size]
+        input_ids = read_batch(tokens, indices, args, device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
     model.train()  # dropout on again
-    return loss_sum.item() / len(samples)
+    return loss_sum.item() / samples
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
@@ -594,50 +557,66 @@ def evaluate(model, samples, args, device):
 # A resumed run keeps these flags, because another value would make it another training.
 LASTING = ["model_name", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["rank", "density", "alpha"]  # SL: other values would give another W
-LASTING += ["text_column", "seed", "lr", "lr_scheduler", "warmup_steps"]
+LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
-# Eight digits, so the names sort by step. A copy such as step-00000500.bak is no checkpoint.
-CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"  # eight digits, so the names sort by step
 
 
 @dataclass
 class RunState:
     """The position of a run. Every checkpoint stores it as `state.json`."""
 
-    flags: dict  # the flags that must not change
+    lasting: dict  # flags, and the size of the dataset, which must not change
     comet_key: str  # the id of its Comet experiment
     step: int = 0  # optimizer steps done
     samples: int = 0  # samples read, over all epochs
     epoch: float = 0.0
-    train_samples: int = 0  # in the dataset
+
+
+def open_run(args, train_samples):
+    """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
+    lasting = {name: getattr(args, name) for name in LASTING} | {"train_samples": train_samples}
+    state = RunState(lasting, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
+        return None, None, state
+    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder.mkdir(parents=True, exist_ok=True)
+    checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
+    if not checkpoint:
+        return run_folder, None, state
+    say(f"Continuing from {checkpoint}")
+    state = RunState(**json.loads((checkpoint / "state.json").read_text()))
+    for name, value in lasting.items():
+        before = state.lasting.get(name)
+        if before != value:
+            sys.exit(f"error: {name} was {before}, and is {value}: keep it, or choose another -e")
+    return run_folder, checkpoint, state
 
 
 @contextmanager
 def new_folder(folder):
-    """Yields a temporary folder and renames it when it is complete, since runs may be killed."""
+    """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
     temporary.mkdir()
-    free = shutil.disk_usage(folder.parent).free / 1e9
-    with fail_on_error(f"cannot write {folder}; the disk had {free:.1f} GB left"):
-        yield temporary
-        for path in [*temporary.rglob("*"), temporary]:
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)  # all is on the disk before the folder gets its name
-            os.close(descriptor)
-    shutil.rmtree(folder, ignore_errors=True)
+    yield temporary
+    os.sync()  # all files are on the disk before the folder gets its name
+    remove(folder)
     temporary.rename(folder)
 
 
-def save_model(folder, model, tokenizer):
-    # SL: final/ has dense weights, because no other program knows B, A and S.
-    model.save_pretrained(folder, state_dict=merged_weights(model))
-    tokenizer.save_pretrained(folder)
+def remove(folder):
+    """Removes a folder, or a link to a folder, if it exists."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def save_checkpoint(run_folder, model, stateful, state, args):
-    """Writes all that an exact resume needs into a new folder, then removes old checkpoints."""
+def save_checkpoint(args, run_folder, model, stateful, state):
+    """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
         # SL: A run goes on with B, A and S as they are. Merged weights could not be split again.
         torch.save(model.state_dict(), folder / "weights.pt")
@@ -646,133 +625,23 @@ def save_checkpoint(run_folder, model, stateful, state, args):
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
     for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
-        # Rename it first, so that no half-removed folder looks like a checkpoint.
-        old.rename(run_folder / "incomplete")
-        shutil.rmtree(run_folder / "incomplete")
-
-
-def open_run(args):
-    """Makes the folder of a run with a name. Returns the folder, the newest checkpoint, the state.
-
-    The folder is None without a name, and the checkpoint is None in a new run.
-    """
-    flags = {name: getattr(args, name) for name in LASTING}
-    new_state = RunState(flags, comet_key=uuid.uuid4().hex)
-    if not args.experiment_name:
-        say("Without -e, this run saves no model, no checkpoints and no logs")
-        return None, None, new_state
-    run_folder = args.save_dir / args.experiment_name
-    with fail_on_error(f"cannot write to {args.save_dir}: choose another --save-dir"):
-        run_folder.mkdir(parents=True, exist_ok=True)
-    lock(run_folder)
-    newest = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
-    if not newest:
-        return run_folder, None, new_state
-    with fail_if_damaged(newest):
-        saved = json.loads((newest / "state.json").read_text())
-    # Checkpoints of other chapters have unknown values, other flags with a value, or sharded files.
-    unknown = saved.keys() - asdict(new_state).keys()
-    # SL: Checkpoints of the other chapters have the config of their model.
-    has_config = (newest / "config.json").exists()
-    if unknown or has_config:
-        fail(f"{newest} is from another chapter or version: choose another --experiment-name")
-    state = RunState(**saved)
-    for name, value in state.flags.items():
-        if flags.get(name) != value:
-            fail(f"--{name.replace('_', '-')} was {value} in this run: keep it or take another -e")
-    say(f"Continuing from {newest}")
-    return run_folder, newest, state
-
-
-def lock(run_folder):
-    """Refuses a folder in which another process trains. The lock ends with the process."""
-    descriptor = os.open(run_folder / "lock", os.O_RDWR | os.O_CREAT)
-    # The file is never closed, because this would end the lock.
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        fail(f"another process trains in {run_folder}: wait for its end, or choose another -e")
-    except OSError as error:
-        say(f"warning: {run_folder} cannot be locked ({error}), so start no second run in it")
-
-
-def load_training_state(checkpoint, stateful):
-    """Restores optimizer, scheduler and scaler in place."""
-    file = checkpoint / "training_state.pt"
-    with fail_if_damaged(checkpoint):
-        training_state = torch.load(file, map_location="cpu", mmap=True)
-    for name, part in stateful.items():
-        part.load_state_dict(training_state[name])
-    # The restored learning rate belongs to the old --max-steps. Compute it for the new one: step()
-    # adds 1 to last_epoch, the number of steps, and then sets the rate. So subtract 1 before.
-    stateful["scheduler"].last_epoch -= 1
-    stateful["scheduler"].step()
+        remove(old)
 
 
 # -- Timer, metrics, logs, small helpers -----------------------------------------------------------
 
 
-class PhaseTimer:
-    """Times the phases of a step: `with timer("forward"): ...`.
+@contextmanager
+def timed(phase, times, wait):
+    """Adds the milliseconds of a block to `times`.
 
-    Python only queues work for a GPU, so its clock would time the queueing. CUDA events are queued
-    with the work. Their times are read at logged steps, when the GPU has passed them.
+    Python only queues work for a GPU. So logged steps wait here until the GPU has done the work.
     """
-
-    def __init__(self, device, flops_per_token):
-        self.on_gpu = device.type == "cuda"
-        self.flops_per_token = flops_per_token
-        self.spans = defaultdict(list)  # (begin, end) of each measurement, by phase
-        self.last_read = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase):
-        begin = self.now()
-        yield
-        self.spans[phase].append((begin, self.now()))
-
-    def now(self):
-        """Seconds, or on a GPU an event that gets its time when the GPU reaches it in its queue."""
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def read(self, tokens_per_step):
-        """Milliseconds per optimizer step, tokens per second and TFLOP/s, since the last read."""
-        steps = len(self.spans["update"])  # a step has one update
-        metrics = {}
-        for phase, spans in self.spans.items():
-            if self.on_gpu:
-                # The loop has called .item(), so the GPU has passed all events.
-                times = [begin.elapsed_time(end) for begin, end in spans]
-            else:
-                times = [1e3 * (end - begin) for begin, end in spans]
-            metrics[f"time/{phase}_ms"] = sum(times) / steps
-        self.spans.clear()
-        now = time.perf_counter()
-        seconds = (now - self.last_read) / steps
-        self.last_read = now
-        metrics["time/total_ms"] = 1e3 * seconds
-        metrics["tokens_per_second"] = tokens_per_step / seconds
-        if self.flops_per_token:
-            metrics["tflops_per_device"] = self.flops_per_token * tokens_per_step / seconds / 1e12
-        return metrics
-
-
-def flops_per_token(config, seq_length):
-    """Operations of both passes for a token: 6 per weight, and attention (see docs/metrics.md)."""
-    # Built again, without memory, because from chapter 3 on, a process has a part of the model.
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    if any(".experts." in name for name in model.state_dict()):
-        return 0  # unknown: only chapter 12 counts the experts that a token uses
-    config = config.get_text_config()
-    used = model.num_parameters(exclude_embeddings=True)  # looking up an embedding computes nothing
-    if config.tie_word_embeddings:
-        used += config.vocab_size * config.hidden_size  # the head computes with the same table
-    return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length
+    begin = time.perf_counter()
+    yield
+    if wait:
+        torch.accelerator.synchronize()
+    times[f"time/{phase}_ms"] += 1e3 * (time.perf_counter() - begin)
 
 
 def memory_metrics(device):
@@ -787,18 +656,16 @@ def memory_metrics(device):
     }
 
 
-def describe_run(args, model, train_samples):
-    """Values that are logged once: every flag, and facts about model, data and machine."""
-    device_memory = None
-    if torch.cuda.is_available():
-        device_memory = torch.cuda.mem_get_info()[1] / 1e9
-    return vars(args) | {
+def describe_run(model, optimizer, device):
+    """Facts about model and machine, which are logged once besides the flags."""
+    on_gpu = device.type == "cuda"
+    return {
         "world_size": 1,
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
-        "dataset_samples": len(train_samples),
-        "dataset_tokens": len(train_samples) * args.seq_length,
-        "device_memory_gb": device_memory,
+        "optimizer": type(optimizer).__name__,
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
         "torch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "transformers_version": transformers.__version__,
@@ -808,37 +675,30 @@ def describe_run(args, model, train_samples):
 class RunLog:
     """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
 
-    def __init__(self, run_folder, checkpoint, state, args):
+    def __init__(self, args, run_folder, checkpoint, state, facts):
+        self.lock = FileLock(run_folder / "in-use.lock")
+        self.lock.acquire(timeout=0)  # fails if another process trains in this folder
         if checkpoint:
             # A killed run may have left later records. The checkpoint has a copy without them.
-            with fail_if_damaged(checkpoint):
-                records = (checkpoint / "metrics.jsonl").read_text()
-                newest = json.loads(records.splitlines()[-1])
-                if newest["step"] != state.step or not records.endswith("\n"):
-                    raise ValueError("metrics.jsonl was cut")
-            (run_folder / "metrics.jsonl").write_text(records)
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        self.parameters_file = run_folder / "parameters.json"
-        self.comet = start_comet(run_folder / "comet", state, args)
-
-    def log_parameters(self, parameters):
-        # JSON has no paths, so `default` turns them into text.
-        self.parameters_file.write_text(json.dumps(parameters, indent=2, default=str))
+        self.comet = start_comet(args, run_folder, state)
+        parameters = args.as_dict() | facts
         self.comet.log_parameters(parameters)
+        (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
 
-    def log_metrics(self, state, metrics):
-        # JSON has no infinity. The gradient norm may be infinite in a step that fp16 skips.
-        finite = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
-        record = {"step": state.step, "epoch": state.epoch} | finite
+    def log(self, state, metrics):
+        # JSON has no infinity, which the gradient norm may be in fp16.
+        metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | metrics
         print(json.dumps(record), file=self.file, flush=True)
-        self.comet.log_metrics(finite, step=state.step, epoch=state.epoch)
+        self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
 
 
-def start_comet(folder, state, args):
+def start_comet(args, run_folder, state):
     """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
-    config = comet_ml.ExperimentConfig(
-        name=args.experiment_name, offline_directory=str(folder), auto_output_logging=False
-    )
+    folder = str(run_folder / "comet")
+    config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=folder)
     options = {
         "workspace": args.comet_workspace,
         "project_name": args.comet_project_name,
@@ -850,48 +710,27 @@ def start_comet(folder, state, args):
             return comet_ml.start(online=True, **options)
         except Exception as error:
             say(f"warning: Comet cannot be reached ({error!r:.300})")
-    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the archive
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the file
     say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
     return comet_ml.start(online=False, **options)
 
 
+def catch_stop_signals():
+    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, stop_soon)
+
+
+def stop_soon(signum, frame):
+    stop_signals.append(signum)  # the loop looks at this list before every step
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
+
+
 def say(message):
     """Prints a line above the progress bar."""
-    tqdm.write(message, file=CONSOLE)
-
-
-def fail(message):
-    """Exits with a one-line message about a mistake that the user can fix."""
-    sys.exit(f"error: {message}")
-
-
-@contextmanager
-def fail_on_error(message):
-    """Replaces the traceback of an error by this message and a short form of the error."""
-    try:
-        yield
-    except Exception as error:
-        cause = error.__cause__ or error  # some libraries raise a general error from the true one
-        fail(f"{message} ({cause!r:.300})")  # at most 300 characters of it
-
-
-def fail_if_damaged(checkpoint):
-    """As `fail_on_error`, around lines that read a checkpoint."""
-    remedy = "remove this folder, and the run continues from the checkpoint before"
-    return fail_on_error(f"the checkpoint {checkpoint} is damaged: {remedy}")
-
-
-def catch_stop_signals():
-    """A list that SIGTERM and Ctrl-C append to. The loop looks at it after every step."""
-    received = []
-
-    def remember(signum, frame):
-        received.append(signum)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
-
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    return received
+    with suppress(OSError):  # Ctrl-C also ends a `| tee`, and then the run still has to save
+        tqdm.write(message)
 
 
 # -- Flags -----------------------------------------------------------------------------------------
@@ -913,106 +752,75 @@ DEMO = {
 }
 
 
-def at_least(minimum, kind=int, below=math.inf):
-    """An argparse type: a number of this kind, at least `minimum` and below the other limit."""
-
-    def number(text):
-        value = kind(text)
-        if not minimum <= value < below:
-            limits = f"{minimum} or larger"
-            if below < math.inf:
-                limits += f" and below {below}"
-            raise argparse.ArgumentTypeError(f"must be a number, {limits}, not {text}")
-        return value
-
-    return number
-
-
-def read_config(path):
-    """The flags of a YAML file, in the form of the command line."""
-    with fail_on_error(f"cannot read {path}: each line must be as in batch-size: 8"):
-        text = path.read_text()
-        values = yaml.safe_load(text)  # keeps only the last value of a repeated flag
-        names = [flag.value for flag, _ in yaml.compose(text).value]  # compose keeps repeated flags
-    if len(names) > len(values) or "config" in names or None in values.values():
-        fail(f"{path} must have each flag once, with a value, and no flag named config")
-    flags = []
-    for name, value in values.items():
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            flags.append(f"--{name}={value}")
-    return flags
-
-
 def parse_args():
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    parser = argparse.ArgumentParser(formatter_class=formatter, allow_abbrev=False)
+    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
-    switch = argparse.BooleanOptionalAction
-    count = at_least(0)
-    positive = at_least(1)
-    real = at_least(0, float)
-    add("-e", "--experiment-name", help="names the run: turns on checkpoints, resume and logs")
+    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
     # SL: No --from-scratch, because there is no other way to start.
-    add("--rank", type=positive, default=128, help="columns of B, and rows of A")
-    # SL: Without S, nothing would learn. With S at half of the places, little would be saved.
-    density = at_least(0.001, float, below=0.5)
-    add("--density", type=density, default=0.03, help="the share of places where S has values")
-    alpha = at_least(0.001, float)
-    add("--alpha", type=alpha, default=32, help="B A is multiplied by alpha / rank")
+    add("--rank", type=int, default=128, help="columns of B, and rows of A")
+    add("--density", type=float, default=0.03, help="the share of places where S has values")
+    add("--alpha", type=float, default=32.0, help="B A is multiplied by alpha / rank")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
     add("--text-column", default="text", help="the column to train on")
     add("--dataset-subset", help="configuration name on the Hub")
-    add("-s", "--seq-length", type=at_least(2), default=1024, help="tokens per sample")
-    add("-b", "--batch-size", type=positive, default=8, help="samples per forward pass")
-    add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
-    add("--num-epochs", type=positive, default=3, help="passes over the dataset")
-    add("--max-steps", type=positive, help="stop after this many optimizer steps")
-    add("--lr", type=real, default=3e-5, help="peak learning rate")
-    schedules = ["cosine", "cosine_with_restarts", "linear", "inverse_sqrt", "constant"]
-    schedules += ["constant_with_warmup", "warmup_stable_decay"]
-    add("--lr-scheduler", choices=schedules, default="cosine", help="learning rate schedule")
-    add("--warmup-steps", type=count, default=0, help="steps until the peak learning rate")
-    beta = at_least(0, float, below=1)
-    add("--adam-beta2", type=beta, default=0.999, help="of AdamW; from scratch, 0.95 is common")
-    add("--weight-decay", type=real, default=0.01, help="of AdamW, for matrices only")
-    add("--max-grad-norm", type=real, default=1.0, help="clips gradients; 0: no clipping")
-    add("--dtype", choices=DTYPES, help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("-s", "--seq-length", type=int, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=int, default=8, help="samples per forward pass")
+    add("--gradient-accumulation-steps", type=int, default=1, help="passes per optimizer step")
+    add("--num-epochs", type=int, default=3, help="passes over the dataset")
+    add("--max-steps", type=int, help="stop after this many optimizer steps")
+    add("--lr", type=float, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
+    add("--warmup-steps", type=int, default=0, help="steps until the peak learning rate")
+    add("--adam-beta2", type=float, default=0.999, help="of AdamW; from scratch, 0.95 is common")
+    add("--weight-decay", type=float, default=0.01, help="of AdamW, for matrices only")
+    add("--max-grad-norm", type=float, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
     add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
-    add("--compile", action=switch, help="compile layers; on for CUDA, otherwise off")
-    add("--eval-freq", type=count, default=500, help="steps between evaluations; 0: none")
-    add("--log-freq", type=positive, default=10, help="steps between logged metrics")
-    add("--ckpt-freq", type=positive, default=500, help="steps between checkpoints")
-    add("--keep-checkpoints", type=positive, default=2, help="older ones are removed")
-    add("--save-dir", type=Path, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    seed = at_least(0, below=2**32)  # the limit of NumPy
-    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
+    on_gpu = torch.cuda.is_available()
+    add("--compile", action=switch, default=on_gpu, help="compile the layers; on for CUDA")
+    add("--eval-freq", type=int, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=int, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="older ones are removed")
+    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=int, default=0, help="seed of random weights and sample order")
     # Calls torch.cuda.is_available() and so on
     devices = [name for name in ("cuda", "mps", "cpu") if getattr(torch, name).is_available()]
     add("--device", choices=devices, default=devices[0], help="where to train")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    add("--config", type=Path, help="a YAML file of flags; flags of the command line override it")
-    # Find --config first. Its flags stand before those of the command line, which therefore win.
-    known, _ = parser.parse_known_args()
-    given = read_config(known.config) if known.config else []
-    flags = given + sys.argv[1:]
-    if "--demo" in flags:
-        parser.set_defaults(**DEMO)  # defaults, so that every given flag overrides them
-    args = parser.parse_args(flags)
+    config = parser.parse_args().config
+    if config:
+        parser.default_config_files = [str(config)]
+    if parser.parse_args().demo:
+        parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
+    counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
+    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    counts += ["rank"]  # SL: at least 1
+    for name, value in args.as_dict().items():
+        least = 1 if name in counts else 0
+        if isinstance(value, int | float) and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
     name = args.experiment_name
-    if name is not None and ("/" in name or name in ("", ".", "..")):
-        parser.error("--experiment-name must be a folder name, not empty and without slashes")
+    if name is not None and (name in ("", ".", "..") or "/" in name):
+        parser.error("--experiment-name must be the name of a folder, without slashes")
+    # SL: Without S, nothing would learn. With S at more than half of the places, little is saved.
+    if not 0 < args.density <= 0.5:
+        parser.error("--density must be above 0, and at most 0.5")
     return args
 
 
 if __name__ == "__main__":
     try:
         main()
+    except OSError as error:  # a file, folder, model or dataset that is not there, or no network
+        sys.exit(f"error: {error}")
     except torch.OutOfMemoryError:
-        remedy = "try --activation-checkpointing, a lower --batch-size with more"
-        fail(f"out of GPU memory: {remedy} --gradient-accumulation-steps, a lower --seq-length")
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")

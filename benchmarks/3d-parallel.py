@@ -79,7 +79,12 @@ def watch(chapter: str, flags: list[str]) -> None:
             for kind, nbytes in steps[-1]:
                 count, total = counts.get(kind, (0, 0))
                 counts[kind] = (count + 1, total + nbytes)
-            print(f"\nseen by {os.environ['RANK']}: {json.dumps(counts)}", flush=True)
+            # The chapters silence `sys.stdout` on ranks above 0.
+            print(
+                f"\nseen by {os.environ['RANK']}: {json.dumps(counts)}",
+                file=sys.__stdout__,
+                flush=True,
+            )
         return result
 
     torch.optim.AdamW.step = step

@@ -31,6 +31,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.compute
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SEQ_LENGTH, BATCH_SIZE = 2048, 8
@@ -63,23 +64,32 @@ def write_documents(folder: str) -> int:
     return len(documents)
 
 
-def rows_of_a_pass(windows) -> int:
-    """Reads windows up to the None that ends the first pass."""
+class PassIsOver(Exception):
+    """The stream begins its second pass."""
+
+
+def rows_of_a_pass(streamed, tokenizer, documents, args) -> int:
+    """Reads the windows of the first pass. Later passes never end."""
+
+    def begin(number: int) -> None:
+        if number > 0:
+            raise PassIsOver
+
+    documents.set_epoch = begin
     count = 0
-    for window in windows:
-        count += len(window)
-        last_row, _ = window[-1]
-        if last_row is None:
-            return count - 1
+    try:
+        for rows, _ in streamed.read_windows(documents, tokenizer, streamed.START, args):
+            count += len(rows)
+    except PassIsOver:
+        return count
 
 
 def compare_streams(rounds: int) -> None:
     """Documents per second of the cached path, and of the stream with each packing."""
     import datasets
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     cached, streamed = load_chapter("01-single-gpu"), load_chapter("04-streaming")
-    config = AutoConfig.from_pretrained(REPOSITORY / "tiny-llama")
     tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "tiny-llama")
     times = {name: [] for name in ("cached", "pack", "overflow", "trunc")}
     rows = {}
@@ -95,13 +105,11 @@ def compare_streams(rounds: int) -> None:
                 )
                 begin = time.perf_counter()
                 if name == "cached":
-                    documents = cached.tokenize_split(whole, tokenizer, config, args)
-                    rows[name] = len(cached.PackedSamples(documents, 1024))
+                    tokens = cached.tokenize_split(whole, tokenizer, args.text_column)
+                    rows[name] = len(tokens) // 1024
                 else:
                     documents = streamed.load_documents(pattern, None)["train"]
-                    documents = streamed.tokenize_split(documents, tokenizer, config, args)
-                    windows = streamed.text_windows(documents, streamed.START, args)
-                    rows[name] = rows_of_a_pass(windows)
+                    rows[name] = rows_of_a_pass(streamed, tokenizer, documents, args)
                 times[name].append(time.perf_counter() - begin)
         datasets.enable_caching()
     assert rows["pack"] == rows["cached"]
@@ -135,24 +143,23 @@ def compare_rows(rounds: int) -> None:
         whole = datasets.load_dataset("json", data_files=pattern, cache_dir=folder)["train"]
         config = AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
-        columns = SimpleNamespace(text_column="text")
-        documents = cached.tokenize_split(whole, tokenizer, config, columns)
-        samples = cached.PackedSamples(documents, 1024)
+        tokens = cached.tokenize_split(whole, tokenizer, "text")
+        count = len(tokens) // 1024
         os.environ["LOCAL_WORLD_SIZE"] = "1"
         args = {"dataset_name": f"{folder}/mds", "seq_length": 1024, "shuffle_window": 1024}
         args = SimpleNamespace(**args, seed=0, cache_limit="1gb")
         mds = sharded.MdsRows(args, tokenizer, config)
-        assert len(mds) == len(samples)
+        assert len(mds) == count
         for number in range(rounds):
             for name in [*times][:: 1 if number % 2 == 0 else -1]:
                 begin = time.perf_counter()
                 if name == "cached":
-                    order = cached.sample_order(0, len(samples), len(samples), number)
-                    rows = [samples[i].copy() for i in order]
+                    order = cached.sample_order(SimpleNamespace(num_epochs=1, seed=number), count)
+                    rows = [tokens.slice(i * 1024, 1024).to_numpy() for i in order]
                 else:
                     rows = [mds.read(n) for n in range(len(mds))]
                 times[name].append((time.perf_counter() - begin) / len(rows))
-    print(f"\nready rows of 1,024 tokens, {len(samples):,} of them; {rounds} rounds\n")
+    print(f"\nready rows of 1,024 tokens, {count:,} of them; {rounds} rounds\n")
     print("| | rows/s |\n|---|---|")
     print(f"| cache of chapters 1 to 3 | {1 / statistics.median(times['cached']):,.0f} |")
     print(f"| MDS shards | {1 / statistics.median(times['mds']):,.0f} |")
@@ -210,20 +217,21 @@ def main() -> None:
             for name in ["pack", "group_texts"][:: 1 if number % 2 == 0 else -1]:
                 begin = time.perf_counter()
                 if name == "pack":
-                    samples = chapter.PackedSamples(tokenized, SEQ_LENGTH)
+                    tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
                 else:
                     cache = f"{folder}/cache-{number}.arrow"
                     grouped = tokenized.map(group_texts, batched=True, cache_file_name=cache)
                 times[name].append(time.perf_counter() - begin)
-        assert grouped[0]["input_ids"] == samples[0].tolist()
+        assert grouped[0]["input_ids"] == tokens.slice(0, SEQ_LENGTH).to_pylist()
 
         # All samples once through each path, so that neither profits from a warmer page cache.
         device = torch.device("cpu")
-        order = chance.permutation(min(len(samples), len(grouped)))
+        args.seq_length = SEQ_LENGTH
+        order = chance.permutation(min(len(tokens) // SEQ_LENGTH, len(grouped)))
         batches = [order[i : i + BATCH_SIZE].tolist() for i in range(0, len(order) - 7, BATCH_SIZE)]
         for indices in batches:
             begin = time.perf_counter()
-            ours = chapter.read_batch(samples, indices, device)
+            ours = chapter.read_batch(tokens, indices, args, device)
             middle = time.perf_counter()
             usual = default_data_collator([grouped[i] for i in indices])["input_ids"]
             times["batch"].append(middle - begin)

@@ -103,7 +103,8 @@ def watch(chapter: str, flags: list[str]) -> None:
                 counts[kind] = (count + 1, total + nbytes)
             experts = sum(memory["experts"].values())
             found = {"counts": counts, "experts": experts, "peak": memory["peak"]}
-            print("\nseen " + json.dumps(found), flush=True)
+            # The chapters silence `sys.stdout` on ranks above 0.
+            print("\nseen " + json.dumps(found), file=sys.__stdout__, flush=True)
         return result
 
     torch.nn.functional.grouped_mm, torch.optim.AdamW.step = grouped_mm, step

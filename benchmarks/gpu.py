@@ -68,7 +68,8 @@ TITLES = {
     8: "Memory, estimated and measured",
 }
 # Without these, no row can run. The other packages are named by the rows that need them.
-NEEDED = ("torch", "transformers", "datasets", "comet_ml", "psutil", "pyarrow", "PyYAML", "tqdm")
+NEEDED = ("torch", "transformers", "datasets", "comet_ml", "psutil", "pyarrow", "tqdm")
+NEEDED += ("jsonargparse", "filelock")
 OPTIONAL = ("accelerate", "hydra-core", "submitit", "lightning", "liger-kernel", "flash-attn")
 OPTIONAL += ("mosaicml-streaming", "torchvision")
 SHAPE = "llama-3.2-1b"
@@ -199,7 +200,8 @@ def watch(what: str, script: str, flags: list[str]) -> None:
     with Reads() if what == "waits" and not on_gpu else nullcontext():
         runpy.run_path(script, run_name="__main__")
     # The first interval has the start of the run, and the last one has its end.
-    print(f"\nwaits {waits[1:-2]}", flush=True)
+    # The chapters silence `sys.stdout` on ranks above 0.
+    print(f"\nwaits {waits[1:-2]}", file=sys.__stdout__, flush=True)
 
 
 def time_attention(rehearse: bool) -> None:
@@ -468,7 +470,7 @@ class Measurements:
                 raise Failed("the run failed: its error is on the screen")
             config = tool.AutoConfig.from_pretrained(folder)
         speed = result["tokens_per_second"]
-        flops = speed * tool.operations_per_token(config, options.seq_length)
+        flops = speed * tool.models.flops_per_token(config, options.seq_length)
         peak = tool.datasheet_peak(tool.torch.bfloat16)
         first = self.done().get((part, base), {})
         ratio = speed / first["tokens/s"] if "tokens/s" in first else None

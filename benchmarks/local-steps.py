@@ -78,9 +78,9 @@ TRAPS = {
     "trap: same samples": {"micro_step * WORLD_SIZE + RANK) *": "micro_step * WORLD_SIZE) *"},
     "trap: no Nesterov": {"(gradient + beta * momentum)": "momentum"},
     "trap: resume as it is": {},
-    "trap: resume without momentum": {'state | {"outer momentum": momentum}': "state"},
+    "trap: resume without momentum": {'parts | {"outer momentum": momentum}': "parts"},
     "trap: resume with a replica's weights as the shared ones": {"weights | shared}": "weights}"},
-    "trap: resume from replica 0": {"outer.replica % saved_replicas": "0"},
+    "trap: resume from replica 0": {"outer.replica % state.replicas": "0"},
     "trap: resume with equal names": {
         "{name} of replica {replica}": "{name} of replica",
         "optimizer of replica {replica}": "optimizer of replica",

@@ -124,7 +124,12 @@ def watch(chapter: str, flags: list[str]) -> None:
             alive.count()
         peaks.append(0)
         if len(peaks) == LAST_STEP + 1:
-            print(f"\nallocated {min(peaks[FIRST_STEP - 1 : LAST_STEP])} {states}", flush=True)
+            # The chapters silence `sys.stdout` on ranks above 0.
+            print(
+                f"\nallocated {min(peaks[FIRST_STEP - 1 : LAST_STEP])} {states}",
+                file=sys.__stdout__,
+                flush=True,
+            )
         return result
 
     def without_modes(*sizes, original=bias.causal_lower_right):

@@ -23,7 +23,6 @@ ratio        of tokens/s to chapter 1 within each round: median, and least to mo
 
 import argparse
 import datetime
-import importlib.util
 import json
 import math
 import os
@@ -41,6 +40,9 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+import models
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OTHERS = ("04", "09", "10", "12", "14", "15")
@@ -250,15 +252,6 @@ def datasheet_peak(dtype: torch.dtype) -> float | None:
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
-def operations_per_token(config, seq_length: int) -> float:
-    """As chapter 1 counts them for the metric tflops_per_device."""
-    spec = importlib.util.spec_from_file_location("chapter_1", CHAPTERS[0])
-    chapter_1 = importlib.util.module_from_spec(spec)
-    sys.modules["chapter_1"] = chapter_1  # for its dataclasses
-    spec.loader.exec_module(chapter_1)
-    return chapter_1.flops_per_token(config, seq_length)
-
-
 def check_losses(found: list[Contender], tolerance: float) -> None:
     first = found[0]
     for contender in found:
@@ -415,7 +408,7 @@ chapter 1 within each round.
 python benchmarks/run.py {shlex.join(sys.argv[1:])}
 ```
 
-{table(found, operations_per_token(config, args.seq_length), rates, peak)}
+{table(found, models.flops_per_token(config, args.seq_length), rates, peak)}
 """
     print(text)
     args.output.parent.mkdir(parents=True, exist_ok=True)

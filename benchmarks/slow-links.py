@@ -91,7 +91,8 @@ def run_chapter(node: str, output: Path, env: dict, chapter: str, flags: list[st
     sys.argv = [str(chapter), *map(str, flags)]
     runpy.run_path(str(chapter), run_name="__main__")
     if env["RANK"] == 0:
-        print("\nseen " + json.dumps(seen), flush=True)
+        # The chapters silence `sys.stdout` on ranks above 0.
+        print("\nseen " + json.dumps(seen), file=sys.__stdout__, flush=True)
 
 
 # -- The methods, and what they send ---------------------------------------------------------------

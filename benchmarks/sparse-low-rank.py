@@ -149,13 +149,14 @@ class Training:
         script, model = script_and_model(method, folder)
         self.chapter = load(script)
         config = self.chapter.AutoConfig.from_pretrained(model)
-        flags = {"model_name": method, "from_scratch": True, "dtype": "fp32", "compile": False}
+        flags = {"model_name": str(model), "from_scratch": True, "seq_length": 128}
+        flags |= {"dtype": "fp32", "compile": False}
         flags["attention"] = None
         flags |= {"seed": 0, "activation_checkpointing": False, "weight_decay": 0.01}
         flags |= {"rank": args.rank, "density": args.density, "alpha": args.alpha}
         flags = SimpleNamespace(**flags)
         torch.manual_seed(0)
-        self.model = self.chapter.build_model(flags, config, torch.device("cpu"), None).train()
+        self.model = self.chapter.build_model(flags, torch.device("cpu"), None).train()
         groups = self.chapter.parameter_groups(self.model, flags)
         self.optimizer = torch.optim.AdamW(groups, lr=1e-3, fused=True)
         self.tokens = torch.randint(0, config.vocab_size, (tokens // 128, 128))

@@ -23,7 +23,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 # What a chapter prints, and what is over when it does
 SIGNS = {
     "imports": ", torch ",
-    "data": " samples to train on, ",
+    "data": "Training on ",
     "model": "Attention ",
     "step": "step 1/",
 }
@@ -49,8 +49,9 @@ def start(args, chapter: int, cache: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [*launch, CHAPTERS[chapter - 1], *flags, "--save-dir", folder]
         begin = time.perf_counter()
-        process = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, env=env)
-        for line in process.stderr:
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen([*map(str, command)], env=env, **pipes)
+        for line in process.stdout:
             output.append(line)
             for name in [name for name, sign in waiting.items() if sign in line]:
                 seconds[name] = time.perf_counter() - begin

@@ -124,7 +124,8 @@ def watch(chapter: str, flags: list[str]) -> None:
             for owner, kind, nbytes in steps[-1]:
                 count, total = counts.get(f"{owner} {kind}", (0, 0))
                 counts[f"{owner} {kind}"] = (count + 1, total + nbytes)
-            print("\nseen " + json.dumps(counts | sizes), flush=True)
+            # The chapters silence `sys.stdout` on ranks above 0.
+            print("\nseen " + json.dumps(counts | sizes), file=sys.__stdout__, flush=True)
         return result
 
     torch.nn.Module.train, torch.optim.AdamW.step = train, step

@@ -4,8 +4,8 @@
 #   launch/run.sh CHAPTER [flags of the chapter]
 #   launch/run.sh 02 --demo
 #   NPROC_PER_NODE=2 launch/run.sh 03-fsdp --demo
-#   NNODES=2 MASTER_ADDR=node-0 NODE_RANK=0 launch/run.sh 02 -e alpaca    # on node-0
-#   NNODES=2 MASTER_ADDR=node-0 NODE_RANK=1 launch/run.sh 02 -e alpaca    # on node-1
+#   NNODES=2 MASTER_ADDR=node-0 NODE_RANK=0 launch/run.sh 02 -e alpaca-ddp   # on node-0
+#   NNODES=2 MASTER_ADDR=node-0 NODE_RANK=1 launch/run.sh 02 -e alpaca-ddp   # on node-1
 #
 # HANG_DUMPS=FOLDER in front: ranks that hang leave dumps there for tools/where-it-hangs.py.
 # launch/README.md says what each variable does, and where to look when a job does not start.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a chapter under Slurm: one launch/run.sh on each node of the job.
 #
-#   sbatch --nodes 2 --gpus-per-node 8 --time 12:00:00 launch/slurm.sh 02 -e alpaca
+#   sbatch --nodes 2 --gpus-per-node 8 --time 12:00:00 launch/slurm.sh 02 -e alpaca-ddp
 #
 # Flags of sbatch stand before the script and override the lines below. Ask for GPUs per node, not
 # per task: a process that sees only its own GPU does not find the GPU of its local rank.

@@ -8,44 +8,35 @@ starts this program. The options and the exit status are those of torchrun.
 """
 
 import os
-import pty
 import re
 import sys
-import termios
 import threading
 import traceback
-import tty
 
 from torch.distributed.run import main
 
-# For wrong flags, argparse prints the name of the script first. The message may follow a progress
-# bar, which ends with "]".
-ERROR = re.compile(rb"(?:^|\])(?:train-llm\.py: )?(error: .+)")
+# The message may follow a progress bar, which ends with "]".
+ERROR = re.compile(rb"(?:^|\])(error: .+)")
 
 
 def copy(source: int, screen: int, errors: dict) -> None:
     """Writes all bytes from `source` to the screen, and collects the error messages."""
     line = b""
+    in_message = False
     try:
         while data := os.read(source, 65536):
             os.write(screen, data)
             *lines, line = re.split(b"[\r\n]", line + data)
             for complete in lines:
-                if found := ERROR.search(complete):
-                    errors[found[1]] = None  # once, although each rank may print it
-    except OSError:  # the end of a terminal, or the screen is gone
+                found = ERROR.search(complete)
+                # A message about a wrong flag goes on in lines that are indented.
+                in_message = found or (in_message and complete.startswith(b"  "))
+                if in_message:
+                    message = found[1] if found else complete
+                    errors[message] = None  # once, although each rank may print it
+    except OSError:  # the screen is gone
         pass
     os.close(source)  # ranks that still write get an error, and do not wait for ever
-
-
-def new_stream() -> tuple[int, int]:
-    """The end to read from, and the end to write to."""
-    if not sys.stderr.isatty():
-        return os.pipe()
-    source, stream = pty.openpty()  # a terminal again, because the progress bar needs a terminal
-    tty.setraw(stream)  # the screen itself turns \n into \r\n
-    termios.tcsetwinsize(stream, termios.tcgetwinsize(2))
-    return source, stream
 
 
 def run() -> int:
@@ -63,7 +54,7 @@ def run() -> int:
 if __name__ == "__main__":
     screen = os.dup(2)
     errors = {}
-    source, stream = new_stream()
+    source, stream = os.pipe()
     reader = threading.Thread(target=copy, args=(source, screen, errors), daemon=True)
     reader.start()
     os.dup2(stream, 2)  # for torchrun and all ranks

@@ -154,7 +154,7 @@ def require(*programs: str) -> None:
             missing(f"no {program}: apt install {PACKAGES[program]}")
 
 
-NOT_EXACT = ("tokens_per_second", "tflops_per_device", "time/", "memory/")
+NOT_EXACT = ("tokens_per_second", "time/", "memory/")
 
 
 def exact(records: list[dict]) -> list[dict]:

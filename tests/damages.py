@@ -288,18 +288,24 @@ DAMAGES = {
             "size = args.batch_size",
             "test_multi_node.py::test_global_batch_size",
         ),
+        (
+            "copies add up the gradients of their first passes only",
+            "model.set_requires_all_reduce(micro_step == accumulation - 1)",
+            "model.set_requires_all_reduce(micro_step == 0)",
+            "test_multi_node.py::test_losses_for_every_shard_size",
+        ),
     ],
     "06-tensor-parallel": [
         (
-            "groups are counted by modulo",
-            "samples.\n    groups = WORLD_SIZE // args.tensor_parallel\n    group = RANK //",
-            "samples.\n    groups = WORLD_SIZE // args.tensor_parallel\n    group = RANK %",
+            "groups are counted by modulo in the evaluation",
+            "dp_rank = RANK // args.tensor_parallel\n    for begin",
+            "dp_rank = RANK % args.tensor_parallel\n    for begin",
             f"{JOB}[06-tensor-parallel]",
         ),
         (
             "the ranks of a group read different batches",
-            "(micro_step * groups + group)",
-            "(micro_step * groups + RANK)",
+            "(micro_step * dp_size + dp_rank)",
+            "(micro_step * dp_size + RANK)",
             f"{JOB}[06-tensor-parallel]",
         ),
         (
@@ -310,9 +316,21 @@ DAMAGES = {
         ),
         (
             "each rank of a group adds the same held-out losses",
-            "loss_sum.item() / len(samples) / args.tensor_parallel",
-            "loss_sum.item() / len(samples)",
+            "loss_sum.item() / samples / args.tensor_parallel",
+            "loss_sum.item() / samples",
             f"{JOB}[06-tensor-parallel]",
+        ),
+        (
+            "embeddings and head are not tied again after the split",
+            "    model.tie_weights()\n",
+            "",  # losses stay right, because shard_model ties again, but FSDP gathers both
+            "test_tensor_parallel.py::test_each_rank_holds_its_part_of_everything",
+        ),
+        (
+            "the ranks of a column form a group",
+            'shape, mesh_dim_names=("dp", "tp")',
+            'shape[::-1], mesh_dim_names=("tp", "dp")',
+            f"{EQUAL}[4 shards and stages]",
         ),
     ],
     "07-pipeline-parallel": [
@@ -348,8 +366,20 @@ DAMAGES = {
         ),
         (
             "the loss of samples that fill up the last batch is added",
-            "                if without_padding:",
+            "                if counted:",
             "                if True:",
+            f"{JOB}[07-pipeline-parallel]",
+        ),
+        (
+            "only the first stage gets its buffers",
+            "        buffer.data = sent[0][name]",
+            "        if RANK == 0: buffer.data = sent[0][name]",
+            f"{JOB}[07-pipeline-parallel]",
+        ),
+        (
+            "a checkpoint lists only the parameters of the first stage",
+            '        group["params"] = sorted(set().union(*names))',
+            '        group["params"] = names[0]',
             f"{JOB}[07-pipeline-parallel]",
         ),
     ],
@@ -395,6 +425,12 @@ DAMAGES = {
             "            self.volume += 2 * message.nbytes",
             "            self.volume += message.nbytes",
             "test_compression.py::test_the_interface_counts_what_is_logged",
+        ),
+        (
+            "the matrices of PowerSGD may change their width at a resume",
+            ', "min_compress", "powersgd_rank"]',
+            ', "min_compress"]',
+            "test_compression.py::test_the_method_lasts",
         ),
     ],
     "09-hf-trainer": [
@@ -500,8 +536,8 @@ DAMAGES = {
         ),
         (
             "the held-out loss is N times too large",
-            "loss_sum.item() / len(samples) / args.context_parallel",
-            "loss_sum.item() / len(samples)",
+            "loss_sum.item() / samples / args.context_parallel",
+            "loss_sum.item() / samples",
             CP,
         ),
         (
@@ -509,6 +545,18 @@ DAMAGES = {
             "in_order = [*early, *late.flip(0)]",
             "in_order = [*early, *late]",
             f"{EQUAL}[4 tokens and experts]",
+        ),
+        (
+            "the ranks of a group drop the same activations",
+            " + RANK % args.context_parallel\n",
+            "\n",
+            "test_context_parallel.py::test_dropout_and_resume[heads]",
+        ),
+        (
+            "the mask of a window is for a part of the sample",
+            "q_length=n * q_length, kv_length=n * kv_length",
+            "q_length=q_length, kv_length=kv_length",
+            f"{EQUAL}[2]",
         ),
     ],
     "12-expert-parallel": [
@@ -542,6 +590,12 @@ DAMAGES = {
             "tokens[order % len(tokens)]",
             EP,
         ),
+        (
+            "some ranks of a column have no experts",
+            "        if size % ranks == 0:\n            return Shard(dimension)\n",
+            "        if size % ranks == 0:\n            return Shard(0)\n",
+            "test_expert_parallel.py::test_even_shards[shape1-1]",
+        ),
     ],
     "13-3d-parallel": [
         (
@@ -552,8 +606,8 @@ DAMAGES = {
         ),
         (
             "each rank of a group adds the same held-out losses",
-            "loss_sum.item() / len(samples) / args.tensor_parallel",
-            "loss_sum.item() / len(samples)",
+            "loss_sum.item() / samples / args.tensor_parallel",
+            "loss_sum.item() / samples",
             THREE,
         ),
         (
@@ -572,6 +626,12 @@ DAMAGES = {
             "the mesh is transposed",
             'mesh_dim_names=("pp", "dp", "tp")',
             'mesh_dim_names=("tp", "dp", "pp")',
+            THREE,
+        ),
+        (
+            "a rank of the head has a partner with other rows",
+            "last_ranks = mesh.mesh[-1].flatten().tolist()",
+            "last_ranks = mesh.mesh[-1].flatten().tolist()[::-1]",
             THREE,
         ),
     ],
@@ -618,6 +678,12 @@ DAMAGES = {
             "while missing == count:",
             f"{SL}test_places_are_different_and_equally_likely[50-24]",
         ),
+        (
+            "a resume begins with new B, A and S",
+            "    if checkpoint:\n        model.load_state_dict(",
+            "    if False:\n        model.load_state_dict(",
+            f"{SL}test_one_device_two_devices_and_a_resume",
+        ),
     ],
     "15-local-steps": [
         (
@@ -640,14 +706,14 @@ DAMAGES = {
         ),
         (
             "replicas have equal names in a checkpoint, so it keeps the state of one",
-            'self.replica = mesh.get_local_rank("replica")',
+            "self.replica = model.replica_mesh.get_local_rank()",
             "self.replica = 0",
             f"{LOCAL}test_one_job",
         ),
         (
             "the outer momentum is not saved",
-            'return state | {"outer momentum": momentum}',
-            "return state",
+            'return parts | {"outer momentum": momentum}',
+            "return parts",
             f"{LOCAL}test_one_job",
         ),
         (
@@ -692,10 +758,10 @@ DAMAGES = {
             "each replica evaluates its own weights",
             """            outer.swap(model)
             with autocast:
-                eval_loss = evaluate(model, eval_samples, args, device)
+                eval_loss = evaluate(model, eval_tokens, args, device)
             outer.swap(model)""",
             """            with autocast:
-                eval_loss = evaluate(model, eval_samples, args, device)""",
+                eval_loss = evaluate(model, eval_tokens, args, device)""",
             f"{LOCAL}test_one_job",
         ),
         (
@@ -712,15 +778,22 @@ DAMAGES = {
         ),
         (
             "the last round is not ended",
-            "state.step % args.inner_steps == 0 or at_end",
-            "state.step % args.inner_steps == 0",
+            "step % args.inner_steps == 0 or at_end",
+            "step % args.inner_steps == 0",
             f"{LOCAL}test_one_job",
         ),
         (
             "with more replicas, all begin with the state of the first",
-            "replica = outer.replica % saved_replicas",
+            "replica = outer.replica % state.replicas",
             "replica = 0",
             f"{LOCAL}test_another_number_of_replicas",
+        ),
+        (
+            "a resumed run starts its round with the shared weights of the last one",
+            "        read_parts(checkpoint, saved)",
+            """        own = f"weights of replica {replica}"
+        read_parts(checkpoint, {n: part for n, part in saved.items() if n != own})""",
+            f"{LOCAL}test_one_job",
         ),
     ],
 }

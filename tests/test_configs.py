@@ -14,7 +14,7 @@ PRINT = """
 import runpy, sys
 sys.argv = sys.argv[1:]
 flags = runpy.run_path(sys.argv[0])["parse_args"]()
-for name, value in vars(flags).items():
+for name, value in flags.as_dict().items():
     print(f"{name}={value}")
 """
 
@@ -40,10 +40,10 @@ def test_every_config_is_understood(understood, chapter):
     assert len(CONFIGS) >= 5
     for config in CONFIGS:
         keys = yaml.safe_load(config.read_text())
-        length = [] if "max-steps" in keys else ["--max-steps", 9]
+        length = [] if "max_steps" in keys else ["--max-steps", 9]
         flags = understood("--config", config, *length, chapter=chapter)
         for key, value in keys.items():
-            read = flags[key.replace("-", "_")]
+            read = flags[key]
             assert read == str(value) or float(read) == float(value), (config.name, key)
 
 
@@ -60,7 +60,7 @@ def test_commands_in_the_comments(tmp_path, config, monkeypatch):
 def test_precedence(understood, tmp_path):
     """The command line, then the file, then --demo, then the default."""
     config = tmp_path / "flags.yaml"
-    config.write_text("lr: 6e-4\nbatch-size: 2\nno-from-scratch: true\nweight-decay: 0\n")
+    config.write_text("lr: 6e-4\nbatch_size: 2\nfrom_scratch: false\nweight_decay: 0\n")
     flags = understood("--config", config, "--demo", "-b", 3)
     assert flags["batch_size"] == "3"  # not 2, 8 (demo) or 8
     assert float(flags["lr"]) == 6e-4  # which PyYAML reads as a text; not 2e-3 (demo) or 3e-5

@@ -10,7 +10,8 @@ import time
 import zipfile
 
 import pytest
-from runner import REPOSITORY
+from runner import REPOSITORY, load
+from transformers import AutoConfig
 
 TOOL = REPOSITORY / "tools" / "export-metrics.py"
 RECORDS = [
@@ -191,3 +192,49 @@ def test_comet(run, tmp_path):
     output = export(run, "--to", "comet", "-o", tmp_path / "out", COMET_AUTO_LOG_DISABLE="true")
     (archive,) = re.findall("^comet upload (.*[.]zip)$", output, re.MULTILINE)
     assert read_archive(archive) == (("my-run", "my-project"), values_of(RECORDS), PARAMETERS)
+
+
+# Config, and the parameters that a token uses, counted by hand
+SMALL = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 100}
+SMALL |= {"num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 10}
+LAYER = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 2 * 8  # q, k, v, o and two norms
+MLP = 3 * 8 * 10
+GPT2 = {"n_embd": 8, "n_layer": 3, "n_head": 2, "vocab_size": 100}
+USED = {
+    "llama, tied": (SMALL | {"tie_word_embeddings": True}, LAYER + MLP, 8 + 100 * 8),
+    "llama": (SMALL | {"tie_word_embeddings": False}, LAYER + MLP, 8 + 100 * 8),
+    # positions are looked up; biases; the head is tied
+    "gpt2": (GPT2, 12 * 8 * 8 + 9 * 8 + 4 * 8, 2 * 8 + 100 * 8),
+    "mixtral": (
+        SMALL | {"num_local_experts": 5, "num_experts_per_tok": 2},
+        LAYER + 5 * 8 + 2 * MLP,
+        8 + 100 * 8,
+    ),
+    "qwen3_moe": (
+        SMALL | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10},
+        LAYER + 2 * 4 + 6 * 8 + 2 * MLP,
+        8 + 100 * 8,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", USED)
+def test_operations_per_token(case):
+    """Of a mixture, the experts that a token uses."""
+    options, layer, others = USED[case]
+    config = AutoConfig.for_model(case.split(",")[0], **options)
+    flops = load(REPOSITORY / "tools" / "models.py").flops_per_token(config, 16)
+    assert flops == 6 * (3 * layer + others) + 12 * 3 * 8 * 16
+
+
+@pytest.mark.rest
+def test_tflops_of_a_run(trainer, model, tmp_path):
+    """Of the whole model and of the whole job, divided by the devices."""
+    run = trainer("--max-steps", 2, "--eval-freq", 0, processes=2)
+    export(run.folder, "--to", "csv", "-o", tmp_path / "tables")
+    lines = (tmp_path / "tables" / "run.csv").read_text().splitlines()
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    models = load(REPOSITORY / "tools" / "models.py")
+    flops = models.flops_per_token(models.load_config(str(model)), 32)
+    expected = [speed * flops / 2 / 1e12 for speed in run.column("tokens_per_second")]
+    assert [float(row["tflops_per_device"]) for row in rows] == pytest.approx(expected)

@@ -197,17 +197,21 @@ def test_single_trains_as_chapter_1(short, single, tmp_path):
     for file in TINY_LLAMA.glob("tokenizer*"):
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
     # With a second split, chapter 1 holds out nothing of the first.
-    (tmp_path / "data").mkdir()
+    files = {}
     for split, texts in {"train": short.texts, "validation": short.texts[:9]}.items():
         lines = [json.dumps({"text": text}) for text in texts]
-        (tmp_path / "data" / f"{split}.jsonl").write_text("\n".join(lines))
+        file = tmp_path / f"{split}.jsonl"
+        file.write_text("\n".join(lines))
+        files[split] = str(file)
+    documents = f"def load_documents(args):\n    files = {files}\n"
+    documents += '    return datasets.load_dataset("json", data_files=files)\n\n\n'
     # Its own order of samples is another one.
-    given = f"def sample_order(first, count, *_):\n    return {order}[first : first + count]\n\n\n"
+    given = f"{documents}def sample_order(args, samples):\n    return np.array({order})\n\n\n"
     entry = 'if __name__ == "__main__":'
     script = tmp_path / "train-llm.py"
     script.write_text(CHAPTER_1.read_text().replace(entry, given + entry))
     flags = ["-e", "run", "--save-dir", tmp_path, "-m", tmp_path / "model"]
-    flags += ["-d", tmp_path / "data", "-s", SEQ_LENGTH, "-b", BATCH_SIZE, "--max-steps", STEPS]
+    flags += ["-s", SEQ_LENGTH, "-b", BATCH_SIZE, "--max-steps", STEPS]
     flags += ["--lr", LR, "--log-freq", 1, *OFF]
     run = Run(script, flags, tmp_path / "output", env={"COMET_AUTO_LOG_DISABLE": "true"})
     assert run.wait() == 0, run.output

@@ -17,14 +17,13 @@ from conftest import (
     assert_one_sentence,
     assert_same_losses,
     assert_same_model,
-    damaged,
     exact,
     take_over,
     write_model,
 )
 from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run, load, outcome
 from safetensors.torch import load_file
-from test_fsdp import FAMILIES, OFF, assert_same_checkpoint, told, whole_state
+from test_fsdp import FAMILIES, OFF, assert_same_checkpoint, told
 from test_torchrun import OWN_STORE, nodes
 
 pytestmark = pytest.mark.rest
@@ -176,34 +175,8 @@ def test_formats_resume_exactly(train, trainer, case):
     assert_same_model(resumed, origin)
 
 
-def all_say(result, part: str) -> None:
-    """All ranks end with this sentence. The first one says it before torchrun ends the others."""
-    assert_one_sentence(result.output, part)
-
-
-# Put before a script: rank 1 alone cannot read the index of a checkpoint.
-NO_INDEX = """
-import os
-import torch.distributed.checkpoint as dcp
-
-def read_metadata(self):
-    raise OSError("stale file handle")
-
-if os.environ["RANK"] == "1":
-    dcp.FileSystemReader.read_metadata = read_metadata
-"""
-
-
-def test_one_rank_that_cannot_read(train):
-    """The others do not wait for it in the loading of DCP."""
-    flags = ["--max-steps", 2, "--eval-freq", 0]
-    train(*flags, name="index")
-    result = train(*flags, name="index", before=NO_INDEX, status=1)
-    all_say(result, "step-00000002: OSError('stale file handle')")
-
-
 def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
-    """Format local: on from the newest step that all have; other ranks are refused."""
+    """Format local: on from the newest step that all have; an empty disk ends the run."""
     flags = ["--save-dir", "runs", "--max-steps", 9, "--ckpt-freq", 3]
     flags += ["--checkpoint-format", "local"]
     options = {"before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}}
@@ -240,29 +213,12 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
     assert "Continuing from" not in again.output
     assert exact(again.records) == records
 
+    # The shards of two ranks do not fit on one
     result = train(*flags, "-b", 8, processes=1, status=1, **options)
-    assert_one_sentence(result.output, "has other shards than this run: take the same ranks")
-    assert "remove" not in result.output
-    # One rank alone has damaged files. All ranks say so, and nobody waits.
-    damaged = disks[1] / "rank-1" / "step-00000009"
-    sentence = "its run continues from the one before): runs/run/rank-1/step-00000009: "
-    for name, size in {"state.json": None, ".metadata": 99, "__0_0.distcp": 99}.items():
-        content = (damaged / name).read_bytes()
-        (damaged / name).unlink()
-        if size:
-            (damaged / name).write_bytes(content[:size])
-        all_say(train(*flags, status=1, **options), sentence)
-        (damaged / name).write_bytes(content)
+    assert "Size mismatch" in result.output
     # A new disk in place of the one of rank 1
     shutil.rmtree(disks[1] / "rank-1")
     result = train(*flags, status=1, **options)
-    assert_one_sentence(result.run.ranks[0].output, "share no checkpoint in runs/run")
-    other = [*flags, "--resume-dir", "runs/run/step-00000009"]
-    result = train(*other, name="other", status=1, **options)
-    all_say(result, "is no checkpoint of this chapter")
-    result = train(*other, "--skip-optimizer", name="other", status=1, **options)
-    all_say(result, "its run continues from the one before): runs/run/step-00000009: ")
-    result = train(*flags, "-b", 4, processes=3, status=1, **options)
     assert_one_sentence(result.run.ranks[0].output, "share no checkpoint in runs/run")
 
 
@@ -270,8 +226,8 @@ def test_a_folder_that_nodes_do_not_share(train, tmp_path):
     """Noticed before the first step."""
     options = {"before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}, "status": 1}
     result = train("--max-steps", 1, "--save-dir", "runs", **options)
-    all_say(result, "not all nodes see runs/run: share --save-dir")
-    assert {path.name for path in tmp_path.glob("disk-*/runs/run/*")} == {"lock"}
+    assert_one_sentence(result.output, "not all nodes see runs/run: share it")
+    assert not [*tmp_path.glob("disk-*/runs/run/*")]
 
 
 def test_resume_dir(train, trainer):
@@ -304,13 +260,6 @@ def test_resume_dir(train, trainer):
             assert exact(fresh.records) == exact(plain.records)
             assert_same_model(fresh, plain)
         assert_same_losses(plain, fresh, 2, **OFF)
-
-    for run in (origin, local):
-        result = train(*flags, "--resume-dir", run.folder, name="no", status=2)
-        sentence = "--resume-dir is a whole run: name a checkpoint, such as RUN/step-00000006"
-        assert_one_sentence(result.run.ranks[0].output, sentence)
-    result = train(*flags, "--resume-dir", "/no", name="no", status=1)
-    assert_one_sentence(result.run.ranks[0].output, "/no is no checkpoint of this chapter")
 
 
 # -- Another format --------------------------------------------------------------------------------
@@ -403,45 +352,23 @@ def test_formats_become_each_other(train, trainer, convert):
         assert_one_sentence(output, "step-00000003 exists")
 
 
-PLACEMENT = (
-    'policy["shard_placement_fn"] = lambda weight: even_shards(weight.shape, args.shard_size)'
-)
-BY_ROWS = {PLACEMENT: "pass"}  # as in older checkpoints
-
-
-@pytest.mark.parametrize("cut", ["along another dimension", "by rows"])
-def test_shards_of_three_experts(train, trainer, convert, tmp_path, cut):
-    """Three experts on two ranks: chapter 5 cuts another dimension. Old checkpoints have rows."""
+def test_shards_of_three_experts(train, trainer, convert, tmp_path):
+    """Three experts on two ranks: shards of different sizes."""
     config = FAMILIES["mixtral"] | {"num_local_experts": 3}
     flags = ["-m", write_model(tmp_path / "mixture", model_type="mixtral", **config)]
     flags += ["--max-steps", 4, "--ckpt-freq", 2, "--keep-checkpoints", 9]
-    by_rows = cut == "by rows"
-    script = damaged(CHAPTER_5, tmp_path / "rows", BY_ROWS) if by_rows else CHAPTER_5
-    origin = train(*flags, name="origin", script=script)
-    local = train(*flags, "--checkpoint-format", "local", name="local", script=script)
-
-    assert_same_checkpoint(
-        convert("local/2", "full/2", "--to", "full"), origin.folder / "step-00000002"
-    )
+    origin = train(*flags, name="origin")
+    local = train(*flags, "--checkpoint-format", "local", name="local")
+    full = convert("local/2", "full/2", "--to", "full")
+    assert_same_checkpoint(full, origin.folder / "step-00000002")
     convert("full/2", "own/2", "--to", "local", "--ranks", 2)
-    name = "model.model.layers.0.mlp.experts.gate_up_proj"
-    shapes = []
     for rank in range(2):
         path = f"rank-{rank}/step-00000002"
-        shapes.append(tuple(whole_state(trainer.folder / "own" / path)[name].shape))
-        if not by_rows:
-            assert_same_checkpoint(trainer.folder / "own" / path, local.folder / path)
-    assert shapes == [(3, config["intermediate_size"], config["hidden_size"])] * 2
-    again = convert("own/2", "again/2", "--to", "full")
-    assert_same_checkpoint(again, origin.folder / "step-00000002")
-
+        assert_same_checkpoint(trainer.folder / "own" / path, local.folder / path)
     resumed = train(*flags, "--checkpoint-format", "local", name="own")
     assert "step-00000002" in resumed.output
-    if by_rows:  # sums over shards have another order
-        assert_same_losses(origin, resumed, 4, **OFF)
-    else:
-        assert exact(resumed.records) == exact(origin.records)
-        assert_same_model(resumed, origin)
+    assert exact(resumed.records) == exact(origin.records)
+    assert_same_model(resumed, origin)
 
 
 def test_checkpoints_of_chapters_1_and_3(trainer, convert):
@@ -520,32 +447,22 @@ if os.environ["RANK"] == "1":
     before = train("--max-steps", 2, "--async-checkpoint")
     flags = ["--max-steps", 4, "--async-checkpoint"]
     after = train(*flags, before=full, status=1)
-    all_say(after, "cannot write")
+    assert "Done" not in after.output
     assert after.checkpoints == before.checkpoints == ["step-00000002"]
 
 
 # -- Flags -----------------------------------------------------------------------------------------
 
 MISTAKES = [
-    (["--global-batch-size", 12, "-b", 4], 2, "a multiple of ranks × -b: 8 or 16"),
-    (["--global-batch-size", 20, "-b", 4], 2, "a multiple of ranks × -b: 16 or 24"),
-    (["--global-batch-size", 4, "-b", 4], 2, "a multiple of ranks × -b: 8 or 16"),
-    (
-        ["--global-batch-size", 8, "--gradient-accumulation-steps", 1],
-        2,
-        "argument --gradient-accumulation-steps: not allowed with argument --global-batch-size",
-    ),
-    (["--shard-size", 3], 2, "--shard-size 3 does not divide the 2 ranks"),
-    (["--checkpoint-format", "torch"], 2, "invalid choice: 'torch'"),
-    (["--skip-optimizer"], 2, "--skip-optimizer needs --resume-dir"),
-    (["-e", "rank-1"], 2, "must not begin with rank-"),
-    (["--resume-dir", "run/rank-0/step-00000001"], 2, "leave rank-… out of the path"),
+    (["--global-batch-size", 12, "-b", 4], "a multiple of ranks × -b: 8"),
+    (["--global-batch-size", 4, "-b", 4], "a multiple of ranks × -b: 8"),
+    (["--shard-size", 3], "--shard-size 3 does not divide the 2 ranks"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "status", "sentence"), MISTAKES)
-def test_mistakes_end_in_one_sentence(train, flags, status, sentence):
-    result = train("--max-steps", 1, *flags, status=status)
+@pytest.mark.parametrize(("flags", "sentence"), MISTAKES)
+def test_mistakes_end_in_one_sentence(train, flags, sentence):
+    result = train("--max-steps", 1, *flags, status=2)
     assert_one_sentence(result.run.ranks[0].output, sentence)
 
 
@@ -657,17 +574,6 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, dataset):
         found = [record[name] for record in records]
         reference = [record[name] for record in expected][: len(found)]
         assert found == pytest.approx(reference, rel=tolerance, abs=0), name
-
-
-def test_the_thread_takes_the_gpu_of_its_rank(monkeypatch):
-    """The current GPU belongs to a thread, and a new thread begins with GPU 0."""
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    chapter = load(CHAPTER_5)
-    taken = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    chapter.THREAD.submit(print).result()
-    assert taken == [3]
 
 
 def test_a_checkpoint_uses_the_memory_of_the_one_before(monkeypatch):

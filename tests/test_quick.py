@@ -49,16 +49,15 @@ CHAPTERS = {
     },
     "06-tensor-parallel": {
         "flags": ["-b", 4, *TWICE],
-        "bad": ["-s", 33],
-        "status": 1,
-        "sentence": "2 does not divide 33 tokens of a sample",
+        "bad": ["--tensor-parallel", 3],
+        "sentence": "--tensor-parallel must divide the number of ranks, 2",
     },
     "07-pipeline-parallel": {
         # The second held-out batch has micro-batches of 2 samples and padding, and of padding
         "flags": ["-b", 4, *TWICE],
-        "bad": ["--schedule", "zbv", "--stages-per-rank", 3],
+        "bad": ["--layers-per-stage", "1,2"],
         "status": 1,
-        "sentence": "zbv has two stages per rank",
+        "sentence": "2 stages cannot share 2 layers as [1, 2]",
     },
     # All frequencies: it sends everything, by the way of the compressed gradients
     "08-gradient-compression": {

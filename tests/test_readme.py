@@ -70,11 +70,15 @@ def here(command: str) -> list[str]:
     return [part.replace(".venv/bin", folder) for part in shlex.split(command)]
 
 
-def test_the_command_for_ones_own_model_and_text(monkeypatch):
-    (flags,) = re.findall(r"`\.venv/bin/python 01-single-gpu/train-llm\.py ([^`]*)`", README)
-    monkeypatch.setattr(sys, "argv", ["train-llm.py", *shlex.split(flags)])
-    args = load(CHAPTER_1).parse_args()
-    assert f"`outputs/{args.experiment_name}/final`" in README
+def test_commands_for_ones_own_model_and_text(monkeypatch):
+    commands = re.findall(r"^(?:python|torchrun .*) (0\S+) (-e .*)$", README, re.MULTILINE)
+    names = []
+    for script, flags in commands:
+        monkeypatch.setattr(sys, "argv", ["train-llm.py", *shlex.split(flags)])
+        names.append(load(REPOSITORY / script).parse_args().experiment_name)
+    assert [script[:2] for script, _ in commands] == ["01", "02", "03"]
+    assert len(set(names)) == 3
+    assert f"`outputs/{names[0]}/final`" in README
 
 
 @pytest.mark.rest
@@ -200,9 +204,9 @@ def test_the_first_page_leads_to_all_chapters():
 
 def assert_flags_are_understood(script, flags: str, output) -> None:
     """All that is wrong is a flag added here."""
-    run = Run(script, [*shlex.split(flags), "--log-freq", "none"], output)
+    run = Run(script, [*shlex.split(flags), "--log-freq", "none"], output, cwd=REPOSITORY)
     assert run.wait() == 2
-    assert_one_sentence(run.output, "--log-freq")
+    assert_one_sentence(run.output, 'Parser key "log_freq"')
 
 
 @pytest.mark.parametrize("readme", READMES)

@@ -215,7 +215,7 @@ def fails(slurm, trainer):
     failing = BatchJob(slurm, TWO_NODES, "02", *trainer.defaults("fails"), "-d", "/nowhere/*.txt")
     failing.end("FAILED")
     assert failing.show("ExitCode") == "1:0"
-    assert "error: cannot load the dataset /nowhere/*.txt" in failing.output
+    assert "error: no files for /nowhere/*.txt" in failing.output
     logs = f"slurm-{failing.number}-*.log"
     assert f"error: the run ended with status 1: {logs} say why" in failing.log()
     assert failing.show("Restarts") == "0"
@@ -269,7 +269,7 @@ def test_a_signal_during_the_last_step(tmp_path, complete):
     for name, text in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    last = "Done: the model is in run/final" if complete else "Stopped after step 9: the same"
+    last = "Done: the model is in run/final" if complete else "Stopped after step 9: with -e"
     env = CLEAN | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
     env |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
     env |= {"SCRIPT": str(SCRIPT), "LAST": last}

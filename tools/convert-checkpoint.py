@@ -14,30 +14,28 @@
 | transformers | none | a Transformers folder: nothing to resume from |
 
 A *local* checkpoint is named like the others: `outputs/a/step-00000500` stands for the folders
-`outputs/a/rank-*/step-00000500`. Collect those of all nodes first. Shards are cut as chapter 5 cuts
-them: by rows, or along another dimension if the rows are too few, such as three experts. The tool
-holds the whole state in memory, 12 bytes per parameter. A copy of `state.json` tells where the run
+`outputs/a/rank-*/step-00000500`. Collect those of all nodes first. The tool holds the whole state
+in memory, 12 bytes per parameter. A Transformers folder from shards takes 4, for the weights alone.
+So a run that could not gather `final/` gets it here. A copy of `state.json` tells where the run
 stands. Chapters 1, 2, 3 and 5 read the same samples, so each of them can go on with a run of the
 others. Chapters 4 and 10 read other rows, and refuse such a run. Chapter 15 has weights and moments
 of each replica, which chapters 1 and 2 cannot read.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import shutil
 import sys
 import tempfile
 import warnings
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from generate import refuse_parts
+from generate import load_weights, refuse_parts
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -51,8 +49,8 @@ OWN_FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
 )
-# Flags of chapters 4 and 10, which chapters 1 and 2 do not know
-OF_ROWS = {"packing", "shuffle_window", "max_documents"}
+# What chapters 1 and 2 know of a run
+STATE = ("lasting", "comet_key", "step", "samples", "epoch")
 
 
 def parse_args() -> argparse.Namespace:
@@ -81,10 +79,12 @@ def local_folders(checkpoint: Path) -> list[Path]:
     return sorted(folders, key=lambda folder: int(folder.parent.name.removeprefix("rank-")))
 
 
-def read(checkpoint: Path) -> dict:
+def read(checkpoint: Path, only_weights: bool) -> dict:
     """{"model": ..., "optimizer": ..., "scheduler": ..., "scaler": ...} with whole tensors."""
     refuse_parts(checkpoint)
     if (checkpoint / ".metadata").exists():
+        if only_weights:
+            return {"model": load_weights(str(checkpoint)).state_dict()}
         return read_dcp(checkpoint)
     if (checkpoint / "training_state.pt").exists():
         return read_single(checkpoint)
@@ -127,24 +127,18 @@ def joined(values: list, shapes: dict, parameter: str = ""):
 
 
 def join_shards(shards: list[torch.Tensor], name: str, shape: torch.Size) -> torch.Tensor:
-    """The tensor of this shape. The first ranks hold the first copy of the model.
-
-    A shard is as large as the whole tensor, except in the dimension that is cut.
-    """
-    pairs = enumerate(zip(shards[0].shape, shape, strict=True))
-    dimension = next((number for number, (part, whole) in pairs if part != whole), 0)
-    missing = shape[dimension]
+    """The tensor of this shape. The first ranks hold the first copy of the model."""
     taken = []
-    while missing > 0:
+    rows = 0
+    while rows < shape[0]:
         if len(taken) == len(shards):
             raise LookupError
         taken.append(shards[len(taken)])
-        missing -= taken[-1].shape[dimension]
-    sizes = [tuple(shard.shape) for shard in taken]
-    expected = {(*shape[:dimension], size[dimension], *shape[dimension + 1 :]) for size in sizes}
-    if missing < 0 or set(sizes) != expected:
-        sys.exit(f"error: shards of {sizes} cannot be joined to {name} of {tuple(shape)}")
-    return torch.cat(taken, dimension)
+        rows += len(taken[-1])
+    whole = torch.cat(taken)
+    if whole.shape != shape:
+        sys.exit(f"error: shards of {name} make {tuple(whole.shape)}, not {tuple(shape)}")
+    return whole
 
 
 def read_single(checkpoint: Path) -> dict:
@@ -178,26 +172,14 @@ def write_dcp(state: dict, folder: Path, files: int = 1) -> None:
     dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-@lru_cache
-def chapter_5():
-    """The script as a module, for the dimension along which it cuts a tensor."""
-    script = Path(__file__).resolve().parents[1] / "05-multi-node" / "train-llm.py"
-    spec = importlib.util.spec_from_file_location("chapter_5", script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # for its dataclass
-    spec.loader.exec_module(module)
-    return module
-
-
 def shard(state: dict, number: int, count: int) -> dict:
-    """The shards of one rank, cut as chapter 5 cuts them with `even_shards`."""
+    """The shards of one rank, cut by rows as FSDP cuts them."""
 
     def part(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() == 0:  # AdamW's count of steps
             return tensor
-        dimension = chapter_5().even_shards(tensor.shape, count).dim
-        parts = torch.chunk(tensor, count, dimension)
-        part = parts[number] if number < len(parts) else tensor.narrow(dimension, 0, 0)
+        parts = torch.chunk(tensor, count)
+        part = parts[number] if number < len(parts) else tensor[:0]
         return part.clone(memory_format=torch.contiguous_format)
 
     return tree_map_only(torch.Tensor, part, state)
@@ -238,9 +220,7 @@ def copy_other_files(source: Path, folder: Path, to: str) -> None:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
     elif to == "single":
         state = json.loads(file.read_text())
-        state.pop("places", None)
-        state["flags"] = {n: value for n, value in state["flags"].items() if n not in OF_ROWS}
-        file.write_text(json.dumps(state, indent=2))
+        file.write_text(json.dumps({name: state[name] for name in STATE}, indent=2))
 
 
 def convert(source: Path, folder: Path, state: dict, args: argparse.Namespace, rank: int) -> None:
@@ -266,7 +246,7 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if args.destination.exists() or local_folders(args.destination):
         sys.exit(f"error: {args.destination} exists, in this or in another format")
-    state = read(args.source)
+    state = read(args.source, only_weights=args.to == "transformers")
     if args.to == "single" and "optimizer" not in state:
         reason = "its state is one of replicas, of chapter 15"
         sys.exit(f"error: {args.source} cannot become `single`: {reason}")

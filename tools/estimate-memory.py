@@ -74,11 +74,11 @@ ROOT = -2
 # -- The model -------------------------------------------------------------------------------------
 
 
-def numel(shapes, devices: int = 1) -> int:
-    """Numbers on the fullest rank. Chapter 3 chooses the dimension along which a tensor is cut."""
+def numel(shapes, devices: int = 1, even: bool = False) -> int:
+    """Numbers on the fullest rank. FSDP cuts rows. For experts, chapter 12 chooses (`even`)."""
     total = 0
     for shape in shapes:
-        cut = shape[chapter(3)["even_shards"](shape, devices).dim]
+        cut = shape[chapter(EXPERTS)["even_shards"](shape, devices).dim if even else 0]
         total += math.prod(shape) // cut * math.ceil(cut / devices)
     return total
 
@@ -97,7 +97,6 @@ def chapter(number: int) -> dict:
     sys.modules[spec.name] = module  # torch.compile looks for it there
     spec.loader.exec_module(module)
     module.say = lambda message: None
-    module.fail = fail  # that of the chapters waits for the first rank
     return vars(module)
 
 
@@ -689,12 +688,14 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     """
     flags, groups, head = traces.flags, rank.groups, len(traces.layers)
     shards, size = method.copy_ranks(devices, flags), BYTES[flags.dtype]
-    everyone = devices if method.chapter == 12 else shards
+    everyone = devices if method.chapter == EXPERTS else shards
     whole = {place: size * numel(shapes) for place, shapes in groups.items()}
     shard, buffer_size, gathered = {}, {}, {}
     for place, shapes in groups.items():
         parts = [shards if shape in traces.expert_shapes else everyone for shape in shapes]
-        sizes = [4 * numel([shape], n) for shape, n in zip(shapes, parts, strict=True)]
+        experts = [shape in traces.expert_shapes for shape in shapes]
+        pairs = zip(shapes, parts, experts, strict=True)
+        sizes = [4 * numel([shape], n, even) for shape, n, even in pairs]
         padded = [n * size for n, size in zip(parts, sizes, strict=True)]
         shard[place], buffer_size[place] = sum(sizes), sum(padded)
         # On one device there is no buffer for what arrives.
@@ -959,13 +960,18 @@ def check(config, args) -> None:
         if group and all(count % group for count in args.devices):
             flags = " × ".join(method.flags)
             fail(f"{flags} {group} divides none of --devices")
-    if args.tensor_parallel:
-        chapter(TENSOR)["check_plan"](config, args)
-    for kind in (CONTEXT, EXPERTS):
+    checks = {TENSOR: "check_plan", CONTEXT: "check_model"}
+    for kind, name in checks.items():
         if getattr(args, GROUPS[kind]):
-            check = chapter(kind)["check_split" if kind == CONTEXT else "check_experts"]
-            with mock.patch.dict(check.__globals__, WORLD_SIZE=max(args.devices)):
-                check(config, args)
+            # The chapter reads the config by its name. The tool knows more names.
+            known = SimpleNamespace(from_pretrained=lambda name: config)
+            with mock.patch.dict(chapter(kind), AutoConfig=known):
+                chapter(kind)[name](args)
+    if args.expert_parallel:
+        with torch.device("meta"):
+            experts = chapter(EXPERTS)["experts_of"](AutoModelForCausalLM.from_config(config))
+        if not experts or any(e.num_experts % args.expert_parallel for e in experts):
+            fail(f"--expert-parallel {args.expert_parallel} must divide the experts of the model")
     if args.pipeline_parallel:
         families, count = chapter(7)["FAMILIES"], stage_count(args)
         if config.model_type not in families:

@@ -6,7 +6,7 @@
     python tools/export-metrics.py outputs/demo-* --to csv -o tables
 
 The tool reads `metrics.jsonl` and `parameters.json`. Both files are up to date while a run goes on,
-and after it was killed.
+and after it was killed. Besides what the run has logged, each logged step gets `tflops_per_device`.
 
 W&B writes a folder for `wandb sync`. With `WANDB_MODE=online`, W&B sends the records at once. Comet
 writes an archive for `comet upload`. If an API key is configured, the tool uploads the archive.
@@ -34,6 +34,23 @@ def read_parameters(run: Path) -> dict:
         return json.loads((run / "parameters.json").read_text())
     except (OSError, ValueError):  # or the run is writing the file at this moment
         return {}
+
+
+def flops_per_token_and_device(run: Path, parameters: dict) -> float:
+    """0 where the model is not known."""
+    if "world_size" not in parameters:
+        return 0
+    from models import flops_per_token, load_config
+
+    saved = [file.parent for file in run.glob("*/config.json")]  # of a checkpoint, or of final/
+    source = str(saved[0]) if saved else parameters["model_name"]
+    try:
+        config = load_config(source)
+        flops = flops_per_token(config, parameters["seq_length"])
+    except (OSError, ValueError, AttributeError) as error:
+        print(f"no tflops_per_device: {source} has no config to count with ({error!r:.100})")
+        return 0
+    return flops / parameters["world_size"]
 
 
 def wait_for(run: Path) -> None:
@@ -197,6 +214,7 @@ def missing(package: str) -> None:
 def export(runs: list[Path], kind: str, output: Path, follow: bool) -> int:
     """Exports all records, and with `follow` new ones until the runs end. Returns their number."""
     exporters = {}
+    flops = {}  # of each run, per token and device
     # A run that resumes writes the records after its checkpoint again. Resume is exact, so they
     # are the same, and each is exported once.
     done = {run: set() for run in runs}
@@ -216,6 +234,11 @@ def export(runs: list[Path], kind: str, output: Path, follow: bool) -> int:
                         if not parameters:
                             print(f"{run.name} has no parameters.json: only metrics are exported")
                         exporters[run] = EXPORTERS[kind](run, output, parameters)
+                        flops[run] = flops_per_token_and_device(run, parameters)
+                    for record in new:
+                        if flops[run] and record.get("tokens_per_second"):
+                            tflops = record["tokens_per_second"] * flops[run] / 1e12
+                            record["tflops_per_device"] = tflops
                     exporters[run].add(new, parameters)
             if ended or not follow:
                 break

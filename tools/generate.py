@@ -53,7 +53,7 @@ def local_checkpoint(folder: Path) -> Path | None:
 def refuse_parts(name: str | Path) -> None:
     """Exits for a checkpoint of chapter 14, which has parts of matrices instead of matrices."""
     state = Path(name, "state.json")
-    if state.exists() and "density" in json.loads(state.read_text())["flags"]:
+    if state.exists() and "density" in json.loads(state.read_text())["lasting"]:
         remedy = "use the final/ of its run, which has whole matrices"
         sys.exit(f"error: {name} is a checkpoint of chapter 14, with B, A and S apart: {remedy}")
 

@@ -1,4 +1,7 @@
-"""Loads the config of a model, for the estimators. `models.json` has some: no network needed."""
+"""Configs of models, for other tools, and the operations that a token needs.
+
+`models.json` has some configs, which need no network.
+"""
 
 import json
 import os
@@ -19,3 +22,22 @@ def load_config(name: str):
         return AutoConfig.from_pretrained(name)
     values = dict(values)
     return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def flops_per_token(config, seq_length: int) -> int:
+    """Operations of both passes for a token: 6 per weight, and attention (see docs/metrics.md)."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config = config.get_text_config()
+    used = model.num_parameters(exclude_embeddings=True)  # looking up an embedding computes nothing
+    if config.tie_word_embeddings:
+        used += config.vocab_size * config.hidden_size  # the head computes with the same table
+    # The first dimension of these weights is the number of experts. A token uses only some experts.
+    for name, weight in model.named_parameters():
+        if ".experts." in name:
+            unused = len(weight) - config.num_experts_per_tok
+            used -= unused * weight[0].numel()
+    return 6 * used + 12 * config.num_hidden_layers * config.hidden_size * seq_length

@@ -64,7 +64,7 @@ def load_held_out(name: str, subset: str | None) -> datasets.IterableDataset:
         files = [name]
     kinds = {format_of(file) for file in files}
     spec = {"path": name, "name": subset}
-    if kinds == {"text"}:  # a text file is one document
+    if kinds == {"text"}:
         spec = {"path": "text", "data_files": files, "sample_by": "document"}
         spec["encoding_errors"] = "replace"
     elif len(kinds) == 1 and not os.path.isdir(name):
@@ -73,7 +73,15 @@ def load_held_out(name: str, subset: str | None) -> datasets.IterableDataset:
     held_out = [splits[split] for split in ("validation", "test", "train") if split in splits]
     if not held_out:
         sys.exit(f"error: {name} has splits of other names only: {', '.join(splits)}")
-    return held_out[0]._resolve_features()  # looks into the first file for the columns
+    documents = held_out[0]
+    if kinds == {"text"}:
+        documents = documents.map(split_text, batched=True, batch_size=1)
+    return documents._resolve_features()  # looks into the first file for the columns
+
+
+def split_text(rows: dict) -> dict:
+    """The documents of a text file, which end at <|endoftext|>, where the file has this."""
+    return {"text": [part for text in rows["text"] for part in text.split("<|endoftext|>")]}
 
 
 def tokenized(documents, tokenizer, args: argparse.Namespace) -> list[list[int]]:
@@ -88,7 +96,9 @@ def tokenized(documents, tokenizer, args: argparse.Namespace) -> list[list[int]]
     first = islice(documents, args.eval_documents)
     texts = (document[args.text_column] for document in first if document[args.text_column])
     token_ids = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
-    return [[*ids, tokenizer.eos_token_id] for ids in filter(None, token_ids)]
+    end = tokenizer.eos_token_id
+    # Some tokenizers add an end-of-text token themselves.
+    return [ids if ids[-1] == end else [*ids, end] for ids in token_ids if ids]
 
 
 @torch.no_grad()

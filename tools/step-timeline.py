@@ -67,13 +67,14 @@ def watch(folder: Path, script: Path, flags: list[str]) -> None:
     sys.modules["chapter"] = chapter
     spec.loader.exec_module(chapter)
 
-    class Timer(chapter.PhaseTimer):
-        @contextmanager
-        def __call__(self, phase):
-            with record_function(PHASE + phase), super().__call__(phase):
-                yield
+    original = chapter.timed
 
-    chapter.PhaseTimer = Timer
+    @contextmanager
+    def timed(phase, *arguments):
+        with record_function(PHASE + phase), original(phase, *arguments):
+            yield
+
+    chapter.timed = timed
     chapter.DEMO["experiment_name"] = None  # a run without a name writes nothing
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         chapter.main()

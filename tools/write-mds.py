@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
@@ -133,13 +133,13 @@ def fingerprint(name: str) -> str:
     return huggingface_hub.dataset_info(name).sha  # the commit
 
 
-def load_documents(chapter: dict, args: argparse.Namespace) -> datasets.IterableDataset:
-    """The split `train` as a stream."""
+def load_documents(args: argparse.Namespace) -> datasets.IterableDataset:
+    """The split `train` as a stream, which chapter 4 opens."""
+    chapter = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")
     splits = chapter["load_documents"](args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         sys.exit(f"error: {args.dataset_name} has no split `train`, only {', '.join(splits)}")
-    with chapter["fail_on_error"]("cannot read the first document"):
-        documents = splits["train"]._resolve_features()
+    documents = splits["train"]._resolve_features()
     text_types = (datasets.Value("string"), datasets.Value("large_string"))
     columns = [name for name, kind in documents.features.items() if kind in text_types]
     if args.text_column not in columns:
@@ -159,10 +159,29 @@ def start_process(model_name: str) -> None:
 
 
 def tokenize(texts: list[str]) -> list[list[int]]:
-    """The token ids of each document that is not empty, with an end-of-text token."""
+    """The token ids of each document that is not empty, with one end-of-text token at its end."""
     texts = [text for text in texts if text]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    return [[*ids, tokenizer.eos_token_id] for ids in documents if ids]
+    end = tokenizer.eos_token_id
+    # Some tokenizers add an end-of-text token themselves.
+    return [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]
+
+
+def to_rows(documents: list[list[int]], rest: list[int], packing: str, length: int):
+    """Rows of `length` token ids, with -100 for padding; and the tokens that are left for later.
+
+    pack: documents end to end, after `rest`. overflow: each document in rows of its own. trunc: one
+    row for each document, with its beginning. Chapter 4 makes the same rows.
+    """
+    if packing == "pack":
+        documents = [list(chain(rest, *documents))]  # a single long document
+    if packing == "trunc":
+        documents = [ids[:length] for ids in documents]
+    rows = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
+    rest = []
+    if packing == "pack" and rows and len(rows[-1]) < length:
+        rest = rows.pop()
+    return [np.array(row + [-100] * (length - len(row)), np.int32) for row in rows], rest
 
 
 def in_order(pool: Executor, batches: Iterator[tuple[list[str], dict]], ahead: int) -> Iterator:
@@ -222,18 +241,15 @@ def write(args: argparse.Namespace) -> int:
 
 def write_rows(args: argparse.Namespace) -> int:
     """`write`, when no other process writes to the folder."""
-    chapter = runpy.run_path(f"{REPOSITORY}/10-mds-shards/train-llm.py")
-    to_rows = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")["to_rows"]
-    package = "MDS needs a package that is not installed: see 10-mds-shards/README.md"
-    with chapter["fail_on_error"](package):
+    try:
         from streaming.base.util import merge_index
-    with chapter["fail_on_error"](f"cannot load the tokenizer of {args.model_name}"):
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    except ImportError:
+        sys.exit("error: MDS needs a package that is not installed: see 10-mds-shards/README.md")
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    documents = load_documents(chapter, args)
-    with chapter["fail_on_error"](f"cannot look at the files of {args.dataset_name}"):
-        documents_now = fingerprint(args.dataset_name)
+    documents = load_documents(args)
+    documents_now = fingerprint(args.dataset_name)
     rows_file = {"seq_length": args.seq_length, "packing": args.packing}
     probe = [*tokenizer(PROBE)["input_ids"], tokenizer.eos_token_id]
     rows_file |= {"max_documents": args.max_documents, "tokenizer_probe": probe}
@@ -321,7 +337,7 @@ def main() -> None:
     except BrokenProcessPool:
         sys.exit("error: a process was killed, perhaps for memory: lower --processes, and go on")
     except OSError as error:
-        sys.exit(f"error: cannot write to {args.output} ({error})")
+        sys.exit(f"error: {error}")
     print(f"{count:,} rows of {args.seq_length} tokens in {args.output}")
 
 

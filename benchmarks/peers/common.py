@@ -38,15 +38,17 @@ def load_chapter_1():
 class Samples(Dataset):
     """Chapter 1's samples in chapter 1's order, as rows of `input_ids` and `labels`."""
 
-    def __init__(self, samples, order: list[int]):
-        self.samples = samples
+    def __init__(self, tokens, order, size: int):
+        self.tokens = tokens
         self.order = order
+        self.size = size
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        token_ids = torch.from_numpy(self.samples[self.order[number]].astype("int64"))
+        sample = self.tokens.slice(self.order[number] * self.size, self.size)
+        token_ids = torch.from_numpy(sample.to_numpy().astype("int64"))
         return {"input_ids": token_ids, "labels": token_ids}
 
 
@@ -89,16 +91,12 @@ def set_up(*own_flags: str):
     device = torch.device(args.device)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    config, tokenizer = chapter_1.load_config_and_tokenizer(args)
-    global_batch = args.batch_size * WORLD_SIZE * args.gradient_accumulation_steps
-    samples, _ = chapter_1.load_samples(args, tokenizer, config, global_batch)
-    count = args.max_steps * global_batch
-    dataset = Samples(samples, chapter_1.sample_order(0, count, len(samples), args.seed))
-    transformers.set_seed(args.seed)
-    with torch.device("meta"):  # or there would be other initial weights than chapter 1's
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.to_empty(device=device).tie_weights()
-    model.init_weights()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
+    tokens, _ = chapter_1.load_tokens(args, tokenizer)
+    order = chapter_1.sample_order(args, len(tokens) // args.seq_length)
+    count = args.max_steps * args.batch_size * WORLD_SIZE * args.gradient_accumulation_steps
+    dataset = Samples(tokens, order[:count], args.seq_length)
+    model = chapter_1.load_model(args, checkpoint=None).to(device)
     return own, args, dataset, model, Clock(args, own.warmup)
 
 
