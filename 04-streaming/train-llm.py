@@ -496,6 +496,9 @@ def load_documents(name, subset):
     if not file_format and "*" not in name and not os.path.exists(name):
         # STREAM 11: Open each file when the rank needs it, so that the corpus may exceed the disk.
         return datasets.load_dataset(name, subset, streaming=True)
+    if "://" in name and file_format != "text":
+        # STREAM: `datasets` reads from servers and buckets, too, and expands patterns.
+        return datasets.load_dataset(file_format, data_files=name, streaming=True)
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         endings = ", ".join(FORMATS)

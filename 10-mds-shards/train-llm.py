@@ -556,6 +556,9 @@ def load_documents(name, subset):
     if not file_format and "*" not in name and not os.path.exists(name):
         # MDS: Only held-out documents are text. Open a file when one of its documents is needed.
         return datasets.load_dataset(name, subset, streaming=True)
+    if "://" in name and file_format != "text":
+        # MDS: `datasets` reads from servers and buckets, too, and expands patterns.
+        return datasets.load_dataset(file_format, data_files=name, streaming=True)
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         endings = ", ".join(FORMATS)

@@ -444,12 +444,12 @@ def test_reading_while_computing(train, many, trainer):
     flags = ["--max-steps", 8, "-b", 4, "--ckpt-freq", 2, "--keep-checkpoints", 99]
     local = train(plain, *flags, processes=1, name="local")
     flags += ["--local-cache", trainer.folder / "cache"]
-    for name, status, step in (("SIGTERM", 143, 3), ("SIGKILL", -signal.SIGKILL, 2)):
+    for name, status, step in (("SIGTERM", 143, 4), ("SIGKILL", -signal.SIGKILL, 2)):
         before = REMOTE + TOGETHER.replace("HOOK", KILL.format(name))
         options = {"processes": 1, "name": name}
         stopped = train(f"test://{zipped}", *flags, before=before, status=status, **options)
         assert stopped.checkpoints[-1] == f"step-{step:08d}"
-        assert ("Stopped after step 3" in stopped.output) == (name == "SIGTERM")
+        assert ("Stopped after step 4" in stopped.output) == (name == "SIGTERM")
         resumed = train(f"test://{zipped}", *flags, before=REMOTE, **options)
         assert torch.equal(resumed.seen[0], local.seen[0][step:])
         assert resumed.column("loss") == local.column("loss")
