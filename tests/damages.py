@@ -497,12 +497,6 @@ DAMAGES = {
             "test_mds.py::test_the_least_recently_used_shard_is_removed",
         ),
         (
-            "a row of a shard is the row after it",
-            "shard[int(n - self.ends[number] + self.sizes[number])]",
-            "shard[int(n - self.ends[number])]",
-            "test_mds.py::test_from_2_to_4_to_1_rank",
-        ),
-        (
             "a flipped bit is another token",
             "            check(shard)\n",
             "",
