@@ -207,6 +207,7 @@ def main():
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
             mean_loss = loss_sum.item() / (step - logged_step)
             seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            # STREAM: The speed counts tokens without padding.
             tokens_per_step = token_sum / (step - logged_step)
             tokens_per_second = tokens_per_step / seconds
             metrics = {
@@ -234,7 +235,7 @@ def main():
             logged_time = time.perf_counter()
         if eval_now:
             with autocast:
-                eval_loss = evaluate(model, eval_rows, args, device)
+                eval_loss = evaluate(model, eval_rows, args, device)  # STREAM: rows
             say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
@@ -496,12 +497,16 @@ def load_documents(name, subset):
     if not file_format and "*" not in name and not os.path.exists(name):
         # STREAM 11: Open each file when the rank needs it, so that the corpus may exceed the disk.
         return datasets.load_dataset(name, subset, streaming=True)
+    if "://" in name and file_format != "text":
+        # STREAM: `datasets` reads from servers and buckets, too, and expands patterns.
+        return datasets.load_dataset(file_format, data_files=name, streaming=True)
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         endings = ", ".join(FORMATS)
         sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
+        # STREAM: A rank reads some of the files, and no file before it needs it.
         documents = datasets.IterableDataset.from_generator(read_text, gen_kwargs={"files": files})
         return {"train": documents}
     # `datasets` reads a name as a pattern, so escape brackets.
@@ -524,6 +529,7 @@ def read_text(files):
                     documents.append(rest)
                     rest = ""
                 for document in documents:
+                    # STREAM: Nobody counts undecoded characters: the end of the text may be far.
                     yield {"text": document}
             yield {"text": rest}
 
@@ -549,7 +555,7 @@ def tokenize(rows, tokenizer, column):
 
 def to_device(rows, device):
     """The rows as int64 of shape (len(rows), seq_length) on `device`."""
-    batch = torch.from_numpy(np.stack(rows))
+    batch = torch.from_numpy(np.stack(rows))  # STREAM: the rows are arrays already
     if device.type == "cuda":
         # Python need not wait for a copy from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
@@ -557,7 +563,7 @@ def to_device(rows, device):
 
 
 @torch.no_grad()
-def evaluate(model, rows, args, device):
+def evaluate(model, rows, args, device):  # STREAM: rows with padding
     """The mean loss over all held-out rows, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
@@ -593,7 +599,7 @@ CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"  # eight digits, so the names sort by s
 class RunState:
     """The position of a run. Every checkpoint stores it as `state.json`."""
 
-    lasting: dict  # flags, and the number of ranks, which must not change
+    lasting: dict  # STREAM: flags, and the number of ranks, which must not change
     comet_key: str  # the id of its Comet experiment
     step: int = 0  # optimizer steps done
     samples: int = 0  # samples read, over all epochs
@@ -891,12 +897,12 @@ def parse_args():
     args = parser.parse_args().clone(with_meta=False)  # the flags alone
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
-    counts += ["shuffle_window", "max_documents", "eval_documents"]  # STREAM
+    counts += ["shuffle_window", "max_documents", "eval_documents"]  # STREAM: at least 1
     for name, value in args.as_dict().items():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:
             parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
-    if not args.max_steps:
+    if not args.max_steps:  # STREAM: --num-epochs cannot end the run
         parser.error("a stream has no known length: give --max-steps for the schedule")
     name = args.experiment_name
     if name is not None and (name in ("", ".", "..") or "/" in name):

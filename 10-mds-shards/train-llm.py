@@ -104,7 +104,8 @@ def main():
     if len(set(gather(f"{args} {state.lasting} {state.step}"))) > 1:
         sys.exit("error: nodes differ in flags, data or checkpoints: do all see the --save-dir?")
     model = build_model(args, device, checkpoint)
-    largest = train_rows.facts["largest_token"]  # MDS: the tool has looked at all tokens
+    # MDS: The tool has noted the largest token.
+    largest = train_rows.facts["largest_token"]
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
@@ -232,6 +233,7 @@ def main():
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
             mean_loss = loss_sum.item() / (step - logged_step)
             seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            # MDS: The speed counts tokens without padding.
             tokens_per_step = token_sum / (step - logged_step)
             tokens_per_second = tokens_per_step / seconds
             metrics = {
@@ -259,7 +261,7 @@ def main():
             logged_time = time.perf_counter()
         if eval_now:
             with autocast:
-                eval_loss = evaluate(model, eval_rows, args, device)
+                eval_loss = evaluate(model, eval_rows, args, device)  # MDS: rows
             say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
@@ -556,12 +558,16 @@ def load_documents(name, subset):
     if not file_format and "*" not in name and not os.path.exists(name):
         # MDS: Only held-out documents are text. Open a file when one of its documents is needed.
         return datasets.load_dataset(name, subset, streaming=True)
+    if "://" in name and file_format != "text":
+        # MDS: `datasets` reads from servers and buckets, too, and expands patterns.
+        return datasets.load_dataset(file_format, data_files=name, streaming=True)
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         endings = ", ".join(FORMATS)
         sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
+        # MDS: A rank reads some of the files, and no file before it needs it.
         documents = datasets.IterableDataset.from_generator(read_text, gen_kwargs={"files": files})
         return {"train": documents}
     # `datasets` reads a name as a pattern, so escape brackets.
@@ -584,6 +590,7 @@ def read_text(files):
                     documents.append(rest)
                     rest = ""
                 for document in documents:
+                    # MDS: Nobody counts undecoded characters: the end of the text may be far.
                     yield {"text": document}
             yield {"text": rest}
 
@@ -609,7 +616,7 @@ def tokenize(rows, tokenizer, column):
 
 def to_device(rows, device):
     """The rows as int64 of shape (len(rows), seq_length) on `device`."""
-    batch = torch.from_numpy(np.stack(rows))
+    batch = torch.from_numpy(np.stack(rows))  # MDS: the rows are arrays already
     if device.type == "cuda":
         # Python need not wait for a copy from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
@@ -617,7 +624,7 @@ def to_device(rows, device):
 
 
 @torch.no_grad()
-def evaluate(model, rows, args, device):
+def evaluate(model, rows, args, device):  # MDS: rows with padding
     """The mean loss over all held-out rows, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
@@ -654,14 +661,14 @@ RANK_FOLDER = f"rank-{RANK}"  # NODES: this rank's checkpoints, with --checkpoin
 class RunState:
     """The position of a run. Every checkpoint stores it as `state.json`."""
 
-    lasting: dict  # flags, and the hash of the dataset, which must not change
+    lasting: dict  # MDS: flags, and the hash of the index, which must not change
     comet_key: str  # the id of its Comet experiment
     step: int = 0  # optimizer steps done
     samples: int = 0  # samples read, over all epochs
     epoch: float = 0.0
 
 
-def open_run(args, index_hash):
+def open_run(args, index_hash):  # MDS: of the shards
     """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
     lasting = {name: getattr(args, name) for name in LASTING} | {"index_hash": index_hash}
     state = RunState(lasting, comet_key=uuid.uuid4().hex)
@@ -1036,6 +1043,7 @@ def parse_args():
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    # MDS: The rows of a corpus in place of its text.
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="folder or address of MDS shards")
     add("--text-column", default="text", help="the column to train on")
     add("--dataset-subset", help="configuration name on the Hub")

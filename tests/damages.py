@@ -216,15 +216,21 @@ DAMAGES = {
         ),
         (
             "the last token of a row counts as a label",
-            "label_count = tokens - global_batch",
-            "label_count = tokens",
+            "np.count_nonzero(row[1:] != PADDING) for row in rows)\n        label_count",
+            "np.count_nonzero(row != PADDING) for row in rows)\n        label_count",
             STREAMS,
         ),
         (
-            "a checkpoint has the place to which the thread has read ahead",
-            "                    self.place = place\n",
-            "                    self.place = window[-1][1]\n",
+            "a resumed run reads the rows of its window again",
+            "islice(stream, used, None)",
+            "islice(stream, 0, None)",
             STREAMS,
+        ),
+        (
+            "the next window begins with documents of this one",
+            "None if pass_is_over else documents.state_dict()",
+            'None if pass_is_over else place["position"]',
+            "test_streaming.py::test_two_resumes_in_a_row_across_passes",
         ),
         (
             "all ranks read the same documents",
@@ -234,7 +240,7 @@ DAMAGES = {
         ),
         (
             "a resumed run shuffles a window in another way",
-            'np.random.RandomState((args.seed, place["window"])).shuffle(rows)',
+            'np.random.RandomState((args.seed, place["rows"])).shuffle(rows)',
             "np.random.RandomState().shuffle(rows)",
             STREAMS,
         ),
@@ -246,8 +252,8 @@ DAMAGES = {
         ),
         (
             "the held-out loss counts the first token of each row",
-            "np.sum(row >= 0) - 1",
-            "np.sum(row >= 0)",
+            "np.count_nonzero(row[1:] != PADDING) for row in rows)  # STREAM",
+            "np.count_nonzero(row != PADDING) for row in rows)  # STREAM",
             STREAMS,
         ),
     ],
@@ -456,8 +462,8 @@ DAMAGES = {
     "10-mds-shards": [
         (
             "all ranks read the same rows",
-            "range(first + RANK, first",
-            "range(first, first",
+            "order[first + RANK : end",
+            "order[first:end",
             SHARDS,
         ),
         (
@@ -473,16 +479,16 @@ DAMAGES = {
             SHARDS,
         ),
         (
-            "the parts of the corpus overlap",
-            "longer_parts_before = min(part, longer_parts)",
-            "longer_parts_before = 0",
+            "the rows of a part keep their order",
+            "generator.shuffle(part[begin : begin + args.shuffle_window])",
+            "generator.shuffle(part[begin : begin + args.shuffle_window].copy())",
             "test_mds.py::test_each_row_once_in_an_epoch",
         ),
         (
             "each epoch has the same order of rows",
-            "permutation((self.seed, epoch, part, window), window_rows)",
-            "permutation((self.seed, 0, part, window), window_rows)",
-            "test_mds.py::test_one_shard_has_another_order_in_each_epoch",
+            "np.random.RandomState((args.seed, epoch))",
+            "np.random.RandomState((args.seed, 0))",
+            "test_mds.py::test_one_shard_is_shuffled_within_windows",
         ),
         (
             "the newest shard is removed",

@@ -87,7 +87,7 @@ def places_at(run, step: int) -> list[dict]:
 @pytest.mark.rest
 def test_two_resumes_in_a_row_across_passes(stream, trainer):
     """They read what an undisturbed run reads, also where the packer has a rest."""
-    flags = ["--max-steps", 54, "--keep-checkpoints", 99, "--eval-freq", 54]
+    flags = ["--max-steps", 64, "--keep-checkpoints", 99, "--eval-freq", 64]
     flags += ["--shuffle-window", 20, "-b", 4]
     origin = stream(*flags, "--ckpt-freq", 1, name="origin")
     passes = origin.column("epoch")
