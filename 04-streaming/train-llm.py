@@ -112,8 +112,8 @@ def main():
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # This run may have another --max-steps, so compute the learning rate of the step again.
-        scheduler.last_epoch -= 1  # which step() counts up, and then sets the rate
+        # --max-steps may have changed. step() adds 1 to last_epoch, and sets the rate for it.
+        scheduler.last_epoch -= 1
         scheduler.step()
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
@@ -145,7 +145,9 @@ def main():
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # of the phases of this step
-        wait = log_now and device.type != "cpu"  # see timed()
+        wait = log_now and device.type != "cpu"  # Python only queues work for a GPU: see timed()
+        if wait:
+            torch.accelerator.synchronize()  # until the GPU has done the steps before
         # STREAM 2: Read the whole step first, because its loss is a mean over all of its labels.
         rows = []
         with timed("data", times, wait):
@@ -167,8 +169,8 @@ def main():
             # STREAM: The stream has chosen the rows. This number only seeds the dropout masks.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
-            # FSDP: --no-reshard-after-forward keeps weights and gradients whole until the last
-            # micro-batch. This takes memory, and saves traffic.
+            # FSDP: Each micro-batch communicates. With --no-reshard-after-forward, only the last
+            # one does. Until then, weights and gradients stay whole, which takes memory.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -264,7 +266,7 @@ def main():
 
 def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
-    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. The meta device has shapes alone.
+    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
     whole = load_model(args, checkpoint=None) if RANK == 0 else None
     config = AutoConfig.from_pretrained(args.model_name)
     with torch.device("meta"):
@@ -276,9 +278,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
-    # for positions that begin at 0 again. Here positions go on from one document to the next, so it
-    # would find nothing, and return None.
+    # This function makes Python wait for the GPU in each pass. It looks for position ids that begin
+    # at 0 again. Here they never do, so its result is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -290,8 +291,8 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Layers of one kind share compiled code. In a model that is compiled as a whole,
-        # Transformers has to build the causal mask, and the fast attention accepts no mask.
+        # Compile the layers, not the whole model. The whole model would need a causal mask, which
+        # the fast attention refuses. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -301,15 +302,16 @@ def build_model(args, device, checkpoint):
 
 def load_model(args, checkpoint):
     """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
-    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
-    # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
+    # Near 0.02, bf16 numbers are 1e-4 apart, so bf16 would round this change away.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:  # images would train its other parts
+    if config.get_text_config() is not config:  # it has parts for images that text cannot train
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # Draw the weights again, because constructors draw other numbers in other versions.
+        # Draw the weights again, because constructors draw other numbers in other versions of
+        # PyTorch and Transformers.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -352,12 +354,13 @@ def send_weights(whole, model, device):
         if whole.all_tied_weights_keys != model.all_tied_weights_keys:
             sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
         weights = whole.state_dict()
-        # Transformers looks these up when it writes `final/`. fully_shard has changed the class.
+        # final/ needs these. fully_shard has renamed the class, which gives tensors their names.
         model.generation_config = whole.generation_config
         model._weight_conversions = getattr(whole, "_weight_conversions", None)
         type(model).__name__ = type(whole).__name__
         type(model).__module__ = type(whole).__module__
-    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # rank 0 reads files
+    # Wait for rank 0, which has to read the files before.
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state_dict.set_model_state_dict(model, weights, options=how)
@@ -381,7 +384,7 @@ def parameter_groups(model, args):
 # The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
-LONGEST_DOCUMENT = 250_000  # characters: a longer text is cut, so that it fits into memory
+LONGEST_DOCUMENT = 250_000  # characters without an end: a longer text is cut, to fit into memory
 PADDING = -100  # at the end of a row; the label of a token that has no loss
 # STREAM: The place at the beginning of a stream.
 START = {"pass": 0, "position": None, "rest": [], "rows": 0}
@@ -515,7 +518,7 @@ def load_documents(name, subset):
 
 
 def read_text(files):
-    """The documents of text files. They end at <|endoftext|>, at the end of a file, or cut."""
+    """A document ends at <|endoftext|>, at the end of its file, or where it becomes too long."""
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
         with opened(file, "rb") as stream:
@@ -557,7 +560,7 @@ def to_device(rows, device):
     """The rows as int64 of shape (len(rows), seq_length) on `device`."""
     batch = torch.from_numpy(np.stack(rows))  # STREAM: the rows are arrays already
     if device.type == "cuda":
-        # Python need not wait for a copy from pinned memory.
+        # Python goes on while the GPU copies from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
     return batch.to(device).long()
 
@@ -586,7 +589,7 @@ def evaluate(model, rows, args, device):  # STREAM: rows with padding
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run keeps these flags, because another value would make it another training.
+# A resumed run must have the same flags, because others would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
@@ -817,7 +820,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends a `| tee`, and then the run still has to save
+    with suppress(OSError):  # Ctrl-C also ends the tee of `| tee log`, but the run has to save
         tqdm.write(message)
 
 
@@ -889,6 +892,7 @@ def parse_args():
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    # Parse three times: to find the file, then --demo, then the flags, which override both.
     config = parser.parse_args().config
     if config:
         parser.default_config_files = [str(config)]

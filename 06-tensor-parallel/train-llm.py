@@ -95,7 +95,7 @@ def main():
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
-        dist.barrier(patient_group)  # until the first ranks of all nodes call it below
+        dist.barrier(patient_group)  # until LOCAL_RANK 0 of each node has tokenized
     train_tokens, eval_tokens = load_tokens(args, tokenizer)
     if LOCAL_RANK == 0:
         dist.barrier(patient_group)
@@ -133,8 +133,8 @@ def main():
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # This run may have another --max-steps, so compute the learning rate of the step again.
-        scheduler.last_epoch -= 1  # which step() counts up, and then sets the rate
+        # --max-steps may have changed. step() adds 1 to last_epoch, and sets the rate for it.
+        scheduler.last_epoch -= 1
         scheduler.step()
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
@@ -166,14 +166,16 @@ def main():
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # of the phases of this step
-        wait = log_now and device.type != "cpu"  # see timed()
+        wait = log_now and device.type != "cpu"  # Python only queues work for a GPU: see timed()
+        if wait:
+            torch.accelerator.synchronize()  # until the GPU has done the steps before
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # TP 3: A group reads one batch with one seed, because its ranks compute parts of it.
             first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
-            # FSDP: --no-reshard-after-forward keeps weights and gradients whole until the last
-            # micro-batch. This takes memory, and saves traffic.
+            # FSDP: Each micro-batch communicates. With --no-reshard-after-forward, only the last
+            # one does. Until then, weights and gradients stay whole, which takes memory.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -181,7 +183,7 @@ def main():
                 indices = order[first : first + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait), autocast:
-                # Transformers shifts the labels by one token itself, so they equal the input.
+                # The model shifts the labels itself, so that each token predicts the next one.
                 # A cache of keys and values serves generation. In training it only takes memory.
                 loss = loss_of(model, input_ids)  # TP: each rank has a part of the tokens
                 # After this division, the losses (and their gradients) of all micro-batches add up
@@ -302,7 +304,7 @@ PLANS = {
 
 def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
-    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. The meta device has shapes alone.
+    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
     whole = load_model(args, checkpoint=None) if RANK == 0 else None
     config = AutoConfig.from_pretrained(args.model_name)
     with torch.device("meta"):
@@ -314,9 +316,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
-    # for positions that begin at 0 again. Here positions go on from one document to the next, so it
-    # would find nothing, and return None.
+    # This function makes Python wait for the GPU in each pass. It looks for position ids that begin
+    # at 0 again. Here they never do, so its result is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -365,15 +366,16 @@ def loss_of(model, input_ids):
 
 def load_model(args, checkpoint):
     """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
-    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
-    # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
+    # Near 0.02, bf16 numbers are 1e-4 apart, so bf16 would round this change away.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:  # images would train its other parts
+    if config.get_text_config() is not config:  # it has parts for images that text cannot train
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # Draw the weights again, because constructors draw other numbers in other versions.
+        # Draw the weights again, because constructors draw other numbers in other versions of
+        # PyTorch and Transformers.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -431,12 +433,13 @@ def send_weights(whole, model, device):
         if whole.all_tied_weights_keys != model.all_tied_weights_keys:
             sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
         weights = whole.state_dict()
-        # Transformers looks these up when it writes `final/`. fully_shard has changed the class.
+        # final/ needs these. fully_shard has renamed the class, which gives tensors their names.
         model.generation_config = whole.generation_config
         model._weight_conversions = getattr(whole, "_weight_conversions", None)
         type(model).__name__ = type(whole).__name__
         type(model).__module__ = type(whole).__module__
-    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))  # rank 0 reads files
+    # Wait for rank 0, which has to read the files before.
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state_dict.set_model_state_dict(model, weights, options=how)
@@ -461,13 +464,13 @@ def parameter_groups(model, args):
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
-LONGEST_DOCUMENT = 250_000  # characters: a longer text is cut, so that it fits into memory
+LONGEST_DOCUMENT = 250_000  # characters without an end: a longer text is cut, to fit into memory
 
 
 def load_tokens(args, tokenizer):
     """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %.
 
-    Sample n is the n-th `seq_length` tokens. Without padding, no computation is wasted.
+    All documents are joined, and cut into samples of `seq_length` tokens. So nothing is padding.
     """
     splits = load_documents(args)
     train_tokens = tokenize_split(splits["train"], tokenizer, args.text_column)
@@ -492,20 +495,20 @@ def load_documents(args):
         sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        # `datasets` reads files again if these arguments have changed.
+        # If `changed` differs, `datasets` calls read_text again, and does not use its cache.
         changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
         arguments = {"files": files, "changed": changed}
         documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
         undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
         if undecoded:
-            say(f"warning: {undecoded:,} characters are not UTF-8, and became question marks")
+            say(f"warning: {undecoded:,} characters cannot be decoded: are the files UTF-8?")
         return {"train": documents}
     # `datasets` reads a name as a pattern, so escape brackets.
     return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
 
 
 def read_text(files, changed):
-    """The documents of text files. They end at <|endoftext|>, at the end of a file, or cut."""
+    """A document ends at <|endoftext|>, at the end of its file, or where it becomes too long."""
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
         with opened(file, "rb") as stream:
@@ -573,7 +576,7 @@ def read_batch(tokens, indices, args, device):
     samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
     batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
-        # Python need not wait for a copy from pinned memory.
+        # Python goes on while the GPU copies from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
     return batch.to(device).long()
 
@@ -603,7 +606,7 @@ def evaluate(model, tokens, args, device):
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run keeps these flags, because another value would make it another training.
+# A resumed run must have the same flags, because others would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
@@ -831,7 +834,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends a `| tee`, and then the run still has to save
+    with suppress(OSError):  # Ctrl-C also ends the tee of `| tee log`, but the run has to save
         tqdm.write(message)
 
 
@@ -900,6 +903,7 @@ def parse_args():
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     add("--tensor-parallel", type=int, default=node, help="ranks of a node that share each layer")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    # Parse three times: to find the file, then --demo, then the flags, which override both.
     config = parser.parse_args().config
     if config:
         parser.default_config_files = [str(config)]

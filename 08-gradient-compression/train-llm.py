@@ -89,7 +89,7 @@ def main():
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
-        dist.barrier(patient_group)  # until the first ranks of all nodes call it below
+        dist.barrier(patient_group)  # until LOCAL_RANK 0 of each node has tokenized
     train_tokens, eval_tokens = load_tokens(args, tokenizer)
     if LOCAL_RANK == 0:
         dist.barrier(patient_group)
@@ -146,8 +146,8 @@ def main():
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-        # This run may have another --max-steps, so compute the learning rate of the step again.
-        scheduler.last_epoch -= 1  # which step() counts up, and then sets the rate
+        # --max-steps may have changed. step() adds 1 to last_epoch, and sets the rate for it.
+        scheduler.last_epoch -= 1
         scheduler.step()
     memory_file = None
     if run_folder:
@@ -185,7 +185,9 @@ def main():
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # of the phases of this step
-        wait = log_now and device.type != "cpu"  # see timed()
+        wait = log_now and device.type != "cpu"  # Python only queues work for a GPU: see timed()
+        if wait:
+            torch.accelerator.synchronize()  # until the GPU has done the steps before
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
@@ -198,7 +200,7 @@ def main():
                 indices = order[first : first + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait), autocast:
-                # Transformers shifts the labels by one token itself, so they equal the input.
+                # The model shifts the labels itself, so that each token predicts the next one.
                 # A cache of keys and values serves generation. In training it only takes memory.
                 # DDP 8: Call the wrapper, because the bare model would never average gradients.
                 loss = ddp_model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
@@ -291,9 +293,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
-    # for positions that begin at 0 again. Here positions go on from one document to the next, so it
-    # would find nothing, and return None.
+    # This function makes Python wait for the GPU in each pass. It looks for position ids that begin
+    # at 0 again. Here they never do, so its result is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -305,8 +306,8 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Layers of one kind share compiled code. In a model that is compiled as a whole,
-        # Transformers has to build the causal mask, and the fast attention accepts no mask.
+        # Compile the layers, not the whole model. The whole model would need a causal mask, which
+        # the fast attention refuses. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -316,15 +317,16 @@ def build_model(args, device, checkpoint):
 
 def load_model(args, checkpoint):
     """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
-    # Weights in fp32, whatever the files have. AdamW changes a weight by about the learning rate.
-    # The bf16 number after 0.02 is 0.0001 larger, so changes below half of it would be lost.
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
+    # Near 0.02, bf16 numbers are 1e-4 apart, so bf16 would round this change away.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:  # images would train its other parts
+    if config.get_text_config() is not config:  # it has parts for images that text cannot train
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # Draw the weights again, because constructors draw other numbers in other versions.
+        # Draw the weights again, because constructors draw other numbers in other versions of
+        # PyTorch and Transformers.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -497,13 +499,13 @@ class Compression:
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
-LONGEST_DOCUMENT = 250_000  # characters: a longer text is cut, so that it fits into memory
+LONGEST_DOCUMENT = 250_000  # characters without an end: a longer text is cut, to fit into memory
 
 
 def load_tokens(args, tokenizer):
     """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %.
 
-    Sample n is the n-th `seq_length` tokens. Without padding, no computation is wasted.
+    All documents are joined, and cut into samples of `seq_length` tokens. So nothing is padding.
     """
     splits = load_documents(args)
     train_tokens = tokenize_split(splits["train"], tokenizer, args.text_column)
@@ -528,20 +530,20 @@ def load_documents(args):
         sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        # `datasets` reads files again if these arguments have changed.
+        # If `changed` differs, `datasets` calls read_text again, and does not use its cache.
         changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
         arguments = {"files": files, "changed": changed}
         documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
         undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
         if undecoded:
-            say(f"warning: {undecoded:,} characters are not UTF-8, and became question marks")
+            say(f"warning: {undecoded:,} characters cannot be decoded: are the files UTF-8?")
         return {"train": documents}
     # `datasets` reads a name as a pattern, so escape brackets.
     return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
 
 
 def read_text(files, changed):
-    """The documents of text files. They end at <|endoftext|>, at the end of a file, or cut."""
+    """A document ends at <|endoftext|>, at the end of its file, or where it becomes too long."""
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
         with opened(file, "rb") as stream:
@@ -609,7 +611,7 @@ def read_batch(tokens, indices, args, device):
     samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
     batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
-        # Python need not wait for a copy from pinned memory.
+        # Python goes on while the GPU copies from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
     return batch.to(device).long()
 
@@ -633,7 +635,7 @@ def evaluate(model, tokens, args, device):
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run keeps these flags, because another value would make it another training.
+# A resumed run must have the same flags, because others would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
@@ -844,7 +846,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends a `| tee`, and then the run still has to save
+    with suppress(OSError):  # Ctrl-C also ends the tee of `| tee log`, but the run has to save
         tqdm.write(message)
 
 
@@ -911,6 +913,7 @@ def parse_args():
     add("--min-compress", type=int, default=4097, help="gradients with fewer numbers stay whole")
     add("--powersgd-rank", type=int, default=4, help="columns of the matrices of powersgd")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    # Parse three times: to find the file, then --demo, then the flags, which override both.
     config = parser.parse_args().config
     if config:
         parser.default_config_files = [str(config)]

@@ -100,8 +100,8 @@ def main():
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-        # This run may have another --max-steps, so compute the learning rate of the step again.
-        scheduler.last_epoch -= 1  # which step() counts up, and then sets the rate
+        # --max-steps may have changed. step() adds 1 to last_epoch, and sets the rate for it.
+        scheduler.last_epoch -= 1
         scheduler.step()
     run_log = None
     if run_folder:
@@ -130,7 +130,9 @@ def main():
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # of the phases of this step
-        wait = log_now and device.type != "cpu"  # see timed()
+        wait = log_now and device.type != "cpu"  # Python only queues work for a GPU: see timed()
+        if wait:
+            torch.accelerator.synchronize()  # until the GPU has done the steps before
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             first = state.samples + micro_step * args.batch_size
@@ -139,7 +141,7 @@ def main():
                 indices = order[first : first + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait), autocast:
-                # Transformers shifts the labels by one token itself, so they equal the input.
+                # The model shifts the labels itself, so that each token predicts the next one.
                 # A cache of keys and values serves generation. In training it only takes memory.
                 loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
                 # After this division, the losses (and their gradients) of all micro-batches add up
@@ -220,9 +222,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
-    # for positions that begin at 0 again. Here positions go on from one document to the next, so it
-    # would find nothing, and return None.
+    # This function makes Python wait for the GPU in each pass. It looks for position ids that begin
+    # at 0 again. Here they never do, so its result is always None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -234,8 +235,8 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Layers of one kind share compiled code. In a model that is compiled as a whole,
-        # Transformers has to build the causal mask, and the fast attention accepts no mask.
+        # Compile the layers, not the whole model. The whole model would need a causal mask, which
+        # the fast attention refuses. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -248,7 +249,7 @@ def load_model(args, checkpoint):
     # SL: No pretrained weights, because B A + S cannot represent an arbitrary dense matrix.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:  # images would train its other parts
+    if config.get_text_config() is not config:  # it has parts for images that text cannot train
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     model = AutoModelForCausalLM.from_config(config, **options)
     # SL 1: Replace layers in CPU memory, because the dense model may not fit on the device.
@@ -420,13 +421,13 @@ def merged_weights(model):
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
-LONGEST_DOCUMENT = 250_000  # characters: a longer text is cut, so that it fits into memory
+LONGEST_DOCUMENT = 250_000  # characters without an end: a longer text is cut, to fit into memory
 
 
 def load_tokens(args, tokenizer):
     """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %.
 
-    Sample n is the n-th `seq_length` tokens. Without padding, no computation is wasted.
+    All documents are joined, and cut into samples of `seq_length` tokens. So nothing is padding.
     """
     splits = load_documents(args)
     train_tokens = tokenize_split(splits["train"], tokenizer, args.text_column)
@@ -451,20 +452,20 @@ def load_documents(args):
         sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        # `datasets` reads files again if these arguments have changed.
+        # If `changed` differs, `datasets` calls read_text again, and does not use its cache.
         changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
         arguments = {"files": files, "changed": changed}
         documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
         undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
         if undecoded:
-            say(f"warning: {undecoded:,} characters are not UTF-8, and became question marks")
+            say(f"warning: {undecoded:,} characters cannot be decoded: are the files UTF-8?")
         return {"train": documents}
     # `datasets` reads a name as a pattern, so escape brackets.
     return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
 
 
 def read_text(files, changed):
-    """The documents of text files. They end at <|endoftext|>, at the end of a file, or cut."""
+    """A document ends at <|endoftext|>, at the end of its file, or where it becomes too long."""
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
         with opened(file, "rb") as stream:
@@ -532,7 +533,7 @@ def read_batch(tokens, indices, args, device):
     samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
     batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
-        # Python need not wait for a copy from pinned memory.
+        # Python goes on while the GPU copies from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
     return batch.to(device).long()
 
@@ -554,7 +555,7 @@ def evaluate(model, tokens, args, device):
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run keeps these flags, because another value would make it another training.
+# A resumed run must have the same flags, because others would make it another training.
 LASTING = ["model_name", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["rank", "density", "alpha"]  # SL: other values would give another W
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
@@ -729,7 +730,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends a `| tee`, and then the run still has to save
+    with suppress(OSError):  # Ctrl-C also ends the tee of `| tee log`, but the run has to save
         tqdm.write(message)
 
 
@@ -795,6 +796,7 @@ def parse_args():
     devices = [name for name in ("cuda", "mps", "cpu") if getattr(torch, name).is_available()]
     add("--device", choices=devices, default=devices[0], help="where to train")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    # Parse three times: to find the file, then --demo, then the flags, which override both.
     config = parser.parse_args().config
     if config:
         parser.default_config_files = [str(config)]

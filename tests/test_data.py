@@ -124,7 +124,7 @@ def test_text_files(chapter_1, tokenizer, tmp_path, capsys):
     output = capsys.readouterr().out
     assert "7 files" in output
     assert "9 documents, of which 1 are empty" in output
-    assert "2 characters are not UTF-8" in output
+    assert "2 characters cannot be decoded" in output
     # Other content of the same size and time is read again; so is another size at the same time.
     file = tmp_path / "texts" / "a.txt"
     times = (file.stat().st_atime, file.stat().st_mtime)

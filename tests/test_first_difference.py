@@ -7,10 +7,10 @@ import sys
 import pytest
 from conftest import LLAMA, damaged, write_model
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load
-from test_expert_parallel import folder_of
+from test_expert_parallel import FAMILIES
 from test_fsdp import save_weights
 from test_hangs import WATCH
-from test_tensor_parallel import UNTIED
+from test_tensor_parallel import UNTIED, write_weights
 
 TOOL = REPOSITORY / "tools" / "first-difference.py"
 
@@ -102,7 +102,7 @@ def start(tmp_path_factory, dataset):
             if family == "llama":
                 models[family] = save_weights(write_model(folder / family, **LLAMA))
             else:
-                models[family] = folder_of(folder, family)
+                models[family] = write_weights(folder / family, family, FAMILIES)
         return family, ["-m", models[family], "-d", dataset, "-s", 32, "--max-steps", 4]
 
     def call(number, damages=None, more=()):
