@@ -131,7 +131,7 @@ def write_mds(output: str, *flags) -> None:
 def compare_rows(rounds: int) -> None:
     """Rows per second: a slice of the cached tokens, and a sample of an MDS shard."""
     import datasets
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     cached, sharded = load_chapter("01-single-gpu"), load_chapter("10-mds-shards")
     times = {"cached": [], "mds": []}
@@ -141,23 +141,23 @@ def compare_rows(rounds: int) -> None:
         model = REPOSITORY / "tiny-llama"
         write_mds(f"{folder}/mds", "-d", pattern, "-m", model, "-s", 1024, "--processes", 1)
         whole = datasets.load_dataset("json", data_files=pattern, cache_dir=folder)["train"]
-        config = AutoConfig.from_pretrained(model)
         tokenizer = AutoTokenizer.from_pretrained(model)
         tokens = cached.tokenize_split(whole, tokenizer, "text")
         count = len(tokens) // 1024
         os.environ["LOCAL_WORLD_SIZE"] = "1"
-        args = {"dataset_name": f"{folder}/mds", "seq_length": 1024, "shuffle_window": 1024}
-        args = SimpleNamespace(**args, seed=0, cache_limit="1gb")
-        mds = sharded.MdsRows(args, tokenizer, config)
-        assert len(mds) == count
+        args = {"dataset_name": f"{folder}/mds", "seq_length": 1024, "cache_limit": "1gb"}
+        mds = sharded.MdsRows(SimpleNamespace(**args), tokenizer)
+        assert sum(mds.sizes) == count
         for number in range(rounds):
             for name in [*times][:: 1 if number % 2 == 0 else -1]:
+                args = SimpleNamespace(num_epochs=1, seed=number, shuffle_window=1024)
                 begin = time.perf_counter()
                 if name == "cached":
-                    order = cached.sample_order(SimpleNamespace(num_epochs=1, seed=number), count)
+                    order = cached.sample_order(args, count)
                     rows = [tokens.slice(i * 1024, 1024).to_numpy() for i in order]
                 else:
-                    rows = [mds.read(n) for n in range(len(mds))]
+                    order = sharded.sample_order(args, mds.sizes)
+                    rows = [mds.read(n) for n in order]
                 times[name].append((time.perf_counter() - begin) / len(rows))
     print(f"\nready rows of 1,024 tokens, {count:,} of them; {rounds} rounds\n")
     print("| | rows/s |\n|---|---|")

@@ -502,6 +502,18 @@ DAMAGES = {
             "",
             "test_mds.py::test_a_flipped_bit_in_a_folder",
         ),
+        (
+            "a run goes on with other rows",
+            '{"index_hash": index_hash}',
+            '{"index_hash": None}',
+            "test_mds.py::test_a_run_does_not_go_on_with_other_rows",
+        ),
+        (
+            "neighbouring rows for each rank",
+            "order[first + RANK : end : WORLD_SIZE]",
+            "np.split(order[first:end], WORLD_SIZE)[RANK]",
+            "test_mds.py::test_a_rank_downloads_some_of_the_shards[8-8]",
+        ),
     ],
     "11-context-parallel": [
         (

@@ -470,3 +470,17 @@ def test_other_rows_are_refused(train, shards, tmp_path):
         flags = ["--max-steps", 1, *flags]
         run = train(data, *flags, processes=1, status=1, name="refused")
         assert_one_sentence(run.output, sentence)
+
+
+@pytest.mark.rest
+def test_a_run_does_not_go_on_with_other_rows(train, shards, tmp_path):
+    """Their number is the same, so nothing but the index shows that row n is another one."""
+    data = tmp_path / "copy"
+    shutil.copytree(shards, data)
+    train(data, "--max-steps", 1, processes=1, name="rewritten")
+    index = json.loads((data / "index.json").read_text())
+    index["shards"].reverse()
+    (data / "index.json").write_text(json.dumps(index))
+    run = train(data, "--max-steps", 2, processes=1, status=1, name="rewritten")
+    assert_one_sentence(run.output, "keep it, or choose another -e")
+    assert "error: index_hash was" in run.output
