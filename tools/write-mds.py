@@ -313,7 +313,7 @@ def write_rows(args: argparse.Namespace) -> int:
     index = args.output / "incomplete" / "index.json"
     places = [json.loads(file.read_text()) for file in args.output.glob("part-*/place.json")]
     rows_file |= {"largest_token": max(place["largest_token"] for place in places)}
-    # A training compares this hash with the index, so it notices another or a changed index.
+    # For people, who can see whether somebody has changed the index.
     rows_file |= {"index_hash": xxhash.xxh3_64(index.read_bytes()).hexdigest()}
     rows_file |= {"rows": rows_in(index)}
     (args.output / "rows.json").write_text(json.dumps(rows_file, indent=2))
