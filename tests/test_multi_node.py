@@ -509,7 +509,7 @@ def test_the_merge_with_chapter_4(train, trainer, texts, tmp_path):
     assert exact(resumed.records) == exact(run.records)
     assert_same_model(resumed, run)
     alone = train(*flags, "-b", 8, **both, name="resumed", processes=1, status=1)
-    assert_one_sentence(alone.output, "this run needs 2 ranks")
+    assert_one_sentence(alone.output, "world_size was 2, and is 1")
 
 
 # -- Nodes that come and go ------------------------------------------------------------------------
