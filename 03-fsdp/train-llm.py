@@ -29,7 +29,7 @@ from datetime import timedelta
 from glob import escape, glob
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave time to others
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle CPU threads sleep instead of spinning
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
@@ -115,8 +115,8 @@ def main():
     )
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
-    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, so that gradients
-    # stay above 3e-8, and divides them before the update. With other dtypes it does nothing.
+    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and so gradients, too.
+    # Before the update, it divides the gradients again. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
@@ -125,7 +125,7 @@ def main():
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # --max-steps may have changed. step() adds 1 to last_epoch, and sets the rate for it.
+        # The restored rate is for the old --max-steps. Do the last step() again for the new one.
         scheduler.last_epoch -= 1
         scheduler.step()
     run_log = None
@@ -152,13 +152,14 @@ def main():
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
         stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: no rank waits for its GPU
         dist.all_reduce(stop, dist.ReduceOp.MAX)
-        stop_signal = stop.item()  # after a signal, this step is the last one
+        stop_signal = stop.item()  # after a signal, this step is the last
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # of the phases of this step
-        wait = log_now and device.type != "cpu"  # Python only queues work for a GPU: see timed()
+        # A GPU works later than Python. So logged steps, which time their phases, wait for it.
+        wait = log_now and device.type != "cpu"
         if wait:
             torch.accelerator.synchronize()  # until the GPU has done the steps before
         # Several small passes need less memory than one large pass, and their gradients add up.
@@ -185,7 +186,8 @@ def main():
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
         with timed("update", times, wait):
-            # Clip the complete gradient before the update, so that no bad batch spoils the weights.
+            # Divide by the scale of fp16 first. Then clip the complete gradient, so that no bad
+            # batch spoils the weights.
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
@@ -269,8 +271,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # This function makes Python wait for the GPU in each pass. It looks for position ids that begin
-    # at 0 again. Here they never do, so its result is always None.
+    # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
+    # for several texts in a sample by position ids that begin at 0 again. Here they never do.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -282,8 +284,8 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Compile the layers, not the whole model. The whole model would need a causal mask, which
-        # the fast attention refuses. Layers of one kind also share their compiled code.
+        # Compile each layer, because a model that is compiled as a whole builds a causal mask,
+        # which the fast attention refuses. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -301,8 +303,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # Draw the weights again, because constructors draw other numbers in other versions of
-        # PyTorch and Transformers.
+        # Draw again from the seed, because constructors have drawn numbers, too, and how many
+        # depends on the version.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -376,7 +378,7 @@ def parameter_groups(model, args):
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
-LONGEST_DOCUMENT = 250_000  # characters without an end: a longer text is cut, to fit into memory
+LONGEST_DOCUMENT = 250_000  # characters; a longer text is cut, because it takes much memory
 
 
 def load_tokens(args, tokenizer):
@@ -407,7 +409,7 @@ def load_documents(args):
         sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        # If `changed` differs, `datasets` calls read_text again, and does not use its cache.
+        # read_text needs no `changed`, but its arguments are the key of the cache of `datasets`.
         changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
         arguments = {"files": files, "changed": changed}
         documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
@@ -515,7 +517,7 @@ def evaluate(model, tokens, args, device):
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must have the same flags, because others would make it another training.
+# A resumed run must have these flags as before. Others would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
@@ -730,7 +732,7 @@ def start_comet(args, run_folder, state):
 
 
 def catch_stop_signals():
-    """A signal then ends the run after the next step: Ctrl-C, SIGTERM, a closed terminal."""
+    """From now on, Ctrl-C, SIGTERM or a closed terminal ends the run after the next step."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, stop_soon)
@@ -743,7 +745,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends the tee of `| tee log`, but the run has to save
+    with suppress(OSError):  # Ctrl-C may end `| tee log` first, and the run still has to save
         tqdm.write(message)
 
 
@@ -807,7 +809,7 @@ def parse_args():
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Parse three times: to find the file, then --demo, then the flags, which override both.
+    # Parse three times: for --config, then for --demo, then for all flags, which override both.
     config = parser.parse_args().config
     if config:
         parser.default_config_files = [str(config)]
