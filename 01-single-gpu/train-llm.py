@@ -91,7 +91,7 @@ def main():
     # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
     # sums that need more precision (norms, softmax, the loss) in fp32.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
-    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies loss and gradients by a number.
+    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and so gradients.
     # Before the update, it divides the gradients again. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     # A checkpoint stores the states of these objects, besides the weights.

@@ -119,7 +119,7 @@ def main():
     )
     # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
     autocast = torch.autocast(device.type, enabled=False)
-    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies loss and gradients by a number.
+    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and so gradients.
     # Before the update, it divides the gradients again. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     # A checkpoint stores the states of these objects, besides the weights.
