@@ -2,7 +2,7 @@
 
 The rank counts what it does with files, and sends itself SIGKILL just before a certain one of these
 actions. So the moments are the same in each run, and no test waits for them. Restarts by torchrun
-itself are in test_torchrun.py. `python tests/chaos.py` kills at random moments.
+itself are in test_torchrun.py.
 """
 
 import signal
