@@ -117,7 +117,6 @@ def watched_rename(path, target):
     if path.name == "incomplete":
         on_disk = sizes(path) == synced
         print("\\nnamed", pathlib.Path(target).name, on_disk, flush=True)
-        if not on_disk: print("DIFF", set(sizes(path).items()) ^ set(synced.items()), len(synced))
     return rename(path, target)
 
 os.sync, pathlib.Path.rename = watched_sync, watched_rename
