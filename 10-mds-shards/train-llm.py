@@ -452,7 +452,7 @@ class MdsRows:
         self.ends = np.cumsum(self.sizes)
         options = {"download_retry": 2, "download_timeout": 60, "keep_zip": False}
         self.stream = Stream(remote=name, local=folder, **options) if self.is_remote else None
-        ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.cache_limit = bytes_to_int(args.cache_limit) // ranks_of_node  # of this rank
         self.cached = OrderedDict()  # shards by number; the least recently used shard comes first
         self.cache_bytes = 0
