@@ -106,11 +106,9 @@ def main():
         scheduler.step()
     run_log = None
     if run_folder:
-        facts = describe_run(model, optimizer, device) | {
-            "global_batch": global_batch,
-            "dataset_samples": train_samples,
-            "dataset_tokens": len(train_tokens),
-        }
+        facts = describe_run(model, optimizer, device)
+        facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
+        facts["dataset_tokens"] = len(train_tokens)
         run_log = RunLog(args, run_folder, checkpoint, state, facts)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
 
@@ -657,8 +655,7 @@ def parse_args():
     add("--device", choices=devices, default=devices[0], help="where to train")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     # Parse three times: for --config, then for --demo, then for all flags, which override both.
-    config = parser.parse_args().config
-    if config:
+    if config := parser.parse_args().config:
         parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them

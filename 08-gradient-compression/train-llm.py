@@ -99,11 +99,11 @@ def main():
     order = sample_order(args, train_samples)
     run_folder, checkpoint, state = open_run(args, train_samples)
     # DDP: Another script, flag or file on one node would spoil the training without any error.
-    facts = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
-    facts |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    facts["script"] = Path(__file__).read_text()
-    by_rank = gather(facts)
-    differing = [name for name in facts if any(other[name] != facts[name] for other in by_rank)]
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
     if differing:
         sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
     model = build_model(args, device, checkpoint)
@@ -163,11 +163,9 @@ def main():
     run_folder = run_folder if RANK == 0 else None
     run_log = None
     if run_folder:
-        facts = describe_run(model, optimizer, device) | {
-            "global_batch": global_batch,
-            "dataset_samples": train_samples,
-            "dataset_tokens": len(train_tokens),
-        }
+        facts = describe_run(model, optimizer, device)
+        facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
+        facts["dataset_tokens"] = len(train_tokens)
         run_log = RunLog(args, run_folder, checkpoint, state, facts)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
 
@@ -924,8 +922,7 @@ def parse_args():
     add("--powersgd-rank", type=int, default=4, help="columns of the matrices of powersgd")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     # Parse three times: for --config, then for --demo, then for all flags, which override both.
-    config = parser.parse_args().config
-    if config:
+    if config := parser.parse_args().config:
         parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them

@@ -101,11 +101,11 @@ def main():
     order = sample_order(args, train_samples)
     run_folder, checkpoint, state = open_run(args, train_samples)
     # DDP: Another script, flag or file on one node would spoil the training without any error.
-    facts = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
-    facts |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    facts["script"] = Path(__file__).read_text()
-    by_rank = gather(facts)
-    differing = [name for name in facts if any(other[name] != facts[name] for other in by_rank)]
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
     if differing:
         sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
     model = build_model(args, device, checkpoint)
@@ -140,11 +140,9 @@ def main():
         scheduler.step()
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
-        facts = describe_run(model, optimizer, device) | {
-            "global_batch": global_batch,
-            "dataset_samples": train_samples,
-            "dataset_tokens": len(train_tokens),
-        }
+        facts = describe_run(model, optimizer, device)
+        facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
+        facts["dataset_tokens"] = len(train_tokens)
         run_log = RunLog(args, run_folder, checkpoint, state, facts)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
 
@@ -705,7 +703,15 @@ def open_run(args, train_samples):
         return None, None, state
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
-    check_shared(run_folder)  # FSDP: all ranks write into it
+    # FSDP: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()
+    is_shared = all(gather(probe.exists()))
+    probe.unlink(missing_ok=True)
+    if not is_shared:
+        sys.exit(f"error: not all nodes see {run_folder}: --save-dir must be on a shared disk")
     checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
     if not checkpoint:
         return run_folder, None, state
@@ -716,18 +722,6 @@ def open_run(args, train_samples):
         if before != value:
             sys.exit(f"error: {name} was {before}, and is {value}: keep it, or choose another -e")
     return run_folder, checkpoint, state
-
-
-def check_shared(run_folder):
-    """Ends a run whose nodes have different disks under the name of `run_folder`."""
-    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
-    if RANK == 0:
-        probe.touch()
-    dist.barrier()
-    is_shared = all(gather(probe.exists()))
-    probe.unlink(missing_ok=True)
-    if not is_shared:
-        sys.exit(f"error: not all nodes see {run_folder}: --save-dir must be on a shared disk")
 
 
 def sharded_state(model, stateful):
@@ -991,8 +985,7 @@ def parse_args():
     add("--exchange", choices=["heads", "tokens"], default="heads", help="what attention exchanges")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     # Parse three times: for --config, then for --demo, then for all flags, which override both.
-    config = parser.parse_args().config
-    if config:
+    if config := parser.parse_args().config:
         parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
