@@ -208,7 +208,8 @@ DIFFERENCES = {
     "lr": "sys.argv += ['--lr', '0.5']",
     "train_samples": "sys.argv[sys.argv.index('-d') + 1] = os.environ['OTHER']",
     "step of the checkpoint": "pathlib.Path.glob = lambda *_: iter(())",
-    "script": "pathlib.Path.read_text = lambda *_, **__: 'an older version'",
+    "script": "read = pathlib.Path.read_text; "
+    "pathlib.Path.read_text = lambda p, *a, **k: read(p, *a, **k) + '#' * (p.suffix == '.py')",
     "transformers": "import transformers; transformers.__version__ = '5.0.0'",
 }
 
