@@ -686,13 +686,14 @@ def open_run(args, index_hash):  # MDS: of the shards
         return None, None, state
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
-    # NODES 4: Check now that all nodes share the folder, because at a resume it is too late.
+    # FSDP: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
     probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
     if RANK == 0:
         probe.touch()
     dist.barrier()
     is_shared = all(gather(probe.exists()))
     probe.unlink(missing_ok=True)
+    # NODES 4: With `local`, each node writes to its own disk, and nodes need no shared folder.
     if not is_shared and args.checkpoint_format != "local":
         sys.exit(f"error: not all nodes see {run_folder}: share it, or --checkpoint-format local")
     checkpoint = newest_checkpoint(run_folder)
