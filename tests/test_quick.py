@@ -33,7 +33,7 @@ from test_streaming import WATCH, plain_loop
 STEPS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
 STEPS += ["--keep-checkpoints", 9]
 TWICE = ["--gradient-accumulation-steps", 2]
-# Flags of the job, for 8 samples per step; bad flags, the exit status, and a part of the sentence.
+# Flags of the job, for 8 samples per step; bad flags, and a part of the sentence.
 # `model`: the fixture with its weights, if it is not `pretrained`.
 CHAPTERS = {
     "02-ddp": {"flags": ["-b", 2, *TWICE], "bad": ["-b", 0], "sentence": "--batch-size"},
@@ -56,7 +56,6 @@ CHAPTERS = {
         # The second held-out batch has micro-batches of 2 samples and padding, and of padding
         "flags": ["-b", 4, *TWICE],
         "bad": ["--layers-per-stage", "1,2"],
-        "status": 1,
         "sentence": "2 stages cannot share 2 layers as [1, 2]",
     },
     # All frequencies: it sends everything, by the way of the compressed gradients
