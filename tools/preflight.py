@@ -88,16 +88,19 @@ def load_chapter(name: str):
     scripts = list(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
     found = [path for path in scripts if name in (path.parent.name, path.parent.name[:2])]
     if not found:
-        sys.exit(
-            f"error: there is no chapter {name}: take one of {some(p.parent.name for p in scripts)}"
-        )
+        sys.exit(f"error: there is no chapter {name}: give its number, such as 03")
     if name.startswith("09"):
         sys.exit("error: chapter 9 has configuration files: give its values as flags of 03-fsdp")
     spec = importlib.util.spec_from_file_location("chapter", found[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules["chapter"] = module
     spec.loader.exec_module(module)
+    module.say = lambda message: None
     return module
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
 
 
 # -- Data ------------------------------------------------------------------------------------------
@@ -358,12 +361,13 @@ def check_model(args, chapter, report: Report) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parameters = model.num_parameters()
-    source = "random weights" if args.from_scratch else "the weights of its files"
+    from_scratch = getattr(args, "from_scratch", True)  # chapter 14 always does
+    source = "random weights" if from_scratch else "the weights of its files"
     report.fact("model", f"{config.model_type}, {parameters:,} parameters, {source}")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         report.error(f"--seq-length {args.seq_length}: the model has {longest} positions")
-    if not args.from_scratch:
+    if not from_scratch:
         check_files(args, report)
     check_family(args, chapter, report)
     check_small(config, report)
@@ -376,7 +380,7 @@ def check_files(args, report: Report) -> None:
     try:
         _, found = AutoModelForCausalLM.from_pretrained(args.model_name, **options)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        report.error(f"the files of {args.model_name} cannot be read: {str(error).splitlines()[0]}")
+        report.error(f"the files of {args.model_name} cannot be read: {first_line(error)}")
         return
     if found["missing_keys"]:
         report.error(f"tensors that the files lack: {some(found['missing_keys'])}")
@@ -571,11 +575,14 @@ def look_at_data(args, chapter, report: Report) -> None:
         report.error(str(end.code).removeprefix("error: "))
         return
     except Exception as error:
-        report.error(f"-d {args.dataset_name} cannot be read: {str(error).splitlines()[0]}")
+        report.error(f"-d {args.dataset_name} cannot be read: {first_line(error)}")
         return
     if texts:
         report.title("Tokens")
-        check_tokens(texts, args, first, report)
+        try:
+            check_tokens(texts, args, first, report)
+        except Exception as error:
+            report.error(f"the tokenizer of {args.model_name}: {first_line(error)}")
 
 
 def main() -> None:
@@ -595,7 +602,6 @@ def main() -> None:
     except Exception as error:
         sys.exit(f"error: {error}")
     report = Report()
-    chapter.say = lambda message: None
     if not hasattr(chapter, "MdsRows") and hasattr(args, "text_column"):
         look_at_data(args, chapter, report)
     report.title("Model")
@@ -603,7 +609,7 @@ def main() -> None:
     try:
         parameters = check_model(args, chapter, report)
     except Exception as error:
-        report.error(f"{args.model_name}: {str(error).splitlines()[0]}")
+        report.error(f"{args.model_name}: {first_line(error)}")
     report.title("Machine and run")
     check_machine(args, parameters, report)
     if several:
