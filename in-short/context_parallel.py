@@ -7,6 +7,7 @@ tokens of other processes. For attention, each process gets some of the heads, f
 """
 
 import glob
+import os
 import sysconfig
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from datasets import load_dataset
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -35,8 +37,9 @@ dist.init_process_group()  # gloo sends tensors between CPUs, NCCL between GPUs
 rank = dist.get_rank()
 world_size = dist.get_world_size()
 device = torch.device("cpu")
-if torch.cuda.device_count() >= world_size:
-    device = torch.device("cuda", rank)
+# Each process of this node needs a GPU of its own. Otherwise all processes take the CPU.
+if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
 
 # Random weights. For trained weights, write `from_pretrained(folder)`, with a folder that has them.
@@ -49,9 +52,10 @@ if rank == 0:  # the only rank that holds the whole model, in CPU memory
     weights = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
 with torch.device("meta"):  # shapes without memory
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+mesh = init_device_mesh(device.type, (world_size,))  # the devices that share the model
 for layer in model.model.layers:
-    fully_shard(layer)  # a layer is gathered as a whole
-fully_shard(model)  # the rest: embeddings, last norm and output head
+    fully_shard(layer, mesh=mesh)  # a layer is gathered as a whole
+fully_shard(model, mesh=mesh)  # the rest: embeddings, last norm and output head
 model.to_empty(device=device)  # memory for the shards of this rank
 options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 set_model_state_dict(model, weights, options=options)  # each rank gets its shards from rank 0

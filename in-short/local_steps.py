@@ -7,6 +7,7 @@ of their weights. An outer optimizer takes this average for a gradient, and make
 """
 
 import glob
+import os
 import sysconfig
 from itertools import islice
 from pathlib import Path
@@ -31,8 +32,9 @@ dist.init_process_group()  # gloo sends tensors between CPUs, NCCL between GPUs
 rank = dist.get_rank()
 world_size = dist.get_world_size()
 device = torch.device("cpu")
-if torch.cuda.device_count() >= world_size:
-    device = torch.device("cuda", rank)
+# Each process of this node needs a GPU of its own. Otherwise all processes take the CPU.
+if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
 
 # Random weights. For trained weights, write `from_pretrained(folder)`, with a folder that has them.

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from runner import REPOSITORY, load, outcome
+from runner import REPOSITORY, Job, load, outcome
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 tool = load(BENCHMARKS / "run.py")
@@ -129,3 +129,13 @@ def test_gpu_rehearsal(run, tmp_path):
     waits = {row["name"]: row["most"] for row in rows if row["name"].startswith("waits")}
     assert waits["waits of chapter 1"] == 0
     assert waits["waits of chapter 12"] > 0
+
+
+@pytest.mark.rest
+def test_other_optimizers(tmp_path):
+    job = Job(BENCHMARKS / "optimizers.py", [], tmp_path / "output", 2)
+    assert job.wait() == 0, job.output
+    rows = dict(re.findall(r"^\| `(.*?)` \| (.*?) \|", job.output, re.MULTILINE))
+    assert float(rows["torch.optim.AdamW"]) < 0.01
+    assert 0.001 < float(rows["torch.optim.Muon"]) < 0.1
+    assert rows["torch.optim.Adafactor"].startswith("raises")

@@ -1,9 +1,11 @@
 """docs/which-chapter.md: its commands print the lines below them."""
 
+import json
 import re
 import shlex
 from copy import deepcopy
 
+import pyarrow.parquet
 import pytest
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, outcome
 from test_readme import MODELS, WHICH, assert_flags_are_understood, page
@@ -85,3 +87,14 @@ def test_flags_of_the_command_lines(tmp_path):
     for number, (chapter, flags) in enumerate(sent):
         script = CHAPTERS_BY_NUMBER[chapter[:2]]
         assert_flags_are_understood(script, flags, tmp_path / str(number))
+
+
+def test_two_corpora_are_mixed(tmp_path, monkeypatch):
+    """The lines of the page, in a folder with two corpora."""
+    for name in ("web", "code"):
+        rows = (json.dumps({"text": f"{name} {number}"}) for number in range(1000))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"## Two corpora.*?```python\n(.*?)```", TEXT, re.DOTALL)[1], {})
+    texts = pyarrow.parquet.read_table("mixed.parquet")["text"].to_pylist()
+    assert 0.66 < sum("web" in text for text in texts) / len(texts) < 0.74

@@ -2,7 +2,7 @@
 
     python tools/diff-chapters.py
 
-It does the same for the scripts of `in-short/`, and shows their diffs in the README of this folder.
+It shows the diffs of the scripts of `in-short/` in the README of this folder.
 The tests compare these files with the chapters, so that no change goes unseen.
 """
 
@@ -86,10 +86,6 @@ def with_diffs(page: str) -> str:
 
 def write_diffs() -> list[Path]:
     files = []
-    for after in short_scripts()[1:]:
-        before = after.with_stem(SHORT[after.stem])
-        files.append(after.with_suffix(".diff"))
-        files[-1].write_text(unified_diff(before, after))
     short_page = REPOSITORY / "in-short" / "README.md"
     if short_page.exists():
         files.append(short_page)
