@@ -484,3 +484,30 @@ def test_a_run_does_not_go_on_with_other_rows(train, shards, tmp_path):
     run = train(data, "--max-steps", 2, processes=1, status=1, name="rewritten")
     assert_one_sentence(run.output, "keep it, or choose another -e")
     assert "error: index_hash was" in run.output
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_rows_of_mds_with_texts(write, tmp_path, compression):
+    """A folder of MDS gives the rows of the same texts in a JSON file, also after a stop."""
+    from streaming import MDSWriter
+
+    texts = [f"Document {i} has words of its own. " * 8 for i in range(60)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"body": t}) + "\n" for t in texts))
+    columns = {"body": "str", "id": "int"}
+    options = {"compression": compression, "size_limit": 5_000}
+    with MDSWriter(out=str(tmp_path / "mds"), columns=columns, **options) as writer:
+        for i, text in enumerate(texts):
+            writer.write({"body": text, "id": i})
+    flags = ["--text-column", "body", "--part-rows", 40, "--processes", 1]
+    name = f"texts-{compression}"
+    run = write(name, *flags, "-d", tmp_path / "mds")
+    expected = write(f"{name}-json", *flags, "-d", tmp_path / "texts.jsonl")
+    shards = sorted(path.relative_to(run.folder) for path in run.folder.glob("part-*/*.mds"))
+    assert len(shards) >= 2
+    for shard in shards:
+        assert (run.folder / shard).read_bytes() == (expected.folder / shard).read_bytes()
+    (run.folder / "index.json").unlink()
+    shutil.rmtree(run.folder / "part-00001")
+    write(name, *flags, "-d", tmp_path / "mds")
+    for shard in shards:
+        assert (run.folder / shard).read_bytes() == (expected.folder / shard).read_bytes()

@@ -2,6 +2,7 @@
 
     python tools/write-mds.py -o /data/c4 -d allenai/c4 --dataset-subset en --compression zstd
     python tools/write-mds.py -o outputs/mds --demo     # the text of the chapters' --demo
+    python tools/write-mds.py -o /data/rows -d /data/FineWeb-Edu    # a folder of MDS with texts
 
 One MDS sample is one row: `tokens`, int32 of shape (seq_length,), with -100 where `--packing` pads.
 `rows.json` beside `index.json` has the facts that a training checks. The rows are the rows of
@@ -70,7 +71,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("-o", "--output", type=Path, required=True, help="folder for index.json and the shards")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="whose tokenizer")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or MDS folder")
     add("--dataset-subset", help="configuration name on the Hub")
     add("--text-column", default="text", help="the column to write")
     add("-s", "--seq-length", type=int, default=1024, help="tokens per row")
@@ -126,6 +127,8 @@ def fingerprint(name: str) -> str:
         facts = [[str(file.get(key)) for key in FILE_FACTS] for file in files]
         return hashlib.sha256(json.dumps(sorted(facts)).encode()).hexdigest()
     pattern = f"{name}/**/*" if os.path.isdir(name) else name
+    if os.path.exists(f"{name}/index.json"):
+        pattern = f"{name}/index.json"  # reading adds files to a folder of compressed MDS
     files = [file for file in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(file)]
     if files:
         facts = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
@@ -133,10 +136,23 @@ def fingerprint(name: str) -> str:
     return huggingface_hub.dataset_info(name).sha  # the commit
 
 
+def read_mds(folder: str) -> Iterator[dict[str, str]]:
+    """The texts of each MDS sample, in order."""
+    from streaming import StreamingDataset
+
+    samples = StreamingDataset(local=folder, batch_size=1)
+    for i in range(len(samples)):
+        yield {name: value for name, value in samples[i].items() if isinstance(value, str)}
+
+
 def load_documents(args: argparse.Namespace) -> datasets.IterableDataset:
-    """The split `train` as a stream, which chapter 4 opens."""
-    chapter = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")
-    splits = chapter["load_documents"](args.dataset_name, args.dataset_subset)
+    """The split `train` as a stream, which chapter 4 opens, or the samples of an MDS folder."""
+    if os.path.exists(f"{args.dataset_name}/index.json"):
+        stream = datasets.IterableDataset.from_generator
+        splits = {"train": stream(read_mds, gen_kwargs={"folder": args.dataset_name})}
+    else:
+        chapter = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")
+        splits = chapter["load_documents"](args.dataset_name, args.dataset_subset)
     if "train" not in splits:
         sys.exit(f"error: {args.dataset_name} has no split `train`, only {', '.join(splits)}")
     documents = splits["train"]._resolve_features()
