@@ -193,11 +193,11 @@ def estimated(method: str, devices: int, flags: list) -> tuple[float, list[int]]
 
 
 def group_flags(method: str, size: int) -> list:
-    """Of a chapter with groups of so many ranks, in each dimension. Chapter 14 has a rank of 8."""
+    """Of a chapter with groups of so many ranks, in each dimension. Adapters have a rank of 8."""
     known = tool().METHODS[method]
     if known.chapter <= 3:
         return []
-    size = 8 if method == LOW_RANK else size
+    size = 8 if method in (LOW_RANK, "LoRA") else size
     return [part for flag in known.flags for part in (flag, size)]
 
 

@@ -17,6 +17,7 @@ tool = load(REPOSITORY / "tools" / "estimate-memory.py")
 benchmark = load(REPOSITORY / "benchmarks" / "memory.py")
 TRACED = ["device", "dtype", "compile", "activation_checkpointing", "seq_length", "exchange"]
 TRACED += ["tensor_parallel", "context_parallel", "expert_parallel", "rank", "density"]
+TRACED += ["lora_rank", "lora_targets"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,6 +76,8 @@ CASES += [
     ("expert parallel", 4, MIXTURE, HALF),
     ("pipeline × tensor", 4, EVEN, ""),
     ("sparse low-rank", 1, TIED, CHECKPOINT),
+    ("LoRA", 2, {}, HALF),
+    ("LoRA", 2, TIED, ACCUMULATE),
 ]
 
 
