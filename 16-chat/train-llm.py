@@ -90,7 +90,7 @@ def main():
         tokenizer.chat_template = Path(args.chat_template).read_text()
     if not tokenizer.chat_template:
         sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
-    # CHAT 1: The template ends an answer with this token, and the model has to learn to stop here.
+    # CHAT 1: The template ends an answer with this token, so a server has to stop there.
     stop_token = find_stop_token(tokenizer, args)
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -116,14 +116,14 @@ def main():
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
-    # CHAT: A server reads in final/ where to stop.
+    # CHAT: A server reads the stop tokens in final/.
     known = model.generation_config.eos_token_id  # a number, a list or None
     known = known if isinstance(known, list) else [known]
     model.generation_config.eos_token_id = sorted({stop_token, *known} - {None})
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
-    # CHAT 2: Some families of models let a conversation see the one before. Test for it only now:
-    # a forward pass leaves some weights whole, and AdamW must be made with their shards.
+    # CHAT 2: Test for it, because some families of models let a conversation see the one before.
+    # Not earlier: a forward pass leaves some weights whole, and AdamW has to have their shards.
     if args.packing and mixes_conversations(model, device):
         sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
     # A resumed run may have another batch size, so count the steps that are left.
@@ -182,8 +182,9 @@ def main():
         wait = log_now and device.type != "cpu"
         if wait:
             torch.accelerator.synchronize()  # until the GPU has done the steps before
-        # CHAT 3: The loss is the mean over the answer tokens of the global batch. Each rank counts
-        # them in the samples of all ranks, without a message. FSDP averages over the ranks.
+        # CHAT 3: The loss is the mean over the answer tokens of the whole global batch.
+        # Each rank knows the samples of all ranks, so it counts their answer tokens without a
+        # message. FSDP averages the gradients over the ranks, so each rank divides by its share.
         batch_tokens = answer_tokens[order[state.samples : state.samples + global_batch]].sum()
         # A tensor, because a compiled loss would be compiled again for each Python number.
         tokens_per_rank = torch.full((), batch_tokens / WORLD_SIZE, device=device)
@@ -297,8 +298,8 @@ def build_model(args, device, checkpoint):
         model.set_attn_implementation("flash_attention_2")
     # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
     # for several texts in a sample by position ids that begin at 0 again.
-    # CHAT 4: They begin at 0 in each conversation. So this function numbers the conversations of a
-    # sample, and a token attends to the tokens with its own number only.
+    # CHAT 4: A conversation begins at position 0, and sees no other conversation of the sample.
+    # The function numbers the conversations. A token attends to tokens with its own number only.
     transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -414,8 +415,7 @@ def load_samples(args, tokenizer):
     train_split = splits["train"]
     eval_split = splits.get("validation") or splits.get("test")
     if not eval_split:
-        # CHAT 5: Hold out whole conversations, before they are packed. The samples that are packed
-        # last have the shortest conversations.
+        # CHAT 5: Hold out whole conversations before they are packed, because packing sorts them.
         begin = len(train_split) - max(1, len(train_split) // 100)
         eval_split = train_split.select(range(begin, len(train_split)))
         train_split = train_split.select(range(begin))
@@ -518,13 +518,12 @@ def texts_of(messages, tokenizer, options):
     for n, message in enumerate(messages):
         if message["role"] != "assistant" or n == 0:
             continue
-        # CHAT 6: A server sends this prompt, and the model goes on with the answer. So the answer
-        # begins where the prompt ends, whatever the template writes around it.
+        # CHAT 6: The answer begins where the prompt ends, because a server sends this prompt.
         prompt = render(messages[:n], add_generation_prompt=True)
         whole = render(messages[: n + 1])
         if not whole.startswith(prompt):
             sys.exit(f"error: an answer does not begin where its prompt ends: {prompt[-60:]!r}")
-        # CHAT 7: Some templates change earlier turns, so such an answer needs a text of its own.
+        # CHAT 7: Some templates change earlier turns, so the next answer gets a text of its own.
         # Qwen3, for example, removes the thoughts of earlier answers.
         if not texts or not prompt.startswith(texts[-1]["text"]):
             texts.append({"answers": []})
@@ -553,8 +552,8 @@ def tokenize(rows, tokenizer, options, size):
     for values in zip(*rows.values(), strict=True):
         row = dict(zip(rows, values, strict=True))
         for text in texts_of(messages_of(row), tokenizer, options):
-            # CHAT 8: The template writes the begin-of-text token itself, so the tokenizer must not
-            # add another one. Offsets are the places of a token's characters in the text.
+            # CHAT 8: The characters of a token decide whether the token is in an answer.
+            # The template writes the begin-of-text token. The tokenizer must not add another one.
             tokens = tokenizer(
                 text["text"], add_special_tokens=False, return_offsets_mapping=True, verbose=False
             )
@@ -578,7 +577,7 @@ def pack(rows, size, several):
     """CHAT: Samples of `size` tokens. Each has one or several whole conversations, then padding."""
     samples = []  # the conversations of each sample
     free = []  # the free tokens of each sample
-    # CHAT 9: The longest conversations first, each into the sample with the least room that fits.
+    # CHAT 9: The longest conversations come first, each into the fullest sample that has room.
     lengths = [len(ids) for ids in rows["input_ids"]]
     with_answers = np.flatnonzero(lengths)
     for n in sorted(with_answers, key=lambda n: -lengths[n]):
@@ -655,7 +654,7 @@ def evaluate(model, samples, args, device):
         # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
         # A rank without a batch evaluates sample 0, with weight 0.
         batch = model_inputs(samples[indices or [0]], device)
-        # CHAT 10: Divided by 1, the loss is a sum. Batches differ in their number of answer tokens.
+        # CHAT 10: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
         one = torch.ones((), device=device)
         loss = model(**batch, num_items_in_batch=one, use_cache=False).loss
         loss_sum += loss * bool(indices)
