@@ -1,13 +1,13 @@
-"""Chapter 3: models larger than one device, with fully sharded data parallelism (FSDP2).
+"""Chapter 17: low-rank adapters (LoRA), so that a large model can be fine-tuned on small devices.
 
-Each process keeps only its shard of every weight, gradient and AdamW moment. The weights of a layer
-are gathered from all ranks right before the layer computes, and freed right after. So more devices
-can train a larger model. Comments with FSDP 1 to 11 mark the ideas.
+The weights of the model are frozen: they stay in bf16, without gradients and AdamW moments. Beside
+each matrix of a layer, two narrow matrices train. FSDP shards both. The rest is chapter 16.
+Comments with LORA 1 to 6 mark the ideas.
 
-    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
-    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-fsdp     # all GPUs of a node
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # after the demo of chapter 3
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-lora     # all GPUs of a node
     torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
-        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-fsdp     # the same on two nodes
+        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-lora     # the same on two nodes
 """
 
 import codecs
@@ -19,13 +19,13 @@ import os
 import shutil
 import signal
 import sys
-import sysconfig
 import time
 import uuid
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from glob import escape, glob
 from pathlib import Path
 
@@ -35,6 +35,7 @@ os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at t
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
 import comet_ml
 import datasets
+import jinja2
 import numpy as np
 import psutil
 import pyarrow.compute
@@ -86,17 +87,28 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
+    # CHAT: A base model has no chat template. A file gives it one, or replaces the model's own.
+    if args.chat_template:
+        tokenizer.chat_template = Path(args.chat_template).read_text()
+    if not tokenizer.chat_template:
+        sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
+    # CHAT 1: The template ends an answer with this token, so a server has to stop there.
+    stop_token = find_stop_token(tokenizer, args)
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # until LOCAL_RANK 0 of each node has tokenized
-    train_tokens, eval_tokens = load_tokens(args, tokenizer)
+    train_set, eval_set = load_samples(args, tokenizer)
     if LOCAL_RANK == 0:
         dist.barrier(patient_group)
+    # CHAT: Views of all token ids, without a copy. They include padding.
+    columns = [samples.data.column("input_ids") for samples in (train_set, eval_set)]
+    train_tokens, eval_tokens = (pyarrow.compute.list_flatten(column) for column in columns)
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
-        sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
+        sys.exit("error: too few answers fit: lower --batch-size, or raise --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
+    answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
     order = sample_order(args, train_samples)
     run_folder, checkpoint, state = open_run(args, train_samples)
     # DDP: Other flags or data on one rank would spoil the training without any error.
@@ -106,8 +118,16 @@ def main():
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    # CHAT: A server reads the stop tokens in final/.
+    known = model.generation_config.eos_token_id  # a number, a list or None
+    known = known if isinstance(known, list) else [known]
+    model.generation_config.eos_token_id = sorted({stop_token, *known} - {None})
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    # CHAT 2: Test for it, because some families of models let a conversation see the one before.
+    # Not earlier: a forward pass leaves some weights whole, and AdamW has to have their shards.
+    if args.packing and mixes_conversations(model, device):
+        sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
     # A resumed run may have another batch size, so count the steps that are left.
     total_steps = state.step + (len(order) - state.samples) // global_batch
     if args.max_steps:
@@ -164,6 +184,12 @@ def main():
         wait = log_now and device.type != "cpu"
         if wait:
             torch.accelerator.synchronize()  # until the GPU has done the steps before
+        # CHAT 3: The loss is the mean over the answer tokens of the whole global batch.
+        # Each rank knows the samples of all ranks, so it counts their answer tokens without a
+        # message. FSDP averages the gradients over the ranks, so each rank divides by its share.
+        batch_tokens = answer_tokens[order[state.samples : state.samples + global_batch]].sum()
+        # A tensor, because a compiled loss would be compiled again for each Python number.
+        tokens_per_rank = torch.full((), batch_tokens / WORLD_SIZE, device=device)
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
@@ -176,14 +202,13 @@ def main():
             model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
                 indices = order[first : first + args.batch_size]
-                input_ids = read_batch(train_tokens, indices, args, device)
+                batch = model_inputs(train_set[indices], device)
             with timed("forward", times, wait), autocast:
                 # The model shifts the labels itself, so that each token predicts the next one.
                 # A cache of keys and values serves generation. In training it only takes memory.
-                loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-                # After this division, the losses (and their gradients) of all micro-batches add up
-                # to the mean over the global batch.
-                loss = loss / accumulation
+                # CHAT: The sum over the answers of this micro-batch, divided by `tokens_per_rank`.
+                # A micro-batch without an answer adds 0, and has no mean that would not be finite.
+                loss = model(**batch, num_items_in_batch=tokens_per_rank, use_cache=False).loss
             with timed("backward", times, wait):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
@@ -234,7 +259,7 @@ def main():
             logged_time = time.perf_counter()
         if eval_now:
             with autocast:
-                eval_loss = evaluate(model, eval_tokens, args, device)
+                eval_loss = evaluate(model, eval_set, args, device)
             say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
@@ -243,12 +268,13 @@ def main():
             save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
 
     if run_folder and not stop_signal:
-        # LORA 7: final/ has the adapters and their config, under PEFT's names. The base is elsewhere.
+        # LORA: PEFT's files are the adapters, and a config that names the model without adapters.
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
                 save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
                 model.peft_config["default"].save_pretrained(folder)
+                model.generation_config.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
         say(f"Done: the adapters are in {run_folder / 'final'}")  # LORA: not the model
     dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
@@ -264,7 +290,8 @@ def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
     # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
     whole = load_model(args, checkpoint=None) if RANK == 0 else None
-    # LORA 1: A checkpoint has no frozen weights, so a resumed run reads the base again, too.
+    # LORA 1: Both models get the same adapters, so rank 0 also sends A and B. A resumed run reads
+    # the frozen weights here again, and its checkpoint then replaces A and B.
     if RANK == 0:
         add_adapters(whole, args)
     config = AutoConfig.from_pretrained(args.model_name)
@@ -272,15 +299,17 @@ def build_model(args, device, checkpoint):
         model = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[args.dtype], attn_implementation=args.attention
         )
-        add_adapters(model, args)  # LORA: the same names and types as in rank 0's model
+        add_adapters(model, args)
     shard_model(model, args, device)
     send_weights(whole, model, device)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
     # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
-    # for several texts in a sample by position ids that begin at 0 again. Here they never do.
-    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # for several texts in a sample by position ids that begin at 0 again.
+    # CHAT 4: A conversation begins at position 0, and sees no other conversation of the sample.
+    # The function numbers the conversations. A token attends to tokens with its own number only.
+    transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
@@ -302,8 +331,8 @@ def build_model(args, device, checkpoint):
 
 def load_model(args, checkpoint):
     """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
-    # LORA 2: Frozen weights never change, so they have the compute precision, whatever the files
-    # have. FSDP casts weights to the compute precision anyway, so bf16 loses nothing more.
+    # LORA 2: Frozen weights never change, so they have the compute precision. FSDP would cast them
+    # to this precision anyway, so the results are the same, with half of the memory.
     options = {"dtype": DTYPES[args.dtype], "attn_implementation": args.attention}
     config = AutoConfig.from_pretrained(args.model_name)
     if config.get_text_config() is not config:  # it has parts for images that text cannot train
@@ -325,7 +354,7 @@ def load_model(args, checkpoint):
 
 
 def add_adapters(model, args):
-    """Freezes the model, and adds two narrow matrices A and B to linear layers, which train."""
+    """LORA: Freezes the model, and adds two narrow matrices A and B to its linear layers."""
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
@@ -333,11 +362,12 @@ def add_adapters(model, args):
         task_type="CAUSAL_LM",
         base_model_name_or_path=args.model_name,
     )
-    torch.manual_seed(args.seed)
-    # LORA 3: A linear layer with weights W now computes W x + alpha / rank × B A x. A is random,
-    # and B is 0, so training begins with the model as it was.
+    torch.manual_seed(args.seed)  # for A: how many numbers were drawn before, depends on versions
+    # LORA 3: A layer with the weights W now computes W x + alpha / rank × B A x. A is random, and B
+    # is 0, so training begins with the model as it was. PEFT freezes W.
     inject_adapter_in_model(config, model)
-    # LORA 4: A and B train, so they are in fp32: bf16 would round small changes away.
+    # LORA 4: A and B train, so they are in fp32, because bf16 would round small changes away. FSDP
+    # gathers weights of both types together. Only those that train need one common type.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -392,9 +422,8 @@ def send_weights(whole, model, device):
 
 def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
-    # LORA 5: AdamW gets the weights that train, so frozen weights have no moments.
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.dim() <= 1]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
     decay = {"params": matrices, "weight_decay": args.weight_decay}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
@@ -404,24 +433,22 @@ def parameter_groups(model, args):
 # The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
-TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
 LONGEST_DOCUMENT = 250_000  # characters; a longer text is cut, because it takes much memory
+# CHAT: A dataset has the columns of one of these forms.
+FORMS = [["messages"], ["prompt", "completion"], ["instruction", "output"]]
 
 
-def load_tokens(args, tokenizer):
-    """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %.
-
-    All documents are joined, and cut into samples of `seq_length` tokens. So nothing is padding.
-    """
+def load_samples(args, tokenizer):
+    """The samples to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
     splits = load_documents(args)
-    train_tokens = tokenize_split(splits["train"], tokenizer, args.text_column)
+    train_split = splits["train"]
     eval_split = splits.get("validation") or splits.get("test")
-    if eval_split:
-        return train_tokens, tokenize_split(eval_split, tokenizer, args.text_column)
-    samples = len(train_tokens) // args.seq_length
-    held_out = max(1, samples // 100)
-    end = max(0, samples - held_out) * args.seq_length
-    return train_tokens.slice(0, end), train_tokens.slice(end)
+    if not eval_split:
+        # CHAT 5: Hold out whole conversations before they are packed, because packing sorts them.
+        begin = len(train_split) - max(1, len(train_split) // 100)
+        eval_split = train_split.select(range(begin, len(train_split)))
+        train_split = train_split.select(range(begin))
+    return [tokenize_split(split, tokenizer, args) for split in (train_split, eval_split)]
 
 
 def load_documents(args):
@@ -467,35 +494,141 @@ def read_text(files, changed):
             yield {"text": rest, "undecoded": rest.count("\ufffd")}
 
 
-def tokenize_split(documents, tokenizer, column):
-    """All documents of a split as one array of token ids."""
-    columns = [name for name, kind in documents.features.items() if kind in TEXT_TYPES]
-    if column not in columns:
-        sys.exit(f"error: no text in column {column!r}: choose --text-column among {columns}")
+def tokenize_split(documents, tokenizer, args):
+    """CHAT: The samples of all conversations of a split."""
+    columns = documents.column_names
+    if not any(set(form) <= set(columns) for form in FORMS):
+        forms = ", or ".join(" and ".join(form) for form in FORMS)
+        sys.exit(f"error: the columns are {columns}: rename them to {forms}")
+    size = args.seq_length
+    number = datasets.Value("int32")
+    numbers = datasets.List(number)
     tokenized = documents.map(
         tokenize,
         batched=True,
         batch_size=32,  # documents; the longest ones then need 1 GB of memory
-        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
         remove_columns=documents.column_names,  # keep only the token ids
-        features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
+        features=datasets.Features(input_ids=numbers, labels=numbers, left_out=number),
     )
-    # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
-    tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
-    empty = len(documents) - len(tokenized)
-    say(f"{len(documents):,} documents, of which {empty:,} are empty: {len(tokens):,} tokens")
-    return tokens
+    samples = tokenized.map(
+        pack,
+        batched=True,  # 1,000 conversations at a time
+        fn_kwargs={"size": size, "several": args.packing},
+        remove_columns=tokenized.column_names,
+        features=datasets.Features(
+            input_ids=numbers, labels=numbers, position_ids=numbers, answer_tokens=number
+        ),
+    )
+    left_out = sum(tokenized["left_out"])
+    say(f"{len(documents):,} conversations; {left_out:,} answers do not fit into {size} tokens")
+    return samples.with_format("torch", columns=["input_ids", "labels", "position_ids"])
 
 
-def tokenize(rows, tokenizer, column):
-    """The token ids of each document that is not empty, with one end-of-text token at its end."""
-    texts = [text for text in rows[column] if text]
-    # The tokenizer refuses an empty list.
-    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    end = tokenizer.eos_token_id
-    # Some tokenizers add an end-of-text token themselves.
-    documents = [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]
-    return {"input_ids": documents}
+def messages_of(row):
+    """CHAT: The conversation of a row: messages with a role and a content."""
+    if "messages" in row:
+        # `datasets` fills missing keys of a message with None.
+        return [{k: v for k, v in message.items() if v is not None} for message in row["messages"]]
+    if "completion" in row:
+        prompt, answer = row["prompt"], row["completion"]
+    else:
+        prompt = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
+        answer = row["output"]
+    if isinstance(prompt, list):  # both may be lists of messages
+        return prompt + answer
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def texts_of(messages, tokenizer, options):
+    """CHAT: The texts of a conversation. Each has the places of its answers: (begin, end) pairs."""
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    texts = []
+    for n, message in enumerate(messages):
+        if message["role"] != "assistant" or n == 0:
+            continue
+        # CHAT 6: The answer begins where the prompt ends, because a server sends this prompt.
+        prompt = render(messages[:n], add_generation_prompt=True)
+        whole = render(messages[: n + 1])
+        if not whole.startswith(prompt):
+            sys.exit(f"error: an answer does not begin where its prompt ends: {prompt[-60:]!r}")
+        # CHAT 7: Some templates change earlier turns, so the next answer gets a text of its own.
+        # Qwen3, for example, removes the thoughts of earlier answers.
+        if not texts or not prompt.startswith(texts[-1]["text"]):
+            texts.append({"answers": []})
+        texts[-1]["text"] = whole
+        texts[-1]["answers"].append((len(prompt), len(whole.rstrip())))
+    return texts
+
+
+def find_stop_token(tokenizer, args):
+    """CHAT: The token that ends an answer."""
+    messages = messages_of({"prompt": "Question", "completion": "Answer"})
+    [found] = texts_of(messages, tokenizer, args.template_options)
+    begin, end = found["answers"][0]
+    text = found["text"][:end]
+    if "Answer" not in text[begin:]:
+        sys.exit("error: the chat template leaves out the answers")
+    last = tokenizer(text, add_special_tokens=False)["input_ids"][-1]
+    if last not in tokenizer.added_tokens_decoder:
+        sys.exit(f"error: the template ends an answer with {text[-20:]!r}, no special token")
+    return last
+
+
+def tokenize(rows, tokenizer, options, size):
+    """CHAT: Token ids, and labels, which are -100 except for the tokens of answers."""
+    result = {"input_ids": [], "labels": [], "left_out": []}
+    for values in zip(*rows.values(), strict=True):
+        row = dict(zip(rows, values, strict=True))
+        for text in texts_of(messages_of(row), tokenizer, options):
+            # CHAT 8: The characters of a token decide whether the token is in an answer.
+            # The template writes the begin-of-text token. The tokenizer must not add another one.
+            tokens = tokenizer(
+                text["text"], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            ids = np.array(tokens["input_ids"][:size])
+            begins, ends = np.array(tokens["offset_mapping"][:size]).T
+            labels = np.full(len(ids), -100)
+            # Whole answers only, because a cut answer does not teach to stop.
+            fitting = [(begin, end) for begin, end in text["answers"] if end <= ends[-1]]
+            for begin, end in fitting:
+                inside = (begins >= begin) & (ends > begin) & (ends <= end)
+                labels[inside] = ids[inside]
+            # Tokens behind the last answer teach nothing.
+            length = np.max(np.flatnonzero(labels >= 0), initial=-1) + 1
+            result["input_ids"].append(ids[:length])
+            result["labels"].append(labels[:length])
+            result["left_out"].append(len(text["answers"]) - len(fitting))
+    return result
+
+
+def pack(rows, size, several):
+    """CHAT: Samples of `size` tokens. Each has one or several whole conversations, then padding."""
+    samples = []  # the conversations of each sample
+    free = []  # the free tokens of each sample
+    # CHAT 9: The longest conversations come first, each into the fullest sample that has room.
+    lengths = [len(ids) for ids in rows["input_ids"]]
+    with_answers = np.flatnonzero(lengths)
+    for n in sorted(with_answers, key=lambda n: -lengths[n]):
+        fitting = [i for i in range(len(samples)) if several and free[i] >= lengths[n]]
+        if not fitting:
+            fitting = [len(samples)]
+            samples.append([])
+            free.append(size)
+        best = min(fitting, key=lambda i: free[i])
+        samples[best].append(n)
+        free[best] -= lengths[n]
+    result = defaultdict(list)
+    for sample, room in zip(samples, free, strict=True):
+        ids = np.concatenate([rows["input_ids"][n] for n in sample])
+        labels = np.concatenate([rows["labels"][n] for n in sample])
+        # Positions begin at 0 in each conversation, as in a server, and in the padding.
+        positions = [np.arange(length) for length in [*(lengths[n] for n in sample), room]]
+        result["input_ids"].append(np.pad(ids, (0, room)))
+        result["labels"].append(np.pad(labels, (0, room), constant_values=-100))
+        result["position_ids"].append(np.concatenate(positions))
+        result["answer_tokens"].append(np.count_nonzero(labels >= 0))
+    return result
 
 
 def sample_order(args, train_samples):
@@ -511,45 +644,62 @@ def sample_order(args, train_samples):
     return np.concatenate(permutations)
 
 
-def read_batch(tokens, indices, args, device):
-    """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
-    size = args.seq_length
-    samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
-    batch = torch.from_numpy(np.stack(samples))
+def model_inputs(batch, device):
+    """CHAT: The tensors of a batch on `device`, and those that FlashAttention needs."""
+    # FlashAttention joins all samples, and needs the places where conversations begin and end.
+    begins = torch.nonzero(batch["position_ids"].flatten() == 0).flatten()
+    places = torch.cat([begins, torch.tensor([batch["input_ids"].numel()])]).int()
+    batch = batch | {"cu_seq_lens_q": places, "cu_seq_lens_k": places}
     if device.type == "cuda":
         # Python goes on while the GPU copies from pinned memory.
-        batch = batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device).long()
+        batch = {k: v.pin_memory().to(device, non_blocking=True) for k, v in batch.items()}
+    longest = batch["input_ids"].shape[1]
+    return batch | {"max_length_q": longest, "max_length_k": longest}
 
 
 @torch.no_grad()
-def evaluate(model, tokens, args, device):
-    """The mean loss over all held-out samples, in nats per token."""
+@torch.compiler.set_stance("force_eager")  # not worth compiling
+def mixes_conversations(model, device):
+    """CHAT: Whether the first conversation of a sample changes the logits of the second one."""
+    ids = torch.arange(2, 18).repeat(2, 1)
+    ids[1, :8] += 1  # the second sample has another first conversation
+    batch = {"input_ids": ids, "position_ids": torch.arange(16).repeat(2, 1) % 8}
+    model.eval()
+    logits = model(**model_inputs(batch, device), use_cache=False).logits
+    model.train()
+    difference = logits[0, 8:] - logits[1, 8:]
+    return difference.abs().max() > 0.01 * logits.abs().max()
+
+
+@torch.no_grad()
+def evaluate(model, samples, args, device):
+    """CHAT: The mean loss over all held-out answers, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
-    samples = len(tokens) // args.seq_length
     # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
-    for begin in range(0, samples, WORLD_SIZE * args.batch_size):
+    for begin in range(0, len(samples), WORLD_SIZE * args.batch_size):
         first = begin + RANK * args.batch_size
-        indices = range(samples)[first : first + args.batch_size]
+        indices = range(len(samples))[first : first + args.batch_size]
         # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
         # A rank without a batch evaluates sample 0, with weight 0.
-        input_ids = read_batch(tokens, indices or [0], args, device)
-        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
-        loss_sum += loss * len(indices)  # the last batch may be smaller
+        batch = model_inputs(samples[indices or [0]], device)
+        # CHAT 10: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
+        one = torch.ones((), device=device)
+        loss = model(**batch, num_items_in_batch=one, use_cache=False).loss
+        loss_sum += loss * bool(indices)
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
-    return loss_sum.item() / samples
+    return loss_sum.item() / pyarrow.compute.sum(samples.data.column("answer_tokens")).as_py()
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 # A resumed run must have these flags as before. Others would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
+LASTING += ["chat_template", "template_options"]  # CHAT: they make the text; no column does
+LASTING += ["seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
-
-LASTING += ["lora_rank", "lora_alpha", "lora_targets"]  # LORA: another model
+LASTING += ["lora_rank", "lora_alpha", "lora_targets"]  # LORA: the shapes and the scale of B A
 
 CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"  # eight digits, so the names sort by step
 
@@ -589,20 +739,20 @@ def open_run(args, train_samples):
 def sharded_state(model, stateful):
     """The content of a checkpoint: each rank's shards, under the names of their parameters."""
     weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
-    # LORA 6: The base never changes, so a checkpoint has the adapters and their moments only.
+    # LORA 5: Frozen weights never change, so a checkpoint has only A and B, and their moments.
     adapters = {n: x for n, x in weights.items() if ".lora_" in n}
     return stateful | {"model": adapters, "optimizer": moments}
 
 
 def whole_weights(model):
-    """The whole adapters on rank 0, and nothing on other ranks. All ranks have to call it."""
+    """LORA: All of A and B on rank 0, and nothing on other ranks. All ranks have to call it."""
     options = state_dict.StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
     )
     weights = state_dict.get_model_state_dict(model, options=options)
-    # LORA: PEFT's own model is a wrapper around this model, so its names have a prefix.
-    names = {n: f"base_model.model.{n.replace('.default', '')}" for n in weights if ".lora_" in n}
-    return {names[n]: weights[n] for n in names}
+    # LORA 6: Names as PEFT saves them, so that PEFT, Transformers and servers can read the file.
+    weights = {n.replace(".default", ""): x for n, x in weights.items() if ".lora_" in n}
+    return {f"base_model.model.{n}": x for n, x in weights.items()}
 
 
 @contextmanager
@@ -785,13 +935,14 @@ def say(message):
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library, without
-# files such as _sysconfigdata.py, which differ between machines.
+# --demo takes two minutes on two CPU cores.
+# CHAT: Its conversations are about Python's own library. The tiny model has no template of its own.
+# LORA: Frozen weights must have been trained before, here by the demo of chapter 3.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
-    "model_name": f"{REPOSITORY}/tiny-llama",
-    "from_scratch": True,
-    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "model_name": f"{REPOSITORY}/outputs/demo-fsdp/final",
+    "dataset_name": f"{REPOSITORY}/tiny-chat/*.jsonl",
+    "chat_template": f"{REPOSITORY}/tiny-chat/template.jinja",
     "seq_length": 256,
     "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
     "max_steps": 400,
@@ -810,17 +961,21 @@ def parse_args():
     add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
-    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    # CHAT: A chat model, which has a chat template.
+    instruct = "meta-llama/Llama-3.2-1B-Instruct"
+    add("-m", "--model-name", default=instruct, help="Hub id or local folder")
+    add("--chat-template", type=str, help="a Jinja file, in place of the model's own template")
+    add("--template-options", type=dict, default={}, help="such as '{enable_thinking: false}'")
+    add("--packing", action=switch, default=True, help="several conversations in a sample")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
-    add("--text-column", default="text", help="the column to train on")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=int, default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=int, default=8, help="samples per forward pass")
     add("--gradient-accumulation-steps", type=int, default=1, help="passes per optimizer step")
     add("--num-epochs", type=int, default=3, help="passes over the dataset")
     add("--max-steps", type=int, help="stop after this many optimizer steps")
-    # LORA: B begins at 0, so adapters need about ten times the learning rate of whole weights.
+    # LORA: B begins at 0, so adapters need about ten times the learning rate of a whole model.
     add("--lr", type=float, default=3e-4, help="peak learning rate")
     add("--lora-rank", type=int, default=16, help="rows of A, and columns of B")
     add("--lora-alpha", type=int, default=32, help="B A is multiplied by alpha / rank")
@@ -871,6 +1026,8 @@ if __name__ == "__main__":
         main()
     except OSError as error:  # a file, folder, model or dataset that is not there, or no network
         sys.exit(f"error: {error}")
+    except jinja2.TemplateError as error:  # CHAT: for example, it knows no system messages
+        sys.exit(f"error: the chat template refuses a conversation: {error}")
     except torch.OutOfMemoryError:
         # FSDP: more devices help, too, because each device then has a smaller shard.
         sys.exit("error: out of GPU memory: try --activation-checkpointing, a lower -b, more GPUs")

@@ -15,7 +15,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 aot_eager = functools.partial(torch.compile, backend="aot_eager")  # in seconds, not in minutes
 torch.compile, models = aot_eager, []
-inputs = []  # of the forward passes of a step
 
 
 def watch(name: str) -> None:
@@ -24,8 +23,6 @@ def watch(name: str) -> None:
     def call(parameters, *arguments):
         parameters = list(parameters)
         case["step"] += 1
-        torch.save(inputs, f"{case['folder']}/inputs-{case['step']}-{os.environ.get('RANK', '0')}")
-        inputs.clear()
         if case["step"] < 3:
             named = models[0].named_parameters()
             gradients = {n: p.grad for n, p in named if p.grad is not None}
@@ -37,15 +34,8 @@ def watch(name: str) -> None:
     setattr(torch.nn.utils, name, call)
 
 
-def note(model, arguments, keywords):
-    if model.training:
-        inputs.append(keywords)
-
-
 def train(self, mode=True):
     if hasattr(self, "lm_head") and "forward" not in vars(self):
-        if models != [self]:
-            self.register_forward_pre_hook(note, with_kwargs=True)
         models[:] = [self]
     return original_train(self, mode)
 

@@ -122,8 +122,7 @@ def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
             changes["replace_layers"](model, flags)
         if kind == LORA:
             # PEFT moves adapters to the device of the model, where fake tensors already are.
-            move = "peft.tuners.tuners_utils.BaseTunerLayer._move_adapter_to_device_of_base_layer"
-            with mock.patch(move):
+            with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **to: module):
                 changes["add_adapters"](model, flags)
         for parameter in model.parameters():  # not the buffers
             parameter.data = parameter.data.to(dtype)
@@ -428,8 +427,10 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: 
         call = marked(numbers, recorder)
         patches = {
             f"{sharding}._propagate_tensor_meta_non_cached": unseen,
-            # Looks for position ids that restart within a row. The chapters have none.
-            "transformers.masking_utils.find_packed_sequence_indices": lambda *args: None,
+            # Looks for position ids that restart within a row. Only chapter 17 has some.
+            "transformers.masking_utils.find_packed_sequence_indices": (
+                lambda ids: (ids == 0).cumsum(-1) if kind == LORA else None
+            ),
             # PyTorch refuses fake tensors in fp32 there; the way around it takes as much memory.
             "transformers.integrations.moe._can_use_grouped_mm": lambda x, w, _: w.itemsize == 2,
             "transformers.modeling_layers.GradientCheckpointingLayer.__call__": call,
@@ -477,6 +478,8 @@ def loss_of(model, ids: torch.Tensor, flags, kind: int) -> torch.Tensor:
     if kind == TENSOR:
         positions = torch.arange(flags.seq_length)[None]
         return model(**inputs, position_ids=positions).loss.full_tensor()
+    if kind == LORA:
+        inputs["position_ids"] = torch.zeros_like(ids)
     return model(**inputs).loss
 
 
