@@ -639,7 +639,7 @@ def mixes_conversations(model, device):
     logits = model(**model_inputs(batch, device), use_cache=False).logits
     model.train()
     difference = logits[0, 8:] - logits[1, 8:]
-    return difference.abs().max() > 0.01 * logits.abs().max()
+    return difference.abs().max() > 1e-3 * logits.abs().max()
 
 
 @torch.no_grad()
