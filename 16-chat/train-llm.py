@@ -908,6 +908,7 @@ DEMO = {
     "from_scratch": True,
     "dataset_name": f"{REPOSITORY}/tiny-chat/*.jsonl",
     "chat_template": f"{REPOSITORY}/tiny-chat/template.jinja",
+    "num_epochs": 9,  # CHAT: the conversations fill few samples
     "seq_length": 256,
     "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
     "max_steps": 400,

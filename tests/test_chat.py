@@ -15,6 +15,7 @@ from conftest import LLAMA, TINY_LLAMA, damaged, write_model
 from runner import CHAPTER_16, REPOSITORY, load
 from test_equal import OFF, Folder, described, run, worst
 from test_fsdp import save_weights
+from tokenizers import processors
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -24,6 +25,7 @@ from transformers import (
     get_scheduler,
 )
 
+END = ("<|endoftext|>", 0)
 DEMO_TEMPLATE = REPOSITORY / "tiny-chat" / "template.jinja"
 
 
@@ -35,10 +37,11 @@ def chat():
 # -- Labels ----------------------------------------------------------------------------------------
 
 # Templates in the manner of these families, shortened. « and » are the borders of the answers, of
-# which a text has all labels, and no others. Qwen3 and Phi-3 change earlier turns: two texts.
+# which a text has all labels, and no others. ¦ is a border of tokens: at the end of a prompt, two
+# line ends are one token. Qwen3 and Phi-3 change earlier turns, so there are two texts.
 LLAMA_3 = """{{- '<|begin|>' }}{% for m in messages %}
-{{- '<|header|>' + m.role + '<|end_header|>\n' + m.content | trim + '<|eot|>' }}{% endfor %}
-{%- if add_generation_prompt %}{{- '<|header|>assistant<|end_header|>\n' }}{% endif %}"""
+{{- '<|header|>' + m.role + '<|end_header|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|header|>assistant<|end_header|>\n\n' }}{% endif %}"""
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}
 {{- '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 QWEN_2 = (
@@ -64,9 +67,9 @@ THOUGHT = "<think>\nMoin?\n</think>\n\n"
 FAMILIES = {
     "Llama-3": (
         LLAMA_3,
-        "<|begin|><|header|>user<|end_header|>\nHi<|eot|><|header|>assistant<|end_header|>\n"
-        "«Größe 学习.<|eot|>»<|header|>user<|end_header|>\nAnd?<|eot|>"
-        "<|header|>assistant<|end_header|>\n«No<|eot|>»",
+        "<|begin|><|header|>user<|end_header|>\n¦\nHi<|eot|><|header|>assistant<|end_header|>\n¦\n"
+        "«Größe 学习.<|eot|>»<|header|>user<|end_header|>\n¦\nAnd?<|eot|>"
+        "<|header|>assistant<|end_header|>\n¦\n«No<|eot|>»",
     ),
     "Qwen2.5": (
         QWEN_2,
@@ -111,6 +114,8 @@ def tokenizer_with(template: str):
     """
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
     special = sorted({*re.findall(r"<[|\w]+>|</s>|\[/?INST\]", template)} - {"</think>"})
+    begin = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[END])
+    tokenizer.backend_tokenizer.post_processor = begin
     tokenizer.add_special_tokens({"extra_special_tokens": special})
     tokenizer.chat_template = template
     return tokenizer
@@ -121,6 +126,10 @@ def test_labels_are_the_answers(chat, family):
     template, *expected = FAMILIES[family]
     tokenizer = tokenizer_with(template)
     thought = THOUGHT if family == "Qwen3" else ""
+
+    def tokens_of(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
     messages = [{"role": "user", "content": "Hi"}]
     messages += [{"role": "assistant", "content": f"{thought}Größe 学习.", "name": None}]
     messages += [{"role": "user", "content": "And?"}]
@@ -130,11 +139,13 @@ def test_labels_are_the_answers(chat, family):
     assert len(found["input_ids"]) == len(expected)
     for text, ids, labels in zip(expected, found["input_ids"], found["labels"], strict=True):
         pieces = re.split("[«»]", text)  # every second one is an answer
-        tokens = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in pieces]
-        assert ids.tolist() == [token for piece in tokens for token in piece]
-        expected_labels = [[-100] * len(piece) for piece in tokens]
-        expected_labels[1::2] = tokens[1::2]
-        assert labels.tolist() == [label for piece in expected_labels for label in piece]
+        expected_ids, expected_labels = [], []
+        for number, piece in enumerate(pieces):
+            tokens = [token for part in piece.split("¦") for token in tokens_of(part)]
+            expected_ids += tokens
+            expected_labels += tokens if number % 2 else [-100] * len(tokens)
+        assert ids.tolist() == expected_ids
+        assert labels.tolist() == expected_labels
     stop = chat.find_stop_token(tokenizer, SimpleNamespace(template_options={}))
     assert stop == found["labels"][0][-1]
 

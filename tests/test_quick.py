@@ -150,9 +150,8 @@ def assert_same_weights(a, b) -> None:
 def check_rows(run, folder, steps: int, held_out, monkeypatch) -> None:
     """Other rows on each rank; the losses and norms of a plain loop, the tool's held-out loss."""
     rows = [part.view(steps, -1, part.shape[-1]) for part in run.seen]
-    losses, norms = plain_loop_over_rows(
-        folder, [torch.cat(parts) for parts in zip(*rows, strict=True)]
-    )
+    batches = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    losses, norms = plain_loop_over_rows(folder, batches)
     assert run.column("loss") == pytest.approx(losses, rel=1e-5)
     assert run.column("grad_norm") == pytest.approx(norms, rel=3e-5)
     seen = [tuple(row) for part in rows for row in part.flatten(0, 1).tolist()]
@@ -220,7 +219,9 @@ def test_one_job_of_shards(trainer, pretrained, corpus, monkeypatch, chapter):
 @pytest.mark.parametrize("chapter", ["16-chat"])
 def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     """`final/` has the template and the token that ends an answer, as a server needs them."""
-    flags = [*flags_for(pretrained, conversations), "-s", 64, "-b", 2, "--lr", 1e-3]
+    folder = shutil.copytree(pretrained, trainer.folder / "chat-model")
+    GenerationConfig(eos_token_id=5).save_pretrained(folder)
+    flags = [*flags_for(folder, conversations), "-s", 64, "-b", 2, "--lr", 1e-3]
     flags += ["--gradient-accumulation-steps", 3, "--max-steps", 4]
     flags += ["--eval-freq", 2, "--ckpt-freq", 2, "--keep-checkpoints", 9]
 
@@ -231,23 +232,18 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
 
     run = train("run")
     assert_synced(run.run.ranks[0].output, ["step-00000002", "step-00000004", "final"])
-    assert_equal(plain_loop(load(script_of(chapter)), pretrained, conversations), run)
+    assert_equal(plain_loop(load(script_of(chapter)), folder, conversations), run)
     assert_opens(run)
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
     assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()
     stop = GenerationConfig.from_pretrained(run.folder / "final").eos_token_id
-    assert tokenizer.convert_ids_to_tokens(stop) == ["<|endoftext|>"]
+    assert stop == [tokenizer.eos_token_id, 5]
     resume(run, trainer, 2, train)
     refuse(trainer, chapter, [], "no chat template: give --chat-template", status=1)
     strict = trainer.folder / "strict.jinja"
     strict.write_text("{{ raise_exception('no system messages') }}")
-    refuse(
-        trainer,
-        chapter,
-        ["--chat-template", strict],
-        "refuses a conversation: no system messages",
-        status=1,
-    )
+    sentence = "refuses a conversation: no system messages"
+    refuse(trainer, chapter, ["--chat-template", strict], sentence, status=1)
 
 
 # The name of a checkpoint is written when all ranks have written their files.
