@@ -281,7 +281,7 @@ def flags_for(folder, data) -> list:
     return ["-m", folder, "--no-from-scratch", "-d", data, "--chat-template", DEMO_TEMPLATE]
 
 
-def plain_loop(chat, folder, data, packing=True) -> SimpleNamespace:
+def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> SimpleNamespace:
     """Losses, norms, held-out losses and gradients of one process, a conversation at a time."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = DEMO_TEMPLATE.read_text()
@@ -289,7 +289,7 @@ def plain_loop(chat, folder, data, packing=True) -> SimpleNamespace:
     args = SimpleNamespace(**vars(args), seq_length=SIZE, packing=packing, seed=0, num_epochs=3)
     train_set, eval_set = chat.load_samples(args, tokenizer)
     order = chat.sample_order(args, len(train_set))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = adapt(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     by_decay = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (1, 0)]
     groups = [{"params": p, "weight_decay": d} for p, d in zip(by_decay, (0.01, 0), strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
@@ -313,7 +313,8 @@ def plain_loop(chat, folder, data, packing=True) -> SimpleNamespace:
         sums, counts = zip(*losses_of(samples), strict=True)
         loss = sum(sums) / sum(counts)
         loss.backward()
-        result.gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+        result.gradients.append({n: p.grad.clone() for n, p in named})
         result.loss.append(loss.item())
         result.norm.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
