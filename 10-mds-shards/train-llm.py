@@ -46,7 +46,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import xxhash
 from filelock import FileLock
-from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser
 from jsonargparse.typing import Path_fr
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -84,8 +84,7 @@ def main():
     global_batch = args.batch_size * accumulation * WORLD_SIZE
     torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    say(f"{device_name}, torch {torch.__version__}, transformers {transformers.__version__}")
+    say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data, model, optimizer.
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
@@ -100,9 +99,14 @@ def main():
     eval_rows = load_eval_rows(args, tokenizer) if args.eval_freq else []
     order = sample_order(args, train_rows.sizes)
     run_folder, checkpoint, state = open_run(args, train_rows.index_hash)
-    # DDP: Other flags or data on one rank would spoil the training without any error.
-    if len(set(gather(f"{args} {state.lasting} {state.step}"))) > 1:
-        sys.exit("error: nodes differ in flags, data or checkpoints: do all see the --save-dir?")
+    # DDP: Another script, flag or file on one node would spoil the training without any error.
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
+    if differing:
+        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
     model = build_model(args, device, checkpoint)
     # MDS: The tool has noted the largest token.
     largest = train_rows.facts["largest_token"]
@@ -112,6 +116,8 @@ def main():
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
     # A resumed run may have another batch size, so count the steps that are left.
     total_steps = state.step + (len(order) - state.samples) // global_batch
+    if state.samples != state.step * global_batch:
+        say("warning: the global batch has changed, so steps and learning rate change, too")
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
     scheduler = get_scheduler(
@@ -137,10 +143,8 @@ def main():
         read_parts(of_this_rank(args.resume_dir), {"model": model.state_dict()})
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
-        facts = describe_run(model, optimizer, device) | {
-            "global_batch": global_batch,
-            "dataset_samples": train_samples,
-        }
+        facts = describe_run(model, optimizer, device)
+        facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
         run_log = RunLog(args, run_folder, checkpoint, state, facts)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
 
@@ -446,7 +450,7 @@ class MdsRows:
         self.ends = np.cumsum(self.sizes)
         options = {"download_retry": 2, "download_timeout": 60, "keep_zip": False}
         self.stream = Stream(remote=name, local=folder, **options) if self.is_remote else None
-        ranks_of_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.cache_limit = bytes_to_int(args.cache_limit) // ranks_of_node  # of this rank
         self.cached = OrderedDict()  # shards by number; the least recently used shard comes first
         self.cache_bytes = 0
@@ -682,8 +686,16 @@ def open_run(args, index_hash):  # MDS: of the shards
         return None, None, state
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
-    if args.checkpoint_format != "local":
-        check_shared(run_folder)
+    # FSDP: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()
+    is_shared = all(gather(probe.exists()))
+    probe.unlink(missing_ok=True)
+    # NODES 4: With `local`, each node writes to its own disk, and nodes need no shared folder.
+    if not is_shared and args.checkpoint_format != "local":
+        sys.exit(f"error: not all nodes see {run_folder}: share it, or --checkpoint-format local")
     checkpoint = newest_checkpoint(run_folder)
     new_key = state.comet_key
     # NODES: A new run begins with --resume-dir. Later it resumes from its own checkpoints.
@@ -701,20 +713,6 @@ def open_run(args, index_hash):  # MDS: of the shards
         if before != value:
             sys.exit(f"error: {name} was {before}, and is {value}: keep it, or choose another -e")
     return run_folder, checkpoint, state
-
-
-def check_shared(run_folder):
-    """Ends a run whose nodes have different disks under the name of `run_folder`."""
-    # NODES 4: Check now that all nodes share the folder, because at a resume it is too late.
-    probe = run_folder / gather(uuid.uuid4().hex)[0]  # the name that rank 0 has chosen
-    if RANK == 0:
-        probe.touch()
-    dist.barrier()  # until rank 0 has made the file
-    is_shared = all(gather(probe.exists()))
-    if RANK == 0:
-        probe.unlink()
-    if not is_shared:
-        sys.exit(f"error: not all nodes see {run_folder}: share it, or --checkpoint-format local")
 
 
 def newest_checkpoint(run_folder):
@@ -785,6 +783,8 @@ def new_folder(folder):
     yield temporary
     if not is_owner:  # NODES: not RANK > 0, because of `local`
         return
+    for file in temporary.glob("*.safetensors"):  # safetensors keeps them private
+        shutil.copymode(temporary / "config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
     temporary.rename(folder)
@@ -960,7 +960,7 @@ class RunLog:
     """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
 
     def __init__(self, args, run_folder, checkpoint, state, facts):
-        self.lock = FileLock(run_folder / "in-use.lock")
+        self.lock = FileLock(run_folder / "lock")
         # NODES: The server of a shared disk frees the lock of a dead node later: NFS after 90 s.
         self.lock.acquire(timeout=120)  # fails if another process trains in this folder
         if checkpoint:
@@ -1039,7 +1039,7 @@ DEMO = {
 
 
 def parse_args():
-    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    parser = ArgumentParser(exit_on_error=False, usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
     add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
@@ -1097,8 +1097,7 @@ def parse_args():
     add("--skip-optimizer", action=switch, default=False, help="only weights from --resume-dir")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     # Parse three times: for --config, then for --demo, then for all flags, which override both.
-    config = parser.parse_args().config
-    if config:
+    if config := parser.parse_args().config:
         parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
@@ -1130,7 +1129,7 @@ def parse_args():
 if __name__ == "__main__":
     try:
         main()
-    except OSError as error:  # a file, folder, model or dataset that is not there, or no network
+    except (OSError, ArgumentError) as error:  # such as a file that is not there, or a wrong flag
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError:
         # FSDP: more devices help, too, because each device then has a smaller shard.

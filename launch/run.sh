@@ -39,6 +39,10 @@ if [ -z "${VIRTUAL_ENV-}" ] && [ -x "$repository/.venv/bin/python" ]; then
 fi
 command -v "$python" > /dev/null || fail "there is no python: activate a virtual environment"
 
+# torchrun takes options from these variables of a pod, too, and would wait for other pods.
+[ -z "${!PET_*}" ] ||
+  fail "torchrun reads ${!PET_*}: unset them, and set NNODES, NODE_RANK, MASTER_ADDR as you need"
+
 nnodes=${NNODES:-1}
 case $script in */01-* | */14-*)
   # On several devices, each process would train the same model and write the same files.
@@ -72,7 +76,9 @@ fi
 options=(--nproc-per-node "$NPROC_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}")
 
 if [ "$nnodes" = 1 ]; then
-  options+=(--standalone) # meets on a free port, so jobs on one machine do not collide
+  # --standalone meets on a free port, so jobs on one machine do not collide. The default address
+  # is the host's name, which has no address in some containers.
+  options+=(--standalone --local-addr localhost)
 else
   # A default such as localhost would let each node wait for the others on a port of its own.
   [ -n "${MASTER_ADDR-}" ] ||

@@ -28,6 +28,10 @@ command=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
 run=${command%%/launch/slurm.sh*}/launch/run.sh
 [ -x "$run" ] || fail "there is no $run: submit launch/slurm.sh of a repository that all nodes see"
 
+# The number of an array stands for all its tasks, so name this task.
+job=$SLURM_JOB_ID
+[ -z "${SLURM_ARRAY_TASK_ID-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+
 # A run without a name saves nothing. If it were queued again, it would begin at the first step.
 named=
 for flag in "$@"; do
@@ -76,7 +80,7 @@ if [ -n "$near_limit" ]; then
     echo "The time limit is near: the run saves"
     # The nodes get the signal, and not srun: a SIGTERM to srun kills the step at once. If the step
     # has just ended by itself, scancel fails.
-    scancel --signal=TERM "$SLURM_JOB_ID.0" || true
+    scancel --signal=TERM "$job.0" || true
   else
     echo "warning: the time limit is near, and a run without -e NAME saves nothing"
   fi
@@ -92,7 +96,7 @@ elif [ -n "$near_limit" ] && [ -n "$named" ]; then
     echo "The training is complete"
   else
     echo "The job is queued again"
-    scontrol requeue "$SLURM_JOB_ID"
+    scontrol requeue "$job"
   fi
 fi
 exit "$status"

@@ -9,14 +9,21 @@ starts this program. The options and the exit status are those of torchrun.
 
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 # The message may follow a progress bar, which ends with "]".
 ERROR = re.compile(rb"(?:^|\])(error: .+)")
+# Why a rank is killed by these signals
+CAUSES = {
+    "SIGKILL": "mostly by the kernel or the cluster, because the memory of the machine was full",
+    "SIGBUS": "mostly because the shared memory (/dev/shm) of the container was full",
+}
 
 
 def copy(source: int, screen: int, errors: dict) -> None:
@@ -45,6 +52,15 @@ def run() -> int:
         main()
     except SystemExit as end:
         return end.code or 0
+    except ChildFailedError as failed:
+        traceback.print_exc()
+        for rank, failure in failed.failures.items():
+            # torchrun itself ends the other ranks with SIGTERM.
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+                name = failure.signal_name()
+                cause = CAUSES.get(name, "by a crash in a library or a driver")
+                print(f"error: rank {rank} was killed ({name}), {cause}", file=sys.stderr)
+        return 1
     except BaseException:
         traceback.print_exc()
         return 1

@@ -445,7 +445,7 @@ def test_resume_on_other_ranks(interrupted, method, before, after):
 @pytest.mark.rest
 def test_an_all_gather_of_too_much_is_refused(trainer):
     flags = ["--compress", "dct-topk", "--keep", 1]
-    result = trainer(*flags, processes=2, status=2, **COMPRESSION)
+    result = trainer(*flags, processes=2, status=1, **COMPRESSION)
     sentence = "with dct-topk, --keep must be below 2 / 2 (ranks)"
     assert_one_sentence(result.run.ranks[0].output, sentence)
 

@@ -80,6 +80,7 @@ def test_one_node_needs_no_variable(start, tmp_path, name):
     chapter = CHAPTER_10 if name == "10" else CHAPTER_2
     assert (script, arguments) == (str(chapter), flags)
     assert options.standalone
+    assert options.local_addr == "localhost"  # the host's name may have no address
     assert (options.nproc_per_node, options.max_restarts) == ("3", 0)
 
 
@@ -115,6 +116,7 @@ def test_chapters_for_one_device_are_started_by_python(start):
         (["2"], {}, f"there is no chapter 2: take one of {' '.join(CHAPTERS)}"),
         (["02"], {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
         (["01"], {"NPROC_PER_NODE": "2"}, "chapter 01 trains on one device"),
+        (["02"], {"PET_NNODES": "2"}, "torchrun reads PET_NNODES: unset"),
     ],
 )
 def test_mistakes_end_in_one_sentence(start, arguments, variables, sentence):
@@ -141,6 +143,43 @@ def test_the_message_of_a_mistake_comes_last(tmp_path):
     message = "error: there is no file 学习.txt:\n  check the path"
     assert done.stderr.endswith(f"=====\n\ntorchrun ended with exit status 1 after:\n{message}\n")
     assert "Root Cause" in done.stderr
+
+
+@pytest.mark.rest
+def test_a_rank_that_the_kernel_kills_is_named(tmp_path):
+    script = tmp_path / "train-llm.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    command = [sys.executable, TORCHRUN, "--standalone", "--nproc-per-node", "1", script]
+    done = subprocess.run(command, env=CLEAN, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "error: rank 0 was killed (SIGKILL)" in done.stderr.splitlines()[-1]
+
+
+# What slurm.sh asks: scontrol for the script of the job and for its nodes, srun for the run, which
+# ends after the signal. The number of an array stands for all its tasks.
+SLURM = """#!/usr/bin/env bash
+echo "${0##*/} $*" >> "$CALLS"
+case "${0##*/} $1 $2" in
+  "scontrol show hostnames") echo localhost ;;
+  "scontrol show job") echo "   Command=$SLURM_SH 01" ;;
+  srun*) kill -USR1 $PPID; sleep 1 ;;
+esac
+"""
+
+
+def test_only_the_task_of_an_array_is_queued_again(tmp_path):
+    for name in ("scontrol", "scancel", "srun"):
+        (tmp_path / name).write_text(SLURM)
+        (tmp_path / name).chmod(0o755)
+    script = RUN.with_name("slurm.sh")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": f"{tmp_path}/calls"}
+    env |= {"SLURM_SH": str(script), "SLURM_JOB_ID": "1236", "SLURM_ARRAY_JOB_ID": "1234"}
+    env |= {"SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NODELIST": "localhost"}
+    env |= {"SLURM_JOB_NUM_NODES": "1"}
+    command = ["bash", script, "01", "-e", "run"]
+    subprocess.run(command, env=CLEAN | env, cwd=tmp_path, check=True, timeout=60)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls[-2:] == ["scancel --signal=TERM 1234_3.0", "scontrol requeue 1234_3"]
 
 
 @pytest.mark.rest

@@ -225,8 +225,9 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
 def test_a_folder_that_nodes_do_not_share(train, tmp_path):
     """Noticed before the first step."""
     options = {"before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}, "status": 1}
-    result = train("--max-steps", 1, "--save-dir", "runs", **options)
-    assert_one_sentence(result.output, "not all nodes see runs/run: share it")
+    for script, remedy in ((CHAPTER_3, "--save-dir must be"), (CHAPTER_5, "share it")):
+        result = train("--max-steps", 1, "--save-dir", "runs", script=script, **options)
+        assert_one_sentence(result.output, f"not all nodes see runs/run: {remedy}")
     assert not [*tmp_path.glob("disk-*/runs/run/*")]
 
 
@@ -462,7 +463,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("flags", "sentence"), MISTAKES)
 def test_mistakes_end_in_one_sentence(train, flags, sentence):
-    result = train("--max-steps", 1, *flags, status=2)
+    result = train("--max-steps", 1, *flags, status=1)
     assert_one_sentence(result.run.ranks[0].output, sentence)
 
 

@@ -36,7 +36,7 @@ from transformers import AutoTokenizer, GenerationConfig
 STEPS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
 STEPS += ["--keep-checkpoints", 9]
 TWICE = ["--gradient-accumulation-steps", 2]
-# Flags of the job, for 8 samples per step; bad flags, the exit status, and a part of the sentence.
+# Flags of the job, for 8 samples per step; bad flags, and a part of the sentence.
 # `model`: the fixture with its weights, if it is not `pretrained`.
 CHAPTERS = {
     "02-ddp": {"flags": ["-b", 2, *TWICE], "bad": ["-b", 0], "sentence": "--batch-size"},
@@ -59,7 +59,6 @@ CHAPTERS = {
         # The second held-out batch has micro-batches of 2 samples and padding, and of padding
         "flags": ["-b", 4, *TWICE],
         "bad": ["--layers-per-stage", "1,2"],
-        "status": 1,
         "sentence": "2 stages cannot share 2 layers as [1, 2]",
     },
     # All frequencies: it sends everything, by the way of the compressed gradients
@@ -98,9 +97,9 @@ def script_of(chapter: str):
     return REPOSITORY / chapter / "train-llm.py"
 
 
-def refuse(trainer, chapter: str, flags: list, sentence: str, status: int = 2) -> None:
+def refuse(trainer, chapter: str, flags: list, sentence: str) -> None:
     options = {"script": script_of(chapter), "name": "refused", "processes": 2}
-    result = trainer(*flags, status=status, **options)
+    result = trainer(*flags, status=1, **options)
     assert_one_sentence(result.run.ranks[0].output, sentence)
     assert result.checkpoints == []
 
@@ -136,7 +135,7 @@ def test_one_job(trainer, request, chapter):
     assert_same_weights(single, run)
     assert_opens(run, reference=single)
     resume(run, trainer, 3, train)
-    refuse(trainer, chapter, case["bad"], case["sentence"], case.get("status", 2))
+    refuse(trainer, chapter, case["bad"], case["sentence"])
 
 
 def assert_same_weights(a, b) -> None:

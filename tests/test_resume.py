@@ -57,6 +57,7 @@ def test_batch_size_and_steps_may_change(trainer):
     state = json.loads((trainer.folder / "run" / "step-00000010" / "state.json").read_text())
     flags = ["--max-steps", 14, "-b", 2, "--gradient-accumulation-steps", 2]
     result = trainer(*flags)
+    assert "warning: the global batch has changed" in result.output
     after = json.loads((trainer.folder / "run" / "step-00000014" / "state.json").read_text())
     assert (state["samples"], after["samples"]) == (80, 80 + 4 * 4)
     assert after["lasting"] == state["lasting"]
@@ -182,7 +183,7 @@ def test_two_runs_of_one_name(trainer):
         first.wait_for("in step 3")
         before = files()
         second = trainer(*flags, status=1)
-        assert_one_sentence(second.output, "in-use.lock")
+        assert_one_sentence(second.output, "run/lock")
         assert files() == before
     finally:
         first.process.kill()

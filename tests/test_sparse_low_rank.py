@@ -77,7 +77,7 @@ def test_one_device_two_devices_and_a_resume(sparse, tmp_path):
     two = sparse(*flags, name="two", script=script, processes=2)
     assert_same_losses(one, two, logged_steps=6)
     assert_opens(one, reference=two)
-    refused = sparse(*flags, "--density", 0, status=2)
+    refused = sparse(*flags, "--density", 0, status=1)
     assert_one_sentence(refused.output, "--density must be above 0, and at most 0.5")
 
 

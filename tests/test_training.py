@@ -53,6 +53,8 @@ def test_a_run_from_start_to_end(trainer, model):
     # The model of the end: fp32, no matter which tool loads it, the tokenizer beside it
     final = AutoModelForCausalLM.from_pretrained(result.folder / "final")
     assert {p.dtype for p in final.parameters()} == {torch.float32}
+    modes = {path.stat().st_mode for path in (result.folder / "final").iterdir()}
+    assert len(modes) == 1, "who may read config.json may read the weights"
     tokenizer = AutoTokenizer.from_pretrained(result.folder / "final")
     assert (
         tokenizer("def x")["input_ids"] == AutoTokenizer.from_pretrained(model)("def x").input_ids
