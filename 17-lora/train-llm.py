@@ -44,7 +44,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
-from jsonargparse import ActionYesNo, ArgumentParser
+from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser
 from jsonargparse.typing import Path_fr
 from peft import LoraConfig, inject_adapter_in_model
 from safetensors.torch import save_file
@@ -80,8 +80,7 @@ def main():
     global_batch = args.batch_size * accumulation * WORLD_SIZE
     torch.manual_seed(args.seed)  # for random initial weights
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    say(f"{device_name}, torch {torch.__version__}, transformers {transformers.__version__}")
+    say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data, model, optimizer.
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
@@ -111,9 +110,14 @@ def main():
     answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
     order = sample_order(args, train_samples)
     run_folder, checkpoint, state = open_run(args, train_samples)
-    # DDP: Other flags or data on one rank would spoil the training without any error.
-    if len(set(gather(f"{args} {state.lasting} {state.step}"))) > 1:
-        sys.exit("error: nodes differ in flags, data or checkpoints: do all see the --save-dir?")
+    # DDP: Another script, flag or file on one node would spoil the training without any error.
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
+    if differing:
+        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
     model = build_model(args, device, checkpoint)
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
@@ -130,6 +134,8 @@ def main():
         sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
     # A resumed run may have another batch size, so count the steps that are left.
     total_steps = state.step + (len(order) - state.samples) // global_batch
+    if state.samples != state.step * global_batch:
+        say("warning: the global batch has changed, so steps and learning rate change, too")
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
     scheduler = get_scheduler(
@@ -152,11 +158,9 @@ def main():
         scheduler.step()
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
-        facts = describe_run(model, optimizer, device) | {
-            "global_batch": global_batch,
-            "dataset_samples": train_samples,
-            "dataset_tokens": len(train_tokens),
-        }
+        facts = describe_run(model, optimizer, device)
+        facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
+        facts["dataset_tokens"] = len(train_tokens)
         run_log = RunLog(args, run_folder, checkpoint, state, facts)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
 
@@ -367,7 +371,7 @@ def add_adapters(model, args):
     # is 0, so training begins with the model as it was. PEFT freezes W.
     inject_adapter_in_model(config, model)
     # LORA 4: A and B train, so they are in fp32, because bf16 would round small changes away. FSDP
-    # gathers weights of both types together. Only those that train need one common type.
+    # gathers weights of both types together. Only those that train must have a common type.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -724,6 +728,15 @@ def open_run(args, train_samples):
         return None, None, state
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
+    # FSDP: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()
+    is_shared = all(gather(probe.exists()))
+    probe.unlink(missing_ok=True)
+    if not is_shared:
+        sys.exit(f"error: not all nodes see {run_folder}: --save-dir must be on a shared disk")
     checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
     if not checkpoint:
         return run_folder, None, state
@@ -767,6 +780,9 @@ def new_folder(folder):
     yield temporary
     if RANK > 0:
         return
+    for file in temporary.glob("*.safetensors"):  # safetensors keeps them private
+        # LORA: Adapters have no config.json, so take the mode of another file.
+        shutil.copymode(temporary / "tokenizer_config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
     temporary.rename(folder)
@@ -876,7 +892,7 @@ class RunLog:
     """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
 
     def __init__(self, args, run_folder, checkpoint, state, facts):
-        self.lock = FileLock(run_folder / "in-use.lock")
+        self.lock = FileLock(run_folder / "lock")
         self.lock.acquire(timeout=0)  # fails if another process trains in this folder
         if checkpoint:
             # A killed run may have left later records. The checkpoint has a copy without them.
@@ -947,7 +963,7 @@ DEMO = {
     "seq_length": 256,
     "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
     "max_steps": 400,
-    "lr": 2e-3,
+    "lr": 5e-3,  # LORA: higher, as below
     "warmup_steps": 40,
     "eval_freq": 100,
     "ckpt_freq": 200,
@@ -955,7 +971,7 @@ DEMO = {
 
 
 def parse_args():
-    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    parser = ArgumentParser(exit_on_error=False, usage="%(prog)s [flags], which --help lists")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
     add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
@@ -1004,8 +1020,7 @@ def parse_args():
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     # Parse three times: for --config, then for --demo, then for all flags, which override both.
-    config = parser.parse_args().config
-    if config:
+    if config := parser.parse_args().config:
         parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
@@ -1025,7 +1040,7 @@ def parse_args():
 if __name__ == "__main__":
     try:
         main()
-    except OSError as error:  # a file, folder, model or dataset that is not there, or no network
+    except (OSError, ArgumentError) as error:  # such as a file that is not there, or a wrong flag
         sys.exit(f"error: {error}")
     except jinja2.TemplateError as error:  # CHAT: for example, it knows no system messages
         sys.exit(f"error: the chat template refuses a conversation: {error}")

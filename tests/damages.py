@@ -30,6 +30,8 @@ EP = "test_expert_parallel.py::test_losses_evaluation_and_resume"
 THREE = "test_3d_parallel.py::test_one_pipeline_of_groups"
 SL = "test_sparse_low_rank.py::"
 LOCAL = "test_local_steps.py::"
+LORA = "test_lora.py::test_equal_to_plain_peft[2]"
+LORA_STATE = "test_lora.py::test_types_bytes_resume_and_final"
 CHAT = "test_quick.py::test_one_job_of_conversations[16-chat]"
 LABELS = "test_chat.py::test_labels_are_the_answers"
 # For each chapter: what is wrong, a part of the script, what takes its place, the test
@@ -884,6 +886,51 @@ DAMAGES = {
             'batch["position_ids"].flatten() == 0',
             'batch["position_ids"][0] == 0',
             "test_chat.py::test_each_conversation_has_its_own_logits[varlen]",
+        ),
+    ],
+    "17-lora": [
+        (
+            "B does not begin at 0",
+            "target_modules=args.lora_targets,",
+            "target_modules=args.lora_targets, init_lora_weights=False,",
+            LORA,
+        ),
+        (
+            "B A has another scale",
+            "lora_alpha=args.lora_alpha,",
+            "lora_alpha=args.lora_rank,",
+            LORA,
+        ),
+        (
+            "a resumed run has another base",
+            "    whole = load_model(args, checkpoint=None)",
+            "    args.from_scratch = bool(checkpoint)\n"
+            "    whole = load_model(args, checkpoint=None)",
+            LORA_STATE,
+        ),
+        (
+            "adapters in bf16",
+            "parameter.data = parameter.data.float()",
+            "parameter.data = parameter.data.bfloat16()",
+            LORA_STATE,
+        ),
+        (
+            "frozen weights train, and have moments",
+            "        if parameter.requires_grad:",
+            "        if parameter.requires_grad_():",
+            LORA_STATE,
+        ),
+        (
+            "a checkpoint has the frozen weights, too",
+            'adapters = {n: x for n, x in weights.items() if ".lora_" in n}',
+            "adapters = weights",
+            LORA_STATE,
+        ),
+        (
+            "final/ has the head that is tied to the embeddings",
+            'for n, x in weights.items() if ".lora_" in n}\n    return {f"base',
+            'for n, x in weights.items()}\n    return {f"base',
+            LORA_STATE,
         ),
     ],
 }

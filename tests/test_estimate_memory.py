@@ -243,8 +243,8 @@ README_1, RECORD = "01-single-gpu/README.md", "benchmarks/records/memory.md"
 COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m meta-llama/(\S+) (.*)$"
 
 
-@pytest.mark.parametrize("method", ["HSDP", "tensor parallel", "pipeline"])
-def test_figures_of_chapters_5_to_7(method):
+@pytest.mark.parametrize("method", ["HSDP", "tensor parallel", "pipeline", "LoRA"])
+def test_figures_of_chapters_5_to_7_and_17(method):
     """Of the command in the README, for the chapter and for FSDP."""
     (readme,) = REPOSITORY.glob(f"{tool.METHODS[method].chapter:02}-*/README.md")
     text = readme.read_text()
