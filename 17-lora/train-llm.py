@@ -294,8 +294,8 @@ def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
     # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
     whole = load_model(args, checkpoint=None) if RANK == 0 else None
-    # LORA 1: Both models get the same adapters, so rank 0 also sends A and B. A resumed run reads
-    # the frozen weights here again, and its checkpoint then replaces A and B.
+    # LORA 1: Both models get the same adapters, so rank 0 also sends A and B.
+    # A resumed run reads the frozen weights here again. Then its checkpoint replaces A and B.
     if RANK == 0:
         add_adapters(whole, args)
     config = AutoConfig.from_pretrained(args.model_name)
@@ -303,7 +303,7 @@ def build_model(args, device, checkpoint):
         model = AutoModelForCausalLM.from_config(
             config, dtype=DTYPES[args.dtype], attn_implementation=args.attention
         )
-        add_adapters(model, args)
+        add_adapters(model, args)  # LORA: the names and types of rank 0's model
     shard_model(model, args, device)
     send_weights(whole, model, device)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
@@ -335,8 +335,8 @@ def build_model(args, device, checkpoint):
 
 def load_model(args, checkpoint):
     """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
-    # LORA 2: Frozen weights never change, so they have the compute precision. FSDP would cast them
-    # to this precision anyway, so the results are the same, with half of the memory.
+    # LORA 2: Frozen weights never change, so they are stored in the compute precision.
+    # FSDP would cast them to it anyway, so the results are the same, with half of the memory.
     options = {"dtype": DTYPES[args.dtype], "attn_implementation": args.attention}
     config = AutoConfig.from_pretrained(args.model_name)
     if config.get_text_config() is not config:  # it has parts for images that text cannot train
@@ -367,11 +367,11 @@ def add_adapters(model, args):
         base_model_name_or_path=args.model_name,
     )
     torch.manual_seed(args.seed)  # for A: how many numbers were drawn before, depends on versions
-    # LORA 3: A layer with the weights W now computes W x + alpha / rank × B A x. A is random, and B
-    # is 0, so training begins with the model as it was. PEFT freezes W.
+    # LORA 3: A layer with the weights W now computes W x + alpha / rank × B A x.
+    # A is random, and B is 0, so training begins with the model as it was. PEFT freezes W.
     inject_adapter_in_model(config, model)
-    # LORA 4: A and B train, so they are in fp32, because bf16 would round small changes away. FSDP
-    # gathers weights of both types together. Only those that train must have a common type.
+    # LORA 4: A and B train, so they are in fp32, because bf16 would round small changes away.
+    # FSDP gathers weights of both types together. Only those that train must have a common type.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -763,7 +763,7 @@ def whole_weights(model):
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
     )
     weights = state_dict.get_model_state_dict(model, options=options)
-    # LORA 6: Names as PEFT saves them, so that PEFT, Transformers and servers can read the file.
+    # LORA 6: PEFT, Transformers and servers can read final/, because its names are those of PEFT.
     weights = {n.replace(".default", ""): x for n, x in weights.items() if ".lora_" in n}
     return {f"base_model.model.{n}": x for n, x in weights.items()}
 
