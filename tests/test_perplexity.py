@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
-from conftest import Trainer
+from conftest import LLAMA, Trainer, write_model
 from runner import CHAPTER_4, REPOSITORY, load
+from test_fsdp import save_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PERPLEXITY = REPOSITORY / "tools" / "perplexity.py"
@@ -96,3 +97,12 @@ def test_a_plain_loop_finds_the_same(trained, documents, held_out, measure):
     assert measure(final, held_out)[1:] == (COUNT - 4, labels)
     loss = measure(final, held_out)[0]
     assert math.exp(loss) == pytest.approx(math.exp(expected), rel=1e-6)
+
+
+def test_a_tokenizer_of_another_model(measure, held_out, tmp_path):
+    folder = save_weights(write_model(tmp_path / "m", **LLAMA))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.resize_token_embeddings(100)
+    model.save_pretrained(folder)
+    with pytest.raises(SystemExit, match="is outside the vocabulary of"):
+        measure(folder, held_out)

@@ -69,6 +69,8 @@ def load(name: str):
         model = load_weights(name)
     except (Exception, dcp.CheckpointException) as error:
         sys.exit(f"error: cannot load the model {name} ({error!r:.300})")
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {name} has no end-of-text token")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return tokenizer, model.to(device).eval()  # no dropout
 

@@ -139,6 +139,9 @@ def measure(args: argparse.Namespace) -> tuple[float, int, int]:
         sys.exit(f"error: cannot load the dataset {args.dataset_name} ({error!r:.300})")
     if not token_ids:
         sys.exit(f"error: no document with text in {args.dataset_name}")
+    largest = max(max(ids) for ids in token_ids)
+    if largest >= model.config.get_text_config().vocab_size:
+        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model}")
     length = args.seq_length
     rows = [ids[i : i + length] for ids in token_ids for i in range(0, len(ids), length)]
     return mean_loss(model, rows, args), len(token_ids), labels_in(rows)

@@ -1,0 +1,262 @@
+"""tools/preflight.py names what public bug reports were about. Clean runs have no warning."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from conftest import LLAMA, TINY_LLAMA, write_model
+from runner import REPOSITORY, load, outcome
+from test_fsdp import save_weights
+from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
+
+CHAPTERS = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
+CHAPTERS.remove("09-hf-trainer")  # a template with configuration files
+TOOL = REPOSITORY / "tools" / "preflight.py"
+MANY = [f"document {number} of many about a thing" for number in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tool():
+    return load(TOOL)
+
+
+@pytest.fixture
+def look(tool, tmp_path, monkeypatch, capsys):
+    """Calls the tool for chapter 1; returns its status and output."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tool, "SAMPLE", 100)
+
+    def look(*flags, chapter="01"):
+        if "--demo" not in flags:
+            flags = ["-m", TINY_LLAMA, "--from-scratch", "-s", 32, *flags]
+        monkeypatch.setattr(sys, "argv", ["preflight.py", chapter, *map(str, flags)])
+        with pytest.raises(SystemExit) as end:
+            tool.main()
+        return end.value.code, capsys.readouterr().out
+
+    return look
+
+
+def jsonl(texts, file="data.jsonl", column="text"):
+    lines = (json.dumps({column: text}) + "\n" for text in texts)
+    with open(file, "w") as stream:
+        stream.writelines(lines)
+    return ["-d", file]
+
+
+def written(name: str, data: bytes, flag=None):
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+    with open(name, "wb") as stream:
+        stream.write(data)
+    return ["-d", flag or name]
+
+
+def parquet(array):
+    pq.write_table(pa.table({"text": array}), "data.parquet")
+    return ["-d", "data.parquet"]
+
+
+def linked():
+    written("a/x.txt", b"the same text")
+    os.symlink("a", "b")
+    return ["-d", "*/x.txt"]
+
+
+def hidden():
+    written("a/.cache/x.txt", b"hidden")
+    return written("a/y.txt", b"seen", "a/**/*.txt")
+
+
+def saved_to_disk():
+    datasets.Dataset.from_dict({"text": MANY}).save_to_disk("saved")
+    return ["-d", "saved"]
+
+
+def folder():
+    written("a/x.txt", b"text")
+    return ["-d", "a"]
+
+
+def changed_at_the_same_time():
+    for number in (10, 20):
+        flags = jsonl(MANY[:number])
+        os.utime("data.jsonl", (1.7e9, 1.7e9))
+        datasets.load_dataset("json", data_files=["data.jsonl"])
+    return flags
+
+
+def model(name="m", weights=False, **changes):
+    path = write_model(Path(name).absolute(), **LLAMA | changes)
+    return save_weights(path) if weights else path
+
+
+def tokenizer(edit):
+    """The flags for a model with this tokenizer, and some text."""
+    path = model()
+    backend = Tokenizer.from_file(str(path / "tokenizer.json"))
+    edit(backend, path)
+    backend.save(str(path / "tokenizer.json"))
+    return ["-m", path]
+
+
+def with_begin(backend, path):
+    begin = AutoTokenizer.from_pretrained(path).eos_token
+    special = [(begin, backend.token_to_id(begin))]
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=special
+    )
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": begin}))
+
+
+def edited(path, file="config.json", **values):
+    config = json.loads((path / file).read_text()) | values
+    (path / file).write_text(json.dumps(config))
+    return path
+
+
+def biases():
+    path = model(weights=True, attention_bias=True)
+    return ["-m", edited(path, attention_bias=False), "--no-from-scratch"]
+
+
+def stale_shards():
+    path = model(weights=True)
+    shutil.copy(path / "model.safetensors", path / "model-00001-of-00002.safetensors")
+    return ["-m", path, "--no-from-scratch"]
+
+
+def other_shapes():
+    path = edited(model(weights=True), intermediate_size=48)
+    return ["-m", path, "--no-from-scratch"]
+
+
+def unfit(**changes):
+    return lambda: ["-m", edited(model(), **changes)]
+
+
+# What somebody has, and what the tool says of it
+ROFORMER = {"model_type": "roformer", "embedding_size": 32, "hidden_size": 32}
+CASES = {
+    "pointers": (
+        lambda: written("x.txt", b"version https://git-lfs.github.com/spec/v1\noid"),
+        "lfs",
+    ),
+    "latin-1 text": (
+        lambda: written("x.txt", "caf\u00e9 ol\u00e9 ".encode("latin-1") * 30),
+        "not UTF-8",
+    ),
+    "latin-1 rows": (
+        lambda: written("x.jsonl", '{"text": "caf\u00e9"}'.encode("latin-1")),
+        "not UTF-8",
+    ),
+    "utf-16 rows": (lambda: written("x.csv", "text\na\n".encode("utf-16")), "UTF-16"),
+    "binary": (lambda: written("x.txt", b"a\0b" * 99), "zero bytes"),
+    "linked twice": (linked, "a link leads there"),
+    "hidden": (hidden, "1 hidden files: .cache/x.txt"),
+    "save_to_disk": (saved_to_disk, "to_parquet"),
+    "a folder": (folder, "-d 'a/**/*.txt' (1 files)"),
+    "stale cache": (changed_at_the_same_time, "`touch` the files"),
+    "missing cells": (lambda: written("x.csv", b"text,n\nNone,1\nNA,2\nwords,3\n"), "2 cells"),
+    "bytes": (lambda: parquet(pa.array([b"text"])), ".decode()"),
+    "lists": (lambda: parquet(pa.array([["a", "b"]])), "join its parts"),
+    "fields": (lambda: parquet(pa.array([{"role": "user"}])), "chapter 16"),
+    "numbers": (lambda: parquet(pa.array([1, 2])), "numbers"),
+    "another column": (lambda: jsonl(MANY, column="story"), "no column 'text'"),
+    "empty documents": (lambda: jsonl(["", *MANY]), "2% of the documents are empty"),
+    "tags": (lambda: jsonl(["<p>a</p>", "<b>c</b>"]), "tags of HTML"),
+    "copies": (lambda: jsonl(["a", "a", "b"]), "copies"),
+    "special tokens": (lambda: jsonl(["a <|endoftext|> b"]), "special tokens"),
+    "twice begun": (lambda: [*tokenizer(with_begin), *jsonl(["<|endoftext|>a"])], "twice"),
+    "another end": (unfit(eos_token_id=5), "would not stop there"),
+    "outside": (unfit(vocab_size=100), "outside the embeddings"),
+    "biases": (biases, "tensors that the model does not use"),
+    "stale shards": (stale_shards, "model-00001-of-00002.safetensors in"),
+    "other shapes": (other_shapes, "tensors of another shape"),
+    "quantized": (unfit(quantization_config={"quant_method": "fp8"}), "is quantized"),
+    "positions": (lambda: ["-s", 4096], "positions"),
+    "an encoder": (lambda: ["-m", model(**ROFORMER)], "choose a decoder"),
+    "images": (
+        lambda: ["-m", model(model_type="gemma3", text_config={}, vision_config={})],
+        "text alone",
+    ),
+    "a home in quotes": (lambda: ["-m", "~/model"], "write the whole path"),
+    "no folder": (lambda: ["-e", "run", "--save-dir", "/proc/x"], "cannot"),
+    "a wrong file": (lambda: ["-d", "none.txt"], "no files for none.txt"),
+}
+WARNINGS = {"latin-1 text", "linked twice", "hidden", "missing cells", "empty documents", "tags"}
+WARNINGS |= {"copies", "special tokens", "twice begun", "another end", "biases", "stale shards"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_named(look, case):
+    make, part = CASES[case]
+    flags = make()
+    flags = flags if "-d" in flags else [*jsonl(MANY), *flags]
+    status, output = look(*flags)
+    (line,) = [line for line in output.splitlines() if part in line]
+    assert line.startswith("  warning: ") == (case in WARNINGS - {"hidden"})
+    assert status == (case not in WARNINGS), output
+
+
+def test_held_out_documents_of_the_training(tool, capsys):
+    splits = {"train": MANY, "validation": MANY[:5], "test": []}
+    splits = {name: datasets.Dataset.from_dict({"text": x}) for name, x in splits.items()}
+    features = datasets.Features(text=datasets.Value("string"))
+    splits["test"] = datasets.Dataset.from_dict({"text": []}, features=features)
+    args = type("Args", (), {"text_column": "text"})
+    tool.check_documents(splits, args, tool.Report())
+    output = capsys.readouterr().out
+    assert "5 held-out documents are trained on" in output
+    assert "held-out split is empty" in output
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_demos_are_clean(look, tmp_path, chapter):
+    status, output = look("--demo", "--save-dir", tmp_path, chapter=chapter)
+    assert (status, output.splitlines()[-1]) == (0, "0 errors, 0 warnings"), output
+
+
+CLEAN = {
+    "llama": LLAMA,
+    "qwen3": {"model_type": "qwen3"},
+    "gemma": {"model_type": "gemma", "head_dim": 16},
+    "gpt2": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("family", CLEAN)
+def test_families_are_clean(look, family):
+    config = LLAMA | {"num_key_value_heads": 2}
+    path = save_weights(write_model(Path("m").absolute(), **config | CLEAN[family]))
+    flags = ["-m", path, "--no-from-scratch", *jsonl(MANY), "-e", "run", "--save-dir", "."]
+    status, output = look(*flags, chapter="03")
+    assert (status, output.splitlines()[-1]) == (0, "0 errors, 0 warnings"), output
+
+
+@pytest.mark.rest
+def test_nodes_are_compared(tmp_path):
+    """By torchrun; rank 1 has another version and no shared folder."""
+    flags = ["-m", TINY_LLAMA, "--from-scratch", "-s", 32, "--save-dir", "runs"]
+    (tmp_path / "data.txt").write_text("text " * 99)
+    before = "import os, transformers\n"
+    before += "if os.environ.get('RANK') == '1':\n"
+    before += "    transformers.__version__ = '5.0.0'\n    os.makedirs('other', exist_ok=True)\n"
+    before += "    os.chdir('other')\n"
+    launch = ["--standalone", "--nproc-per-node", 2, TOOL, "02", *flags]
+    status, output = outcome(
+        tmp_path, "torchrun", *launch, "-d", tmp_path / "data.txt", before=before, cwd=tmp_path
+    )
+    assert status == 1
+    assert "not all nodes see" in output
+    assert "nodes differ in versions" in output
