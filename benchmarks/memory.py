@@ -6,7 +6,7 @@
 On GPUs that is torch.cuda.max_memory_allocated, on CPUs the bytes of all storages that are alive
 after any operation; of the fullest rank, and the least of steps 3 to 6, since gloo lets go of its
 tensors a little later in some. Each row is a run of a chapter from random weights, with nothing
-saved. Weights, gradients and moments are compared, too, to the byte.
+saved. Weights that train, gradients and moments are compared, too, to the byte.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def watch(chapter: str, flags: list[str]) -> None:
 
     def step(self, *args, **options):
         result = original_step(self, *args, **options)
-        parameters = [p for group in self.param_groups for p in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         moments = [x for p in parameters for x in self.state[p].values()]
         states[:] = [size(parameters), size(p.grad for p in parameters), size(moments)]
         if on_gpu:
@@ -193,11 +193,11 @@ def estimated(method: str, devices: int, flags: list) -> tuple[float, list[int]]
 
 
 def group_flags(method: str, size: int) -> list:
-    """Of a chapter with groups of so many ranks, in each dimension. Chapter 14 has a rank of 8."""
+    """Of a chapter with groups of so many ranks, in each dimension. Adapters have a rank of 8."""
     known = tool().METHODS[method]
     if known.chapter <= 3:
         return []
-    size = 8 if method == LOW_RANK else size
+    size = 8 if method in (LOW_RANK, "LoRA") else size
     return [part for flag in known.flags for part in (flag, size)]
 
 
@@ -214,8 +214,11 @@ def compare(name: str, folder: Path, method: str, devices: int, flags: list, dev
     """Prints a row and returns the ratio."""
     guess, guessed_states = estimated(method, devices, ["-m", folder, *flags, "--device", device])
     stdlib = os.path.join(sysconfig.get_path("stdlib"), "[a-z]*.py")
-    text = stdlib if device == "cuda" else REPOSITORY / "0*" / "*.py"
-    output = run(method, devices, ["-m", folder, *flags, "-d", text])
+    text = ["-d", stdlib if device == "cuda" else REPOSITORY / "0*" / "*.py"]
+    if method == "LoRA":
+        chat = REPOSITORY / "tiny-chat"
+        text = ["-d", chat / "stdlib.jsonl", "--chat-template", chat / "template.jinja"]
+    output = run(method, devices, ["-m", folder, *flags, *text])
     real, real_states = measured(output, devices)
     if guessed_states != real_states:
         sys.exit(f"error: {method} on {devices}: {real_states} bytes, not {guessed_states}")

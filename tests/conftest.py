@@ -120,6 +120,23 @@ def dataset(texts, tmp_path_factory) -> Path:
     return file
 
 
+@pytest.fixture(scope="session")
+def conversations(texts, tmp_path_factory) -> Path:
+    """Of one to four turns, some with a system message, and answers of 1 to 60 words."""
+    chance = random.Random(0)
+    rows = []
+    for _ in range(300):
+        messages = [{"role": "system", "content": "x"}] * chance.randint(0, 1)
+        for _ in range(chance.randint(1, 4)):
+            words = chance.choice(texts).split()[: chance.choice([1, 5, 20])]
+            messages += [{"role": "user", "content": chance.choice(texts)[:20]}]
+            messages += [{"role": "assistant", "content": " ".join(words)}]
+        rows.append({"messages": messages})
+    file = tmp_path_factory.mktemp("chat") / "chat.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
 def damaged(chapter: Path, folder: Path, damages: dict) -> Path:
     """A copy of a chapter with other lines."""
     text = chapter.read_text()

@@ -30,6 +30,10 @@ EP = "test_expert_parallel.py::test_losses_evaluation_and_resume"
 THREE = "test_3d_parallel.py::test_one_pipeline_of_groups"
 SL = "test_sparse_low_rank.py::"
 LOCAL = "test_local_steps.py::"
+LORA = "test_lora.py::test_equal_to_plain_peft[2]"
+LORA_STATE = "test_lora.py::test_types_bytes_resume_and_final"
+CHAT = "test_quick.py::test_one_job_of_conversations[16-chat]"
+LABELS = "test_chat.py::test_labels_are_the_answers"
 # For each chapter: what is wrong, a part of the script, what takes its place, the test
 DAMAGES = {
     "01-single-gpu": [
@@ -800,6 +804,133 @@ DAMAGES = {
             """        own = f"weights of replica {replica}"
         read_parts(checkpoint, {n: part for n, part in saved.items() if n != own})""",
             f"{LOCAL}test_one_job",
+        ),
+    ],
+    "16-chat": [
+        (
+            "a mean over the micro-batches of their means",
+            "loss = model(**batch, num_items_in_batch=tokens_per_rank, use_cache=False).loss",
+            "loss = model(**batch, use_cache=False).loss / accumulation",
+            CHAT,
+        ),
+        (
+            "each rank counts its own samples",
+            "order[state.samples : state.samples + global_batch]].sum()",
+            "order[state.samples + RANK * args.batch_size :][: args.batch_size]].sum()"
+            " * WORLD_SIZE * accumulation",
+            CHAT,
+        ),
+        (
+            "the count is not divided by the ranks",
+            "batch_tokens / WORLD_SIZE",
+            "batch_tokens / 1",
+            CHAT,
+        ),
+        (
+            "a conversation sees the one before",
+            "lambda p: (p == 0).cumsum(-1)",
+            "lambda p: None",
+            CHAT,
+        ),
+        (
+            "the held-out loss is a mean over samples",
+            "num_items_in_batch=one, use_cache=False).loss",
+            "use_cache=False).loss",
+            CHAT,
+        ),
+        (
+            "labels are shifted by one",
+            "labels[inside] = ids[inside]",
+            "labels[inside] = np.roll(ids, -1)[inside]",
+            f"{LABELS}[Llama-3]",
+        ),
+        (
+            "answers by the lengths of tokenized prompts",
+            "begins >= begin",
+            "np.arange(len(ids)) >="
+            " len(tokenizer.encode(text['text'][:begin], add_special_tokens=False))",
+            f"{LABELS}[Llama-3]",
+        ),
+        (
+            "all tokens have labels",
+            "labels[inside] = ids[inside]",
+            "labels[:] = ids",
+            f"{LABELS}[ChatML]",
+        ),
+        (
+            "the tokenizer adds a begin-of-text token",
+            'text["text"], add_special_tokens=False',
+            'text["text"], add_special_tokens=True',
+            f"{LABELS}[Gemma]",
+        ),
+        (
+            "one text for answers whose earlier turns have changed",
+            'not prompt.startswith(texts[-1]["text"])',
+            "False",
+            f"{LABELS}[Qwen3]",
+        ),
+        (
+            "cut answers have labels",
+            "if end <= ends[-1]",
+            "if True",
+            "test_chat.py::test_answers_that_do_not_fit",
+        ),
+        (
+            "the answer has no stop token",
+            "sorted({stop_token, *known} - {None})",
+            "known",
+            CHAT,
+        ),
+        (
+            "the places for FlashAttention ignore the samples",
+            'batch["position_ids"].flatten() == 0',
+            'batch["position_ids"][0] == 0',
+            "test_chat.py::test_each_conversation_has_its_own_logits[varlen]",
+        ),
+    ],
+    "17-lora": [
+        (
+            "B does not begin at 0",
+            "target_modules=args.lora_targets,",
+            "target_modules=args.lora_targets, init_lora_weights=False,",
+            LORA,
+        ),
+        (
+            "B A has another scale",
+            "lora_alpha=args.lora_alpha,",
+            "lora_alpha=args.lora_rank,",
+            LORA,
+        ),
+        (
+            "a resumed run has another base",
+            "    whole = load_model(args, checkpoint=None)",
+            "    args.from_scratch = bool(checkpoint)\n"
+            "    whole = load_model(args, checkpoint=None)",
+            LORA_STATE,
+        ),
+        (
+            "adapters in bf16",
+            "parameter.data = parameter.data.float()",
+            "parameter.data = parameter.data.bfloat16()",
+            LORA_STATE,
+        ),
+        (
+            "frozen weights train, and have moments",
+            "        if parameter.requires_grad:",
+            "        if parameter.requires_grad_():",
+            LORA_STATE,
+        ),
+        (
+            "a checkpoint has the frozen weights, too",
+            'adapters = {n: x for n, x in weights.items() if ".lora_" in n}',
+            "adapters = weights",
+            LORA_STATE,
+        ),
+        (
+            "final/ has the head that is tied to the embeddings",
+            'for n, x in weights.items() if ".lora_" in n}\n    return {f"base',
+            'for n, x in weights.items()}\n    return {f"base',
+            LORA_STATE,
         ),
     ],
 }

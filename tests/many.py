@@ -24,7 +24,8 @@ def watch(name: str) -> None:
         parameters = list(parameters)
         case["step"] += 1
         if case["step"] < 3:
-            gradients = {n: p.grad for n, p in models[0].named_parameters()}
+            named = models[0].named_parameters()
+            gradients = {n: p.grad for n, p in named if p.grad is not None}
             whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients.items()}
             file = f"{case['folder']}/gradients-{case['step']}-{os.environ.get('RANK', '0')}"
             torch.save({n: g.clone() for n, g in whole.items()}, file)

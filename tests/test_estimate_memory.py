@@ -17,6 +17,7 @@ tool = load(REPOSITORY / "tools" / "estimate-memory.py")
 benchmark = load(REPOSITORY / "benchmarks" / "memory.py")
 TRACED = ["device", "dtype", "compile", "activation_checkpointing", "seq_length", "exchange"]
 TRACED += ["tensor_parallel", "context_parallel", "expert_parallel", "rank", "density"]
+TRACED += ["lora_rank", "lora_targets"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,6 +76,8 @@ CASES += [
     ("expert parallel", 4, MIXTURE, HALF),
     ("pipeline × tensor", 4, EVEN, ""),
     ("sparse low-rank", 1, TIED, CHECKPOINT),
+    ("LoRA", 2, {}, HALF),
+    ("LoRA", 2, TIED, ACCUMULATE),
 ]
 
 
@@ -240,8 +243,8 @@ README_1, RECORD = "01-single-gpu/README.md", "benchmarks/records/memory.md"
 COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m meta-llama/(\S+) (.*)$"
 
 
-@pytest.mark.parametrize("method", ["HSDP", "tensor parallel", "pipeline"])
-def test_figures_of_chapters_5_to_7(method):
+@pytest.mark.parametrize("method", ["HSDP", "tensor parallel", "pipeline", "LoRA"])
+def test_figures_of_chapters_5_to_7_and_17(method):
     """Of the command in the README, for the chapter and for FSDP."""
     (readme,) = REPOSITORY.glob(f"{tool.METHODS[method].chapter:02}-*/README.md")
     text = readme.read_text()

@@ -1,6 +1,6 @@
 """The quick tier of the chapters from 2 on: one job on 2 ranks, its resume, and one bad flag.
 
-The job has chapter 1's losses, gradient norms and held-out loss. (Chapters 4 and 10 read other
+The job has chapter 1's losses, gradient norms and held-out loss. (Chapters 4, 10 and 16 read other
 rows, so a plain loop over the same rows takes the place of chapter 1.) A resumed run repeats it to
 the last bit. No checkpoint gets its name before all of its files are on the disk.
 """
@@ -24,11 +24,14 @@ from conftest import (
 )
 from runner import REPOSITORY, Run, load
 from safetensors.torch import load_file
+from test_chat import DEMO_TEMPLATE, assert_equal, flags_for, plain_loop
 from test_fsdp import OFF, save_weights
 from test_hf_trainer import STOP, Runs
 from test_mds import IMPORTABLE
 from test_resume import WATCH_DISK, assert_synced
-from test_streaming import WATCH, plain_loop
+from test_streaming import WATCH
+from test_streaming import plain_loop as plain_loop_over_rows
+from transformers import AutoTokenizer, GenerationConfig
 
 STEPS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
 STEPS += ["--keep-checkpoints", 9]
@@ -146,7 +149,8 @@ def assert_same_weights(a, b) -> None:
 def check_rows(run, folder, steps: int, held_out, monkeypatch) -> None:
     """Other rows on each rank; the losses and norms of a plain loop, the tool's held-out loss."""
     rows = [part.view(steps, -1, part.shape[-1]) for part in run.seen]
-    losses, norms = plain_loop(folder, [torch.cat(parts) for parts in zip(*rows, strict=True)])
+    batches = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    losses, norms = plain_loop_over_rows(folder, batches)
     assert run.column("loss") == pytest.approx(losses, rel=1e-5)
     assert run.column("grad_norm") == pytest.approx(norms, rel=3e-5)
     seen = [tuple(row) for part in rows for row in part.flatten(0, 1).tolist()]
@@ -209,6 +213,36 @@ def test_one_job_of_shards(trainer, pretrained, corpus, monkeypatch, chapter):
     shards = corpus / "shards"
     rows_job(trainer, chapter, pretrained, corpus, shards, monkeypatch, IMPORTABLE)
     refuse(trainer, chapter, ["--local-cache"], "expected one argument")
+
+
+@pytest.mark.parametrize("chapter", ["16-chat"])
+def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
+    """`final/` has the template and the token that ends an answer, as a server needs them."""
+    folder = shutil.copytree(pretrained, trainer.folder / "chat-model")
+    GenerationConfig(eos_token_id=5).save_pretrained(folder)
+    flags = [*flags_for(folder, conversations), "-s", 64, "-b", 2, "--lr", 1e-3]
+    flags += ["--gradient-accumulation-steps", 3, "--max-steps", 4]
+    flags += ["--eval-freq", 2, "--ckpt-freq", 2, "--keep-checkpoints", 9]
+
+    def train(name):
+        options = {"script": script_of(chapter), "processes": 2, "before": WATCH_SAVES}
+        options["env"] = {"SAVES": str(trainer.folder)}
+        return trainer(*flags, name=name, **options)
+
+    run = train("run")
+    assert_synced(run.run.ranks[0].output, ["step-00000002", "step-00000004", "final"])
+    assert_equal(plain_loop(load(script_of(chapter)), folder, conversations), run)
+    assert_opens(run)
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
+    assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()
+    stop = GenerationConfig.from_pretrained(run.folder / "final").eos_token_id
+    assert stop == [tokenizer.eos_token_id, 5]
+    resume(run, trainer, 2, train)
+    refuse(trainer, chapter, [], "no chat template: give --chat-template", status=1)
+    strict = trainer.folder / "strict.jinja"
+    strict.write_text("{{ raise_exception('no system messages') }}")
+    sentence = "refuses a conversation: no system messages"
+    refuse(trainer, chapter, ["--chat-template", strict], sentence, status=1)
 
 
 # The name of a checkpoint is written when all ranks have written their files.

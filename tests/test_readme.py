@@ -15,6 +15,7 @@ from runner import (
     CHAPTER_10,
     CHAPTER_13,
     CHAPTER_14,
+    CHAPTER_17,
     CHAPTERS_BY_NUMBER,
     REPOSITORY,
     Run,
@@ -112,6 +113,8 @@ def test_demo_and_the_commands_after_it(tmp_path):
         if script == CHAPTER_10:
             run(command_with("write-mds.py"), "--processes", 1)
             flags += ["-d", tmp_path / "mds"]
+        if script == CHAPTER_17:
+            flags += ["-m", tmp_path / "demo-fsdp" / "final"]
         output = run(command, *flags, cwd=tmp_path)
         assert "warning: " not in output.lower()
         folder = tmp_path / f"demo-{script.parent.name[3:]}"

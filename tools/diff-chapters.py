@@ -27,6 +27,8 @@ CONTINUES = {
     "13-3d-parallel": "07-pipeline-parallel",
     "14-sparse-low-rank": "01-single-gpu",
     "15-local-steps": "05-multi-node",
+    "16-chat": "03-fsdp",
+    "17-lora": "16-chat",
 }
 # The same for the scripts of in-short/. Only single.py continues none.
 SHORT = {

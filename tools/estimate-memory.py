@@ -4,12 +4,13 @@
     python tools/estimate-memory.py -m my-model/config.json -b 4 -s 2048 --explain
     python tools/estimate-memory.py --devices 32 --shard-size 8 --tensor-parallel 8
     python tools/estimate-memory.py -m my-model --devices 8 --context-parallel 8 -b 1 -s 131072
+    python tools/estimate-memory.py -m my-model --devices 2 --gpu-memory 24 --lora-rank 16 -b 1
 
 Only the config of the model is needed, and no GPU. tools/models.json has those of some models. A
 forward and a backward pass run on fake tensors, which have shapes and no memory, with the settings
 of the chapters, and every allocation and release is noted down. Of layers of a kind one is traced,
 in between others, and stands for all. What FSDP gathers and scatters is added by its rules.
-Chapters 6, 11, 12 and 14 change layers or attention. Their traces use the code of the chapter
+Chapters 6, 11, 12, 14 and 17 change layers or attention. Their traces use the code of the chapter
 itself, on one rank of a process group that does not exist. Pipelines follow PyTorch's order of the
 passes on each rank.
 
@@ -84,7 +85,7 @@ def numel(shapes, devices: int = 1, even: bool = False) -> int:
 
 
 # Chapters that change the model of chapter 1: what each is called, and the flag of its group
-PLAIN, TENSOR, CONTEXT, EXPERTS, LOW_RANK = 1, 6, 11, 12, 14
+PLAIN, TENSOR, CONTEXT, EXPERTS, LOW_RANK, LORA = 1, 6, 11, 12, 14, 17
 GROUPS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel", EXPERTS: "expert_parallel"}
 
 
@@ -111,7 +112,7 @@ def join_group(ranks: int) -> None:
 def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
     """The model on fake tensors, as this chapter changes it; of several ranks, that of the first.
 
-    `kind` is one of `PLAIN`, `TENSOR`, `CONTEXT`, `EXPERTS` and `LOW_RANK`.
+    `kind` is one of `PLAIN`, `TENSOR`, `CONTEXT`, `EXPERTS`, `LOW_RANK` and `LORA`.
     """
     changes = chapter(kind) if kind != PLAIN else {}
     config = deepcopy(config)  # the model changes it, for example its implementation of experts
@@ -119,6 +120,10 @@ def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         if kind == LOW_RANK:
             changes["replace_layers"](model, flags)
+        if kind == LORA:
+            # PEFT moves adapters to the device of the model, where fake tensors already are.
+            with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **to: module):
+                changes["add_adapters"](model, flags)
         for parameter in model.parameters():  # not the buffers
             parameter.data = parameter.data.to(dtype)
     if kind not in GROUPS:
@@ -166,7 +171,7 @@ def outer_of(model) -> list:
 
 
 def units_of(model) -> dict[int, list]:
-    """By place, the shapes of what FSDP gathers together in chapter 3."""
+    """By place, the parameters that FSDP gathers together in chapter 3."""
     layers = layers_of(model)
     units = {place: [*layer.parameters()] for place, layer in enumerate(layers)}
     if not model.all_tied_weights_keys:
@@ -174,7 +179,7 @@ def units_of(model) -> dict[int, list]:
         units[len(layers)] = [*model.get_output_embeddings().parameters()]
     inner = set(chain(*units.values()))
     units[ROOT] = [parameter for parameter in model.parameters() if parameter not in inner]
-    return {place: shapes_of(parameters) for place, parameters in units.items()}
+    return units
 
 
 # -- The trace -------------------------------------------------------------------------------------
@@ -413,7 +418,8 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: 
         stack.enter_context(warnings.catch_warnings(action="ignore"))
         recorder = Recorder(model, examples)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(recorder.accumulated)
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(recorder.accumulated)
         # Tensors that are split ask for the shapes of whole results, which are never made.
         sharding = "torch.distributed.tensor._sharding_prop.ShardingPropagator"
         shapes = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -421,8 +427,10 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: 
         call = marked(numbers, recorder)
         patches = {
             f"{sharding}._propagate_tensor_meta_non_cached": unseen,
-            # Looks for position ids that restart within a row. The chapters have none.
-            "transformers.masking_utils.find_packed_sequence_indices": lambda *args: None,
+            # Looks for position ids that restart within a row. Only chapter 17 has some.
+            "transformers.masking_utils.find_packed_sequence_indices": (
+                lambda ids: (ids == 0).cumsum(-1) if kind == LORA else None
+            ),
             # PyTorch refuses fake tensors in fp32 there; the way around it takes as much memory.
             "transformers.integrations.moe._can_use_grouped_mm": lambda x, w, _: w.itemsize == 2,
             "transformers.modeling_layers.GradientCheckpointingLayer.__call__": call,
@@ -470,6 +478,8 @@ def loss_of(model, ids: torch.Tensor, flags, kind: int) -> torch.Tensor:
     if kind == TENSOR:
         positions = torch.arange(flags.seq_length)[None]
         return model(**inputs, position_ids=positions).loss.full_tensor()
+    if kind == LORA:
+        inputs["position_ids"] = torch.zeros_like(ids)
     return model(**inputs).loss
 
 
@@ -526,7 +536,11 @@ class Traces:
         layers = layers_of(model)
         self.parameters = shapes_of(model.parameters())
         self.outer = shapes_of(outer_of(model))
-        self.units = units_of(model)
+        units = units_of(model)
+        self.units = {place: shapes_of(unit) for place, unit in units.items()}
+        # In chapter 17, the other weights are frozen.
+        trained = {place: [p for p in unit if p.requires_grad] for place, unit in units.items()}
+        self.trained = {place: shapes_of(unit) for place, unit in trained.items()}
         self.layers = [shapes_of(layer.parameters()) for layer in layers]
         experts = chapter(EXPERTS)["experts_of"](model) if kind == EXPERTS else []
         self.expert_shapes = {*chain(*(shapes_of(part.parameters()) for part in experts))}
@@ -588,7 +602,7 @@ class Method:
         sizes = [getattr(flags, flag.strip("-").replace("-", "_"), 1) for flag in self.flags]
         if None in sizes:
             return None
-        return math.prod(sizes) if self.chapter != 14 else 1
+        return math.prod(sizes) if self.kind not in (LOW_RANK, LORA) else 1
 
     def copy_ranks(self, devices: int, flags) -> int:
         """How many of the devices hold a copy of the weights together, or of their part of them.
@@ -616,6 +630,7 @@ METHODS = [
     Method("expert parallel", 12, ("--expert-parallel",), EXPERTS),
     Method("pipeline × tensor", 13, ("--pipeline-parallel", "--tensor-parallel"), TENSOR),
     Method("sparse low-rank", 14, ("--rank",), LOW_RANK),
+    Method("LoRA", 17, ("--lora-rank",), LORA),
 ]
 METHODS = {method.name: method for method in METHODS}
 PARTS = ["weights, fp32", "gradients", "AdamW's moments", "copies of weights", "activations"]
@@ -627,6 +642,7 @@ class Rank:
     """What a rank computes in a step: all of the model, or its stages of a pipeline."""
 
     groups: dict[int, list]  # by place, the shapes of what FSDP gathers together
+    trained: dict[int, list]  # those among them that are not frozen
     stages: dict[int, range]  # their places
     passes: list[tuple[int, str]]  # stages and directions, in their order
     copy: list = field(default_factory=list)  # shapes of what AdamW does not update
@@ -643,7 +659,8 @@ def ranks(traces: Traces, method: Method) -> list[Rank]:
     flags, head = traces.flags, len(traces.layers)
     if not method.in_pipeline:
         places = range(EMBEDDINGS, head + 1)
-        return [Rank(traces.units, {0: places}, [(0, "forward"), (0, "backward")])]
+        passes = [(0, "forward"), (0, "backward")]
+        return [Rank(traces.units, traces.trained, {0: places}, passes)]
     count, number = stage_count(flags), flags.pipeline_parallel
     many = max(flags.gradient_accumulation_steps, count)  # as many as stages are the default
     # As in chapters 7 and 13: embeddings and head count as a layer each.
@@ -668,7 +685,7 @@ def ranks(traces: Traces, method: Method) -> list[Rank]:
         sent = many * sum((n > 0) + (n < count - 1) for n in stages) + any(n > 0 for n in stages)
         per_token = sent * width * BYTES[flags.dtype] + many * 2 * 8
         updates_all = [] if head not in own else copy
-        result += [Rank(own, stages, passes, updates_all, round(flags.seq_length * per_token))]
+        result += [Rank(own, own, stages, passes, updates_all, round(flags.seq_length * per_token))]
     return result
 
 
@@ -685,12 +702,13 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     at the end of the step. Of other methods this is the last micro-batch.
 
     In chapter 12 the experts of a layer are a unit of their own. Here they count with their layer.
+    In chapter 17 frozen weights are in the compute dtype, without gradients and moments.
     """
     flags, groups, head = traces.flags, rank.groups, len(traces.layers)
     shards, size = method.copy_ranks(devices, flags), BYTES[flags.dtype]
     everyone = devices if method.chapter == EXPERTS else shards
     whole = {place: size * numel(shapes) for place, shapes in groups.items()}
-    shard, buffer_size, gathered = {}, {}, {}
+    shard, buffer_size, gathered, frozen = {}, {}, {}, 0
     for place, shapes in groups.items():
         parts = [shards if shape in traces.expert_shapes else everyone for shape in shapes]
         experts = [shape in traces.expert_shapes for shape in shapes]
@@ -700,15 +718,20 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
         shard[place], buffer_size[place] = sum(sizes), sum(padded)
         # On one device there is no buffer for what arrives.
         gathered[place] = sum(x for n, x in zip(parts, padded, strict=True) if n > 1)
-    all_shards = sum(shard.values())
+        without_gradient = numel(shapes, shards) - numel(rank.trained[place], shards)
+        frozen += size * without_gradient
+        shard[place] -= 4 * without_gradient
+        buffer_size[place] -= 4 * shards * without_gradient
+    all_shards = sum(shard.values())  # of what AdamW updates, and of its gradients
     updated = all_shards - 4 * numel(rank.copy, shards)
-    steps = 4 * (sum(map(len, groups.values())) - len(rank.copy))  # AdamW counts for each tensor
+    # AdamW counts for each tensor.
+    steps = 4 * (sum(map(len, rank.trained.values())) - len(rank.copy))
     states = {"weights": updated, "gradients": updated, "moments": 2 * updated + steps}
     here = 0 if method.name == "offload" and flags.device == "cuda" else 1  # else the same memory
     in_pipeline, accumulates = method.in_pipeline, flags.gradient_accumulation_steps > 1
     # Gathered once for all micro-batches of a step, along with whole gradients in fp32
     stays = in_pipeline or (accumulates and not method.reshard)
-    whole_gradients = {place: 4 * count // size for place, count in whole.items()}
+    whole_gradients = {place: 4 * numel(shapes) for place, shapes in rank.trained.items()}
     from_before = here * (method.name == "DDP" or (accumulates and not in_pipeline))
     gradients = whole_gradients if stays else shard
     gradients = {place: from_before * count for place, count in gradients.items()}
@@ -718,7 +741,7 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     moments, in_flight, nothing = {}, {stage: [] for stage in rank.stages}, np.zeros(COLUMNS)
 
     def note(name: str, row, gradients: float, copies: float) -> None:
-        weights = here * all_shards + traces.supports
+        weights = here * (all_shards + frozen) + traces.supports
         sizes = [weights, gradients, here * states["moments"], copies]
         sizes += [row[ACTIVATIONS] + rank.buffers * batch, row[LOGITS]]
         moments[name] = max([*map(float, sizes)], moments.get(name, [0.0]), key=sum)
@@ -742,7 +765,7 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
         """Notes the moment when gradients are in the buffer, and others are left for later."""
         # PyTorch frees the gradients that are in the buffer, except the last one of the unit.
         bytes_each = 4 if stays else size
-        after = shard[unit] + (bytes_each * numel(groups[unit][-1:]) if gathered[unit] else 0)
+        after = shard[unit] + (bytes_each * numel(rank.trained[unit][-1:]) if gathered[unit] else 0)
         # Gradients that stay are counted already.
         more = max(after - gradients[unit], 0) if stays else max(new, after)
         held = sum(gradients.values()) + buffer_size[unit] + left + more
@@ -881,7 +904,7 @@ def markdown(rows: list) -> str:
 
 LEGEND = f"""
 - weights, fp32: 4 bytes per parameter, under FSDP of this rank's shard; in chapter 14 also 4 bytes
-  for the place of each value of S
+  for the place of each value of S; in chapter 17, frozen weights are in the compute dtype
 - gradients: as far as they are there, whole or in shards, with FSDP's buffer for scattering
 - AdamW's moments: 8 bytes per parameter and 4 per tensor, under FSDP of this rank's shard
 - copies of weights: in the compute dtype: autocast's, or what FSDP has gathered
@@ -895,6 +918,7 @@ LEGEND = f"""
 - pipeline × tensor: chapter 13, the fullest rank, with both flags
 - context parallel: chapter 11; expert parallel: chapter 12, if all ranks get equally many tokens
 - sparse low-rank: chapter 14 with --rank, on one device
+- LoRA: chapter 17 with --lora-rank
 - In chapters 6, 11 and 13, a batch is that of a group of devices."""
 
 
@@ -937,6 +961,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--expert-parallel", type=positive, help="also chapter 12: GPUs that share the experts")
     add("--rank", type=positive, help="also chapter 14: columns of B, and rows of A")
     add("--density", type=float, default=0.03, help="of chapter 14: the share of values of S")
+    add("--lora-rank", type=positive, help="also chapter 17: rows of A, and columns of B")
+    add("--lora-targets", default="all-linear", help="of chapter 17: or a pattern")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
     add("--dtype", choices=BYTES, help="compute precision [bf16 for cuda, fp32 for cpu]")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
@@ -945,7 +971,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.compile = args.device == "cuda" if args.compile is None else args.compile
-    args.alpha = 1  # of chapter 14, without effect on memory
+    args.alpha = args.lora_alpha = 1  # of chapters 14 and 17, without effect on memory
+    args.seed = 0
     args.attention = None  # the default of the chapters
     return args
 

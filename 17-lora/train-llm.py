@@ -1,0 +1,1053 @@
+"""Chapter 17: low-rank adapters (LoRA), so that a large model can be fine-tuned on small devices.
+
+The weights of the model are frozen: they stay in bf16, without gradients and AdamW moments. Beside
+each matrix of a layer, two narrow matrices train. FSDP shards both. The rest is chapter 16.
+Comments with LORA 1 to 6 mark the ideas.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # after the demo of chapter 3
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-lora     # all GPUs of a node
+    torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
+        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-lora     # the same on two nodes
+"""
+
+import codecs
+import gzip
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+import uuid
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from glob import escape, glob
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle CPU threads sleep instead of spinning
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
+import comet_ml
+import datasets
+import jinja2
+import numpy as np
+import psutil
+import pyarrow.compute
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from filelock import FileLock
+from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser
+from jsonargparse.typing import Path_fr
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+stop_signals = []  # signals that ask this run to stop
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    if RANK > 0:  # DDP: all ranks have the same log
+        sys.stdout = open(os.devnull, "w")
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
+    device = join_process_group()
+    if args.dtype is None:
+        args.dtype = "fp32" if device.type == "cpu" else "bf16"
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    global_batch = args.batch_size * accumulation * WORLD_SIZE
+    torch.manual_seed(args.seed)  # for random initial weights
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
+
+    # Data, model, optimizer.
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
+    # CHAT: A base model has no chat template. A file gives it one, or replaces the model's own.
+    if args.chat_template:
+        tokenizer.chat_template = Path(args.chat_template).read_text()
+    if not tokenizer.chat_template:
+        sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
+    # CHAT 1: The template ends an answer with this token, so a server has to stop there.
+    stop_token = find_stop_token(tokenizer, args)
+    # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
+    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    if LOCAL_RANK > 0:
+        dist.barrier(patient_group)  # until LOCAL_RANK 0 of each node has tokenized
+    train_set, eval_set = load_samples(args, tokenizer)
+    if LOCAL_RANK == 0:
+        dist.barrier(patient_group)
+    # CHAT: Views of all token ids, without a copy. They include padding.
+    columns = [samples.data.column("input_ids") for samples in (train_set, eval_set)]
+    train_tokens, eval_tokens = (pyarrow.compute.list_flatten(column) for column in columns)
+    train_samples = len(train_tokens) // args.seq_length
+    if train_samples < global_batch or len(eval_tokens) < args.seq_length:
+        sys.exit("error: too few answers fit: lower --batch-size, or raise --seq-length")
+    say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
+    answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
+    order = sample_order(args, train_samples)
+    run_folder, checkpoint, state = open_run(args, train_samples)
+    # DDP: Another script, flag or file on one node would spoil the training without any error.
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
+    if differing:
+        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
+    model = build_model(args, device, checkpoint)
+    largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
+    if largest >= model.config.vocab_size:
+        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    # CHAT: A server reads the stop tokens in final/.
+    known = model.generation_config.eos_token_id  # a number, a list or None
+    known = known if isinstance(known, list) else [known]
+    model.generation_config.eos_token_id = sorted({stop_token, *known} - {None})
+    groups = parameter_groups(model, args)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    # CHAT 2: Test for it, because some families of models let a conversation see the one before.
+    # Not earlier: a forward pass leaves some weights whole, and AdamW has to have their shards.
+    if args.packing and mixes_conversations(model, device):
+        sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
+    # A resumed run may have another batch size, so count the steps that are left.
+    total_steps = state.step + (len(order) - state.samples) // global_batch
+    if state.samples != state.step * global_batch:
+        say("warning: the global batch has changed, so steps and learning rate change, too")
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
+    )
+    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
+    autocast = torch.autocast(device.type, enabled=False)
+    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and so gradients.
+    # Before the update, it divides the gradients again. With other dtypes it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    # A checkpoint stores the states of these objects, besides the weights.
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    if checkpoint:
+        # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
+        saved = sharded_state(model, stateful)
+        dcp.load(saved, checkpoint_id=checkpoint)
+        state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
+        # The restored rate is for the old --max-steps. Do the last step() again for the new one.
+        scheduler.last_epoch -= 1
+        scheduler.step()
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
+        facts = describe_run(model, optimizer, device)
+        facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
+        facts["dataset_tokens"] = len(train_tokens)
+        run_log = RunLog(args, run_folder, checkpoint, state, facts)
+        run_log.comet.set_model_graph(str(model))  # the architecture as text
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    logged_time = time.perf_counter()
+    # disable=None: no bar where the output goes to a file
+    progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
+    catch_stop_signals()
+    stop_signal = 0
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        step = state.step + 1
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: no rank waits for its GPU
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        stop_signal = stop.item()  # after a signal, this step is the last
+        at_end = step == total_steps
+        eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
+        save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
+        log_now = step % args.log_freq == 0 or save_now
+        times = defaultdict(float)  # of the phases of this step
+        # A GPU works later than Python. So logged steps, which time their phases, wait for it.
+        wait = log_now and device.type != "cpu"
+        if wait:
+            torch.accelerator.synchronize()  # until the GPU has done the steps before
+        # CHAT 3: The loss is the mean over the answer tokens of the whole global batch.
+        # Each rank knows the samples of all ranks, so it counts their answer tokens without a
+        # message. FSDP averages the gradients over the ranks, so each rank divides by its share.
+        batch_tokens = answer_tokens[order[state.samples : state.samples + global_batch]].sum()
+        # A tensor, because a compiled loss would be compiled again for each Python number.
+        tokens_per_rank = torch.full((), batch_tokens / WORLD_SIZE, device=device)
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
+            first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
+            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            # FSDP: Each micro-batch communicates. With --no-reshard-after-forward, only the last
+            # one does. Until then, weights and gradients stay whole, which takes memory.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
+            with timed("data", times, wait):
+                indices = order[first : first + args.batch_size]
+                batch = model_inputs(train_set[indices], device)
+            with timed("forward", times, wait), autocast:
+                # The model shifts the labels itself, so that each token predicts the next one.
+                # A cache of keys and values serves generation. In training it only takes memory.
+                # CHAT: The sum over the answers of this micro-batch, divided by `tokens_per_rank`.
+                # A micro-batch without an answer adds 0, and has no mean that would not be finite.
+                loss = model(**batch, num_items_in_batch=tokens_per_rank, use_cache=False).loss
+            with timed("backward", times, wait):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # the number alone, without its graph
+        with timed("update", times, wait):
+            # Divide by the scale of fp16 first. Then clip the complete gradient, so that no bad
+            # batch spoils the weights.
+            scaler.unscale_(optimizer)
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
+            grad_norm = grad_norm.full_tensor()
+            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()
+            scheduler.step()  # once per optimizer step, not per micro-batch
+            optimizer.zero_grad()  # because backward() adds to the gradients
+        state.step = step
+        state.samples += global_batch
+        state.epoch = state.samples / train_samples
+        progress.update()
+
+        if log_now:
+            # `.item()` waits until the GPU has computed the number, so only logged steps call it.
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            mean_loss = loss_sum.item() / (step - logged_step)
+            seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            tokens_per_second = global_batch * args.seq_length / seconds
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm.item(),
+                "tokens_per_second": tokens_per_second,
+                "time/total_ms": 1e3 * seconds,
+                **times,
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
+            }
+            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
+            say(f"step {step}/{total_steps}  {numbers}  {tokens_per_second:,.0f} tokens/s")
+            # In fp16 an infinite gradient is normal: the scaler skips that step.
+            norm_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or not norm_is_normal:
+                sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
+            if run_log:
+                run_log.log(state, metrics)
+            loss_sum.zero_()
+            logged_step = step
+            logged_time = time.perf_counter()
+        if eval_now:
+            with autocast:
+                eval_loss = evaluate(model, eval_set, args, device)
+            say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            if run_log:
+                run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
+        if run_folder and save_now:
+            # A saved step is a logged step, so its numbers have passed the check above.
+            save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
+
+    if run_folder and not stop_signal:
+        # LORA: PEFT's files are the adapters, and a config that names the model without adapters.
+        weights = whole_weights(model)
+        with new_folder(run_folder / "final") as folder:
+            if RANK == 0:
+                save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
+                model.peft_config["default"].save_pretrained(folder)
+                model.generation_config.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+        say(f"Done: the adapters are in {run_folder / 'final'}")  # LORA: not the model
+    dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
+    if stop_signal:
+        say(f"Stopped after step {step}: with -e, the same command continues the run")
+        sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, device, checkpoint):
+    """The model on `device`, with its attention, and compiled if asked for."""
+    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None
+    # LORA 1: Both models get the same adapters, so rank 0 also sends A and B.
+    # A resumed run reads the frozen weights here again. Then its checkpoint replaces A and B.
+    if RANK == 0:
+        add_adapters(whole, args)
+    config = AutoConfig.from_pretrained(args.model_name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[args.dtype], attn_implementation=args.attention
+        )
+        add_adapters(model, args)  # LORA: the names and types of rank 0's model
+    shard_model(model, args, device)
+    send_weights(whole, model, device)
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
+    # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
+    # for several texts in a sample by position ids that begin at 0 again.
+    # CHAT 4: A conversation begins at position 0, and sees no other conversation of the sample.
+    # The function numbers the conversations. A token attends to tokens with its own number only.
+    transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    attention = model.config._attn_implementation
+    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
+    if args.activation_checkpointing:
+        # A layer keeps only its input. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()
+    if args.compile:
+        # Compile each layer, because a model that is compiled as a whole builds a causal mask,
+        # which the fast attention refuses. Layers of one kind also share their compiled code.
+        for layer in layers:
+            layer.compile()
+        # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
+        model.loss_function = torch.compile(model.loss_function)
+    return model
+
+
+def load_model(args, checkpoint):
+    """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
+    # LORA 2: Frozen weights never change, so they are stored in the compute precision.
+    # FSDP would cast them to it anyway, so the results are the same, with half of the memory.
+    options = {"dtype": DTYPES[args.dtype], "attn_implementation": args.attention}
+    config = AutoConfig.from_pretrained(args.model_name)
+    if config.get_text_config() is not config:  # it has parts for images that text cannot train
+        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
+    if args.from_scratch and not checkpoint:
+        model = AutoModelForCausalLM.from_config(config, **options)
+        # Draw again from the seed, because constructors have drawn numbers, too, and how many
+        # depends on the version.
+        torch.manual_seed(args.seed)
+        model.apply(model._init_weights)
+        return model
+    source = checkpoint or args.model_name
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source, output_loading_info=True, **options
+    )
+    if report["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {report['missing_keys']}")
+    return model
+
+
+def add_adapters(model, args):
+    """LORA: Freezes the model, and adds two narrow matrices A and B to its linear layers."""
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules=args.lora_targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=args.model_name,
+    )
+    torch.manual_seed(args.seed)  # for A: how many numbers were drawn before, depends on versions
+    # LORA 3: A layer with the weights W now computes W x + alpha / rank × B A x.
+    # A is random, and B is 0, so training begins with the model as it was. PEFT freezes W.
+    inject_adapter_in_model(config, model)
+    # LORA 4: A and B train, so they are in fp32, because bf16 would round small changes away.
+    # FSDP gathers weights of both types together. Only those that train must have a common type.
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def shard_model(model, args, device):
+    """Gives each rank a shard of every parameter: memory, without values yet."""
+    # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # FSDP 7: Each layer is a unit, so that only one or two layers are whole at any time.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
+    if not model.all_tied_weights_keys:
+        embeddings = model.get_input_embeddings()
+        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
+        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
+        # The backward pass begins with the head, so the head stays whole after the forward pass.
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
+    fully_shard(model, **policy)
+    # FSDP 8: Take memory only for the shards of this rank, because other ranks have the rest.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+    model.tie_weights()  # to_empty has separated shared weights
+
+
+def send_weights(whole, model, device):
+    """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
+    weights = {}
+    if RANK == 0:
+        if whole.all_tied_weights_keys != model.all_tied_weights_keys:
+            sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
+        weights = whole.state_dict()
+        # final/ needs these. fully_shard has renamed the class, which gives tensors their names.
+        model.generation_config = whole.generation_config
+        model._weight_conversions = getattr(whole, "_weight_conversions", None)
+        type(model).__name__ = type(whole).__name__
+        type(model).__module__ = type(whole).__module__
+    # Wait for rank 0, which has to read the files before.
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+    # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, weights, options=how)
+    # Files and checkpoints do not have all buffers, such as the rotary frequencies.
+    for name, buffer in model.named_buffers():
+        source = whole.get_buffer(name) if RANK == 0 else buffer
+        buffer.data = source.to(device)
+        dist.broadcast(buffer, src=0)
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+# -- Data and evaluation ---------------------------------------------------------------------------
+
+# The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet"}
+LONGEST_DOCUMENT = 250_000  # characters; a longer text is cut, because it takes much memory
+# CHAT: A dataset has the columns of one of these forms.
+FORMS = [["messages"], ["prompt", "completion"], ["instruction", "output"]]
+
+
+def load_samples(args, tokenizer):
+    """The samples to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
+    splits = load_documents(args)
+    train_split = splits["train"]
+    eval_split = splits.get("validation") or splits.get("test")
+    if not eval_split:
+        # CHAT 5: Hold out whole conversations before they are packed, because packing sorts them.
+        begin = len(train_split) - max(1, len(train_split) // 100)
+        eval_split = train_split.select(range(begin, len(train_split)))
+        train_split = train_split.select(range(begin))
+    return [tokenize_split(split, tokenizer, args) for split in (train_split, eval_split)]
+
+
+def load_documents(args):
+    """The splits of a local file or pattern, or of a dataset on the Hub."""
+    name = os.path.expanduser(args.dataset_name)
+    file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
+    if not file_format and "*" not in name and not os.path.exists(name):
+        return datasets.load_dataset(name, args.dataset_subset)
+    files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
+    if not files or not file_format:
+        endings = ", ".join(FORMATS)
+        sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
+    say(f"{name}: {len(files):,} files")
+    if file_format == "text":
+        # read_text needs no `changed`, but its arguments are the key of the cache of `datasets`.
+        changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
+        arguments = {"files": files, "changed": changed}
+        documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
+        undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
+        if undecoded:
+            say(f"warning: {undecoded:,} characters cannot be decoded: are the files UTF-8?")
+        return {"train": documents}
+    # `datasets` reads a name as a pattern, so escape brackets.
+    return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
+
+
+def read_text(files, changed):
+    """A document ends at <|endoftext|>, at the end of its file, or where it becomes too long."""
+    for file in files:
+        opened = gzip.open if file.endswith(".gz") else open
+        with opened(file, "rb") as stream:
+            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding = "utf-16" if is_utf16 else "utf-8-sig"
+        with opened(file, "rt", encoding=encoding, errors="replace") as stream:
+            rest = ""
+            while text := stream.read(LONGEST_DOCUMENT):
+                *documents, rest = (rest + text).split("<|endoftext|>")
+                if len(rest) >= LONGEST_DOCUMENT:
+                    documents.append(rest)
+                    rest = ""
+                for document in documents:
+                    yield {"text": document, "undecoded": document.count("\ufffd")}
+            yield {"text": rest, "undecoded": rest.count("\ufffd")}
+
+
+def tokenize_split(documents, tokenizer, args):
+    """CHAT: The samples of all conversations of a split."""
+    columns = documents.column_names
+    if not any(set(form) <= set(columns) for form in FORMS):
+        forms = ", or ".join(" and ".join(form) for form in FORMS)
+        sys.exit(f"error: the columns are {columns}: rename them to {forms}")
+    size = args.seq_length
+    number = datasets.Value("int32")
+    numbers = datasets.List(number)
+    tokenized = documents.map(
+        tokenize,
+        batched=True,
+        batch_size=32,  # documents; the longest ones then need 1 GB of memory
+        fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
+        remove_columns=documents.column_names,  # keep only the token ids
+        features=datasets.Features(input_ids=numbers, labels=numbers, left_out=number),
+    )
+    samples = tokenized.map(
+        pack,
+        batched=True,  # 1,000 conversations at a time
+        fn_kwargs={"size": size, "several": args.packing},
+        remove_columns=tokenized.column_names,
+        features=datasets.Features(
+            input_ids=numbers, labels=numbers, position_ids=numbers, answer_tokens=number
+        ),
+    )
+    left_out = sum(tokenized["left_out"])
+    say(f"{len(documents):,} conversations; {left_out:,} answers do not fit into {size} tokens")
+    return samples.with_format("torch", columns=["input_ids", "labels", "position_ids"])
+
+
+def messages_of(row):
+    """CHAT: The conversation of a row: messages with a role and a content."""
+    if "messages" in row:
+        # `datasets` fills missing keys of a message with None.
+        return [{k: v for k, v in message.items() if v is not None} for message in row["messages"]]
+    if "completion" in row:
+        prompt, answer = row["prompt"], row["completion"]
+    else:
+        prompt = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
+        answer = row["output"]
+    if isinstance(prompt, list):  # both may be lists of messages
+        return prompt + answer
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+
+
+def texts_of(messages, tokenizer, options):
+    """CHAT: The texts of a conversation. Each has the places of its answers: (begin, end) pairs."""
+    render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
+    texts = []
+    for n, message in enumerate(messages):
+        if message["role"] != "assistant" or n == 0:
+            continue
+        # CHAT 6: The answer begins where the prompt ends, because a server sends this prompt.
+        prompt = render(messages[:n], add_generation_prompt=True)
+        whole = render(messages[: n + 1])
+        if not whole.startswith(prompt):
+            sys.exit(f"error: an answer does not begin where its prompt ends: {prompt[-60:]!r}")
+        # CHAT 7: Some templates change earlier turns, so the next answer gets a text of its own.
+        # Qwen3, for example, removes the thoughts of earlier answers.
+        if not texts or not prompt.startswith(texts[-1]["text"]):
+            texts.append({"answers": []})
+        texts[-1]["text"] = whole
+        texts[-1]["answers"].append((len(prompt), len(whole.rstrip())))
+    return texts
+
+
+def find_stop_token(tokenizer, args):
+    """CHAT: The token that ends an answer."""
+    messages = messages_of({"prompt": "Question", "completion": "Answer"})
+    [found] = texts_of(messages, tokenizer, args.template_options)
+    begin, end = found["answers"][0]
+    text = found["text"][:end]
+    if "Answer" not in text[begin:]:
+        sys.exit("error: the chat template leaves out the answers")
+    last = tokenizer(text, add_special_tokens=False)["input_ids"][-1]
+    if last not in tokenizer.added_tokens_decoder:
+        sys.exit(f"error: the template ends an answer with {text[-20:]!r}, no special token")
+    return last
+
+
+def tokenize(rows, tokenizer, options, size):
+    """CHAT: Token ids, and labels, which are -100 except for the tokens of answers."""
+    result = {"input_ids": [], "labels": [], "left_out": []}
+    for values in zip(*rows.values(), strict=True):
+        row = dict(zip(rows, values, strict=True))
+        for text in texts_of(messages_of(row), tokenizer, options):
+            # CHAT 8: The characters of a token decide whether the token is in an answer.
+            # The template writes the begin-of-text token. The tokenizer must not add another one.
+            tokens = tokenizer(
+                text["text"], add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+            ids = np.array(tokens["input_ids"][:size])
+            begins, ends = np.array(tokens["offset_mapping"][:size]).T
+            labels = np.full(len(ids), -100)
+            # Whole answers only, because a cut answer does not teach to stop.
+            fitting = [(begin, end) for begin, end in text["answers"] if end <= ends[-1]]
+            for begin, end in fitting:
+                inside = (begins >= begin) & (ends > begin) & (ends <= end)
+                labels[inside] = ids[inside]
+            # Tokens behind the last answer teach nothing.
+            length = np.max(np.flatnonzero(labels >= 0), initial=-1) + 1
+            result["input_ids"].append(ids[:length])
+            result["labels"].append(labels[:length])
+            result["left_out"].append(len(text["answers"]) - len(fitting))
+    return result
+
+
+def pack(rows, size, several):
+    """CHAT: Samples of `size` tokens. Each has one or several whole conversations, then padding."""
+    samples = []  # the conversations of each sample
+    free = []  # the free tokens of each sample
+    # CHAT 9: The longest conversations come first, each into the fullest sample that has room.
+    lengths = [len(ids) for ids in rows["input_ids"]]
+    with_answers = np.flatnonzero(lengths)
+    for n in sorted(with_answers, key=lambda n: -lengths[n]):
+        fitting = [i for i in range(len(samples)) if several and free[i] >= lengths[n]]
+        if not fitting:
+            fitting = [len(samples)]
+            samples.append([])
+            free.append(size)
+        best = min(fitting, key=lambda i: free[i])
+        samples[best].append(n)
+        free[best] -= lengths[n]
+    result = defaultdict(list)
+    for sample, room in zip(samples, free, strict=True):
+        ids = np.concatenate([rows["input_ids"][n] for n in sample])
+        labels = np.concatenate([rows["labels"][n] for n in sample])
+        # Positions begin at 0 in each conversation, as in a server, and in the padding.
+        positions = [np.arange(length) for length in [*(lengths[n] for n in sample), room]]
+        result["input_ids"].append(np.pad(ids, (0, room)))
+        result["labels"].append(np.pad(labels, (0, room), constant_values=-100))
+        result["position_ids"].append(np.concatenate(positions))
+        result["answer_tokens"].append(np.count_nonzero(labels >= 0))
+    return result
+
+
+def sample_order(args, train_samples):
+    """The samples of all epochs, in the order in which the run reads them.
+
+    The order depends only on the seed, so a run can resume at any sample.
+    """
+    permutations = []
+    for epoch in range(args.num_epochs):
+        # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+        generator = np.random.RandomState((args.seed, epoch))
+        permutations.append(generator.permutation(train_samples))
+    return np.concatenate(permutations)
+
+
+def model_inputs(batch, device):
+    """CHAT: The tensors of a batch on `device`, and those that FlashAttention needs."""
+    # FlashAttention joins all samples, and needs the places where conversations begin and end.
+    begins = torch.nonzero(batch["position_ids"].flatten() == 0).flatten()
+    places = torch.cat([begins, torch.tensor([batch["input_ids"].numel()])]).int()
+    batch = batch | {"cu_seq_lens_q": places, "cu_seq_lens_k": places}
+    if device.type == "cuda":
+        # Python goes on while the GPU copies from pinned memory.
+        batch = {k: v.pin_memory().to(device, non_blocking=True) for k, v in batch.items()}
+    longest = batch["input_ids"].shape[1]
+    return batch | {"max_length_q": longest, "max_length_k": longest}
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # not worth compiling
+def mixes_conversations(model, device):
+    """CHAT: Whether the first conversation of a sample changes the logits of the second one."""
+    ids = torch.arange(2, 18).repeat(2, 1)
+    ids[1, :8] += 1  # the second sample has another first conversation
+    batch = {"input_ids": ids, "position_ids": torch.arange(16).repeat(2, 1) % 8}
+    model.eval()
+    logits = model(**model_inputs(batch, device), use_cache=False).logits
+    model.train()
+    difference = logits[0, 8:] - logits[1, 8:]
+    return difference.abs().max() > 1e-3 * logits.abs().max()
+
+
+@torch.no_grad()
+def evaluate(model, samples, args, device):
+    """CHAT: The mean loss over all held-out answers, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    for begin in range(0, len(samples), WORLD_SIZE * args.batch_size):
+        first = begin + RANK * args.batch_size
+        indices = range(len(samples))[first : first + args.batch_size]
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
+        batch = model_inputs(samples[indices or [0]], device)
+        # CHAT 10: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
+        one = torch.ones((), device=device)
+        loss = model(**batch, num_items_in_batch=one, use_cache=False).loss
+        loss_sum += loss * bool(indices)
+    model.train()  # dropout on again
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    return loss_sum.item() / pyarrow.compute.sum(samples.data.column("answer_tokens")).as_py()
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A resumed run must have these flags as before. Others would make it another training.
+LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
+LASTING += ["chat_template", "template_options"]  # CHAT: they make the text; no column does
+LASTING += ["seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
+LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
+LASTING += ["lora_rank", "lora_alpha", "lora_targets"]  # LORA: the shapes and the scale of B A
+
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"  # eight digits, so the names sort by step
+
+
+@dataclass
+class RunState:
+    """The position of a run. Every checkpoint stores it as `state.json`."""
+
+    lasting: dict  # flags, and the size of the dataset, which must not change
+    comet_key: str  # the id of its Comet experiment
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # samples read, over all epochs
+    epoch: float = 0.0
+
+
+def open_run(args, train_samples):
+    """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
+    lasting = {name: getattr(args, name) for name in LASTING} | {"train_samples": train_samples}
+    state = RunState(lasting, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
+        return None, None, state
+    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder.mkdir(parents=True, exist_ok=True)
+    # FSDP: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()
+    is_shared = all(gather(probe.exists()))
+    probe.unlink(missing_ok=True)
+    if not is_shared:
+        sys.exit(f"error: not all nodes see {run_folder}: --save-dir must be on a shared disk")
+    checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
+    if not checkpoint:
+        return run_folder, None, state
+    say(f"Continuing from {checkpoint}")
+    state = RunState(**json.loads((checkpoint / "state.json").read_text()))
+    for name, value in lasting.items():
+        before = state.lasting.get(name)
+        if before != value:
+            sys.exit(f"error: {name} was {before}, and is {value}: keep it, or choose another -e")
+    return run_folder, checkpoint, state
+
+
+def sharded_state(model, stateful):
+    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    # LORA 5: Frozen weights never change, so a checkpoint has only A and B, and their moments.
+    adapters = {n: x for n, x in weights.items() if ".lora_" in n}
+    return stateful | {"model": adapters, "optimizer": moments}
+
+
+def whole_weights(model):
+    """LORA: All of A and B on rank 0, and nothing on other ranks. All ranks have to call it."""
+    options = state_dict.StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
+    )
+    weights = state_dict.get_model_state_dict(model, options=options)
+    # LORA 6: PEFT, Transformers and servers can read final/, because its names are those of PEFT.
+    weights = {n.replace(".default", ""): x for n, x in weights.items() if ".lora_" in n}
+    return {f"base_model.model.{n}": x for n, x in weights.items()}
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
+    if RANK == 0:
+        remove(temporary)
+        temporary.mkdir()
+    dist.barrier()
+    yield temporary
+    if RANK > 0:
+        return
+    for file in temporary.glob("*.safetensors"):  # safetensors keeps them private
+        # LORA: Adapters have no config.json, so take the mode of another file.
+        shutil.copymode(temporary / "tokenizer_config.json", file)
+    os.sync()  # all files are on the disk before the folder gets its name
+    remove(folder)
+    temporary.rename(folder)
+
+
+def remove(folder):
+    """Removes a folder, or a link to a folder, if it exists."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
+    """Writes all that an exact resume needs, then removes old checkpoints."""
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
+        # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
+        dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
+        if RANK > 0:
+            return  # rank 0 does the rest
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        shutil.copy(run_folder / "metrics.jsonl", folder)
+    for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
+        remove(old)
+
+
+# -- Processes -------------------------------------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks, and returns the device of this rank."""
+    if "RANK" not in os.environ:
+        sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    torch.cuda.set_device(LOCAL_RANK)  # DDP: first, because otherwise each rank uses GPU 0 too
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return torch.device("cuda", LOCAL_RANK)
+
+
+def gather(value):
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        for name, value in of_rank.items():
+            result[name.replace("/", f"/rank{rank}/")] = value
+    return result
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+@contextmanager
+def timed(phase, times, wait):
+    """Adds the milliseconds of a block to `times`.
+
+    Python only queues work for a GPU. So logged steps wait here until the GPU has done the work.
+    """
+    begin = time.perf_counter()
+    yield
+    if wait:
+        torch.accelerator.synchronize()
+    times[f"time/{phase}_ms"] += 1e3 * (time.perf_counter() - begin)
+
+
+def memory_metrics(device):
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without a GPU, memory of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(model, optimizer, device):
+    """Facts about model and machine, which are logged once besides the flags."""
+    on_gpu = device.type == "cuda"
+    return {
+        "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "optimizer": type(optimizer).__name__,
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
+
+    def __init__(self, args, run_folder, checkpoint, state, facts):
+        self.lock = FileLock(run_folder / "lock")
+        self.lock.acquire(timeout=0)  # fails if another process trains in this folder
+        if checkpoint:
+            # A killed run may have left later records. The checkpoint has a copy without them.
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        self.comet = start_comet(args, run_folder, state)
+        parameters = args.as_dict() | facts
+        self.comet.log_parameters(parameters)
+        (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
+
+    def log(self, state, metrics):
+        # JSON has no infinity, which the gradient norm may be in fp16.
+        metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | metrics
+        print(json.dumps(record), file=self.file, flush=True)
+        self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
+
+
+def start_comet(args, run_folder, state):
+    """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
+    folder = str(run_folder / "comet")
+    config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=folder)
+    options = {
+        "workspace": args.comet_workspace,
+        "project_name": args.comet_project_name,
+        "experiment_key": state.comet_key,  # a resumed run continues its experiment
+        "experiment_config": config,
+    }
+    if comet_ml.get_config("comet.api_key"):
+        try:
+            return comet_ml.start(online=True, **options)
+        except Exception as error:
+            say(f"warning: Comet cannot be reached ({error!r:.300})")
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the file
+    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
+    return comet_ml.start(online=False, **options)
+
+
+def catch_stop_signals():
+    """From now on, Ctrl-C, SIGTERM or a closed terminal ends the run after the next step."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, stop_soon)
+
+
+def stop_soon(signum, frame):
+    stop_signals.append(signum)  # the loop looks at this list before every step
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    with suppress(OSError):  # Ctrl-C may end `| tee log` first, and the run still has to save
+        tqdm.write(message)
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+# --demo takes two minutes on two CPU cores.
+# CHAT: Its conversations are about Python's own library. The tiny model has no template of its own.
+# LORA: Frozen weights must have been trained before, here by the demo of chapter 3.
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
+    "model_name": f"{REPOSITORY}/outputs/demo-fsdp/final",
+    "dataset_name": f"{REPOSITORY}/tiny-chat/*.jsonl",
+    "chat_template": f"{REPOSITORY}/tiny-chat/template.jinja",
+    "num_epochs": 9,  # CHAT: the conversations fill few samples
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
+    "max_steps": 400,
+    "lr": 5e-3,  # LORA: higher, as below
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def parse_args():
+    parser = ArgumentParser(exit_on_error=False, usage="%(prog)s [flags], which --help lists")
+    add = parser.add_argument
+    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
+    # CHAT: A chat model, which has a chat template.
+    instruct = "meta-llama/Llama-3.2-1B-Instruct"
+    add("-m", "--model-name", default=instruct, help="Hub id or local folder")
+    add("--chat-template", type=str, help="a Jinja file, in place of the model's own template")
+    add("--template-options", type=dict, default={}, help="such as '{enable_thinking: false}'")
+    add("--packing", action=switch, default=True, help="several conversations in a sample")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=int, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=int, default=8, help="samples per forward pass")
+    add("--gradient-accumulation-steps", type=int, default=1, help="passes per optimizer step")
+    add("--num-epochs", type=int, default=3, help="passes over the dataset")
+    add("--max-steps", type=int, help="stop after this many optimizer steps")
+    # LORA: B begins at 0, so adapters need about ten times the learning rate of a whole model.
+    add("--lr", type=float, default=3e-4, help="peak learning rate")
+    add("--lora-rank", type=int, default=16, help="rows of A, and columns of B")
+    add("--lora-alpha", type=int, default=32, help="B A is multiplied by alpha / rank")
+    add("--lora-targets", default="all-linear", help="or a pattern, such as '.*(q|v)_proj'")
+    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
+    add("--warmup-steps", type=int, default=0, help="steps until the peak learning rate")
+    add("--adam-beta2", type=float, default=0.999, help="of AdamW; from scratch, 0.95 is common")
+    add("--weight-decay", type=float, default=0.01, help="of AdamW, for matrices only")
+    add("--max-grad-norm", type=float, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
+    on_gpu = torch.cuda.is_available()
+    add("--compile", action=switch, default=on_gpu, help="compile the layers; on for CUDA")
+    add("--eval-freq", type=int, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=int, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="older ones are removed")
+    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=int, default=0, help="seed of random weights and sample order")
+    # DDP: No --device, because torchrun assigns the devices.
+    # FSDP: These two flags choose between speed and memory.
+    add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
+    add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    # Parse three times: for --config, then for --demo, then for all flags, which override both.
+    if config := parser.parse_args().config:
+        parser.default_config_files = [str(config)]
+    if parser.parse_args().demo:
+        parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
+    counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
+    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    for name, value in args.as_dict().items():
+        least = 1 if name in counts else 0
+        if isinstance(value, int | float) and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    name = args.experiment_name
+    if name is not None and (name in ("", ".", "..") or "/" in name):
+        parser.error("--experiment-name must be the name of a folder, without slashes")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ArgumentError) as error:  # such as a file that is not there, or a wrong flag
+        sys.exit(f"error: {error}")
+    except jinja2.TemplateError as error:  # CHAT: for example, it knows no system messages
+        sys.exit(f"error: the chat template refuses a conversation: {error}")
+    except torch.OutOfMemoryError:
+        # FSDP: more devices help, too, because each device then has a smaller shard.
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, a lower -b, more GPUs")
+    finally:
+        # DDP: If all ranks fail, the first one of a node says why, and torchrun ends the others.
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
+            time.sleep(5)

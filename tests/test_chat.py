@@ -1,0 +1,372 @@
+"""Chapter 16: a plain loop, in which each conversation is alone, has the same losses and gradients.
+
+Which tokens have labels is written out by hand, for templates in the manner of known families.
+"""
+
+import random
+import re
+from itertools import pairwise
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+from conftest import LLAMA, TINY_LLAMA, damaged, write_model
+from runner import CHAPTER_16, REPOSITORY, load
+from test_equal import OFF, Folder, described, run, worst
+from test_fsdp import save_weights
+from tokenizers import processors
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    get_scheduler,
+)
+
+END = ("<|endoftext|>", 0)
+DEMO_TEMPLATE = REPOSITORY / "tiny-chat" / "template.jinja"
+
+
+@pytest.fixture(scope="session")
+def chat():
+    return load(CHAPTER_16)
+
+
+# -- Labels ----------------------------------------------------------------------------------------
+
+# Templates in the manner of these families, shortened. « and » are the borders of the answers, of
+# which a text has all labels, and no others. ¦ is a border of tokens: at the end of a prompt, two
+# line ends are one token. Qwen3 and Phi-3 change earlier turns, so there are two texts.
+LLAMA_3 = """{{- '<|begin|>' }}{% for m in messages %}
+{{- '<|header|>' + m.role + '<|end_header|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|header|>assistant<|end_header|>\n\n' }}{% endif %}"""
+CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}
+{{- '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+QWEN_2 = (
+    """{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nHelp.<|im_end|>\n' }}
+{%- endif %}"""
+    + CHATML
+)
+QWEN_3 = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}
+{%- set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}
+{%- set text = m.content if loop.index0 > ns.last else m.content.split('</think>\n\n')[-1] %}
+{{- '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"""
+GEMMA = """{{ '<bos>' }}{% for m in messages %}{% if m.role == 'system' %}
+{{- raise_exception('System role not supported') }}{% endif %}{{ '<turn>' }}
+{{- 'model' if m.role == 'assistant' else m.role }}{{ '\n' + m.content | trim + '<end_turn>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"""
+MISTRAL = """{{ '<s>' }}{% for m in messages %}{% if m.role == 'user' %}
+{{- '[INST] ' + m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}
+{%- endfor %}"""
+PHI_3 = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"""
+THOUGHT = "<think>\nMoin?\n</think>\n\n"
+FAMILIES = {
+    "Llama-3": (
+        LLAMA_3,
+        "<|begin|><|header|>user<|end_header|>\n¦\nHi<|eot|><|header|>assistant<|end_header|>\n¦\n"
+        "«Größe 学习.<|eot|>»<|header|>user<|end_header|>\n¦\nAnd?<|eot|>"
+        "<|header|>assistant<|end_header|>\n¦\n«No<|eot|>»",
+    ),
+    "Qwen2.5": (
+        QWEN_2,
+        "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n«Größe 学习.<|im_end|>»\n<|im_start|>user\nAnd?<|im_end|>\n"
+        "<|im_start|>assistant\n«No<|im_end|>»",
+    ),
+    "Qwen3": (
+        QWEN_3,
+        f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«{THOUGHT}Größe 学习.<|im_end|>»",
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nGröße 学习.<|im_end|>\n"
+        f"<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n«{THOUGHT}No<|im_end|>»",
+    ),
+    "Gemma": (
+        GEMMA,
+        "<bos><turn>user\nHi<end_turn>\n<turn>model\n«Größe 学习.<end_turn>»\n"
+        "<turn>user\nAnd?<end_turn>\n<turn>model\n«No<end_turn>»",
+    ),
+    "Mistral": (MISTRAL, "<s>[INST] Hi[/INST]« Größe 学习.</s>»[INST] And?[/INST]« No</s>»"),
+    "Phi-3": (
+        PHI_3,
+        "<|user|>\nHi<|end|>\n<|assistant|>\n«Größe 学习.<|end|>\n<|endoftext|>»",
+        "<|user|>\nHi<|end|>\n<|assistant|>\nGröße 学习.<|end|>\n<|user|>\nAnd?<|end|>\n"
+        "<|assistant|>\n«No<|end|>\n<|endoftext|>»",
+    ),
+    "ChatML": (
+        CHATML,
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Größe 学习.<|im_end|>»\n"
+        "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n«No<|im_end|>»",
+    ),
+    "the demo": (
+        DEMO_TEMPLATE.read_text(),
+        "User: Hi\nAssistant:« Größe 学习.<|endoftext|>»\nUser: And?\nAssistant:« No<|endoftext|>»",
+    ),
+}
+
+
+def tokenizer_with(template: str):
+    """The tiny tokenizer, in which the special tokens of this template are one token each.
+
+    As many tokenizers do, it would add a begin-of-text token of its own.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    special = sorted({*re.findall(r"<[|\w]+>|</s>|\[/?INST\]", template)} - {"</think>"})
+    begin = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[END])
+    tokenizer.backend_tokenizer.post_processor = begin
+    tokenizer.add_special_tokens({"extra_special_tokens": special})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_are_the_answers(chat, family):
+    template, *expected = FAMILIES[family]
+    tokenizer = tokenizer_with(template)
+    thought = THOUGHT if family == "Qwen3" else ""
+
+    def tokens_of(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    messages = [{"role": "user", "content": "Hi"}]
+    messages += [{"role": "assistant", "content": f"{thought}Größe 学习.", "name": None}]
+    messages += [{"role": "user", "content": "And?"}]
+    messages += [{"role": "assistant", "content": f"{thought}No"}]
+    messages += [{"role": "user", "content": "This has no answer."}]
+    found = chat.tokenize({"messages": [messages]}, tokenizer, {}, 1024)
+    assert len(found["input_ids"]) == len(expected)
+    for text, ids, labels in zip(expected, found["input_ids"], found["labels"], strict=True):
+        pieces = re.split("[«»]", text)  # every second one is an answer
+        expected_ids, expected_labels = [], []
+        for number, piece in enumerate(pieces):
+            tokens = [token for part in piece.split("¦") for token in tokens_of(part)]
+            expected_ids += tokens
+            expected_labels += tokens if number % 2 else [-100] * len(tokens)
+        assert ids.tolist() == expected_ids
+        assert labels.tolist() == expected_labels
+    stop = chat.find_stop_token(tokenizer, SimpleNamespace(template_options={}))
+    assert stop == found["labels"][0][-1]
+
+
+def test_answers_that_do_not_fit(chat):
+    """The first answer has a label for each of its tokens; what follows is cut."""
+    tokenizer = tokenizer_with(CHATML)
+    turn = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d e"}]
+    whole = chat.tokenize({"messages": [turn * 2]}, tokenizer, {}, 99)
+    first = len(chat.tokenize({"messages": [turn]}, tokenizer, {}, 99)["labels"][0])
+    for size, length, left_out in ((first - 1, 0, 2), (first, first, 1), (first + 9, first, 1)):
+        found = chat.tokenize({"messages": [turn * 2]}, tokenizer, {}, size)
+        assert found["left_out"] == [left_out]
+        for name in ("input_ids", "labels"):
+            assert found[name][0].tolist() == whole[name][0][:length].tolist()
+
+
+def test_forms_of_rows(chat):
+    question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    for row in (
+        {"messages": [question, answer | {"name": None}], "id": 3},
+        {"prompt": "q", "completion": "a"},
+        {"prompt": [question], "completion": [answer]},
+        {"instruction": "q", "input": "", "output": "a", "text": "t"},
+        {"instruction": "q", "input": None, "output": "a"},
+    ):
+        assert chat.messages_of(row) == [question, answer]
+    both = {"instruction": "q", "input": "i", "output": "a"}
+    assert chat.messages_of(both)[0]["content"] == "q\n\ni"
+
+
+def test_samples_have_every_conversation_once(chat):
+    chance = random.Random(0)
+    rows = [[n] * chance.randint(0, 40) for n in range(1, 300)]
+    for several in (True, False):
+        packed = chat.pack({"input_ids": rows, "labels": rows}, 64, several)
+        found = []
+        for ids, labels, positions in zip(
+            packed["input_ids"], packed["labels"], packed["position_ids"], strict=True
+        ):
+            begins = [*(positions == 0).nonzero()[0], 64]
+            parts = [ids[a:b].tolist() for a, b in pairwise(begins)]
+            found += [part for part in parts if part[0]]
+            assert labels.tolist() == [n or -100 for n in ids]
+            assert several or len(parts) <= 2
+        assert sorted(found) == [row for row in rows if row]
+        if several:
+            used = sum(map(len, rows)) / 64
+            assert len(packed["labels"]) < 1.02 * used + 1
+
+
+# A part of the sentence, and a template
+WRONG = {
+    "leaves out the answers": "{% for m in messages %}{{ m.role }}{% endfor %}",
+    "does not begin where its prompt ends": CHATML.replace("assistant\n'", "assistant\n<think>'"),
+    "no special token": CHATML.replace("<|im_end|>", ""),
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_wrong_templates(chat, sentence):
+    with pytest.raises(SystemExit, match=f"error: .*{sentence}"):
+        chat.find_stop_token(tokenizer_with(WRONG[sentence]), SimpleNamespace(template_options={}))
+
+
+def test_wrong_columns(chat):
+    documents = datasets.Dataset.from_dict({"prompt": ["q"], "answer": ["a"]})
+    with pytest.raises(SystemExit, match="rename them to messages, or prompt and"):
+        chat.tokenize_split(documents, None, None)
+
+
+# -- Conversations that share a sample -------------------------------------------------------------
+
+
+def varlen(module, query, key, value, mask, scaling=None, cu_seq_lens_q=None, **options):
+    """In place of FlashAttention, which knows where conversations begin in the joined samples."""
+    batch, heads, length, size = query.shape
+    repeat = heads // key.shape[1]
+    joined = [x.transpose(0, 1).flatten(1, 2) for x in (query, key, value)]
+    joined[1:] = [x.repeat_interleave(repeat, 0) for x in joined[1:]]
+    parts = []
+    for begin, end in pairwise(cu_seq_lens_q):
+        q, k, v = (x[:, begin:end] for x in joined)
+        parts.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+    output = torch.cat(parts, 1).view(heads, batch, length, size)
+    return output.permute(1, 2, 0, 3), None
+
+
+AttentionInterface.register("varlen", varlen)
+AttentionMaskInterface.register("varlen", lambda *arguments, **options: None)
+
+
+@pytest.fixture
+def find(monkeypatch):
+    """The line of `build_model`, for models of this process."""
+    [line] = re.findall(r"find_packed_sequence_indices = (lambda .*)", CHAPTER_16.read_text())
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", eval(line))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "varlen"])
+def test_each_conversation_has_its_own_logits(chat, find, tmp_path, attention):
+    config = AutoConfig.from_pretrained(write_model(tmp_path / "llama", **LLAMA))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    ids = torch.arange(100, 132).view(2, 16)
+    positions = torch.tensor([[*range(16)], [*range(5), *range(7), *range(4)]])
+    batch = {"input_ids": ids, "position_ids": positions}
+    logits = model(**chat.model_inputs(batch, torch.device("cpu")), use_cache=False).logits
+    model.set_attn_implementation("eager")
+    for row, begin, end in ((0, 0, 16), (1, 0, 5), (1, 5, 12), (1, 12, 16)):
+        alone = model(ids[row : row + 1, begin:end]).logits[0]
+        torch.testing.assert_close(logits[row, begin:end], alone)
+
+
+def test_the_probe_finds_models_that_mix(chat, find):
+    for kind, shape in {
+        "llama": LLAMA,
+        "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+        "opt": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2},
+    }.items():
+        shape = {k: v for k, v in shape.items() if k != "model_type"}
+        config = AutoConfig.for_model(kind, **shape | {"vocab_size": 64})
+        model = AutoModelForCausalLM.from_config(config).train()
+        assert chat.mixes_conversations(model, torch.device("cpu")) == (kind == "opt"), kind
+        assert model.training
+
+
+# -- The plain loop --------------------------------------------------------------------------------
+
+STEPS, BATCH, SIZE = 4, 12, 64  # samples per step, for 1 to 4 ranks
+
+
+def flags_for(folder, data) -> list:
+    return ["-m", folder, "--no-from-scratch", "-d", data, "--chat-template", DEMO_TEMPLATE]
+
+
+def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> SimpleNamespace:
+    """Losses, norms, held-out losses and gradients of one process, a conversation at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = DEMO_TEMPLATE.read_text()
+    args = SimpleNamespace(dataset_name=str(data), dataset_subset=None, template_options={})
+    args = SimpleNamespace(**vars(args), seq_length=SIZE, packing=packing, seed=0, num_epochs=3)
+    train_set, eval_set = chat.load_samples(args, tokenizer)
+    order = chat.sample_order(args, len(train_set))
+    model = adapt(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    by_decay = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (1, 0)]
+    groups = [{"params": p, "weight_decay": d} for p, d in zip(by_decay, (0.01, 0), strict=True)]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    scheduler = get_scheduler("cosine", optimizer, 0, STEPS)
+
+    def losses_of(samples):
+        """The sum over the answers of each conversation, and their number of tokens."""
+        for sample in samples:
+            begins = [*(sample["position_ids"] == 0).nonzero().flatten(), SIZE]
+            for begin, end in pairwise(begins):
+                ids, labels = (sample[name][begin:end] for name in ("input_ids", "labels"))
+                count = (labels >= 0).sum().item()
+                if count:
+                    logits = model(ids[None]).logits[0, :-1]
+                    entropy = torch.nn.functional.cross_entropy
+                    yield entropy(logits, labels[1:], reduction="sum"), count
+
+    result = SimpleNamespace(loss=[], norm=[], held_out=[], gradients=[])
+    for step in range(STEPS):
+        samples = [train_set[int(i)] for i in order[step * BATCH : (step + 1) * BATCH]]
+        sums, counts = zip(*losses_of(samples), strict=True)
+        loss = sum(sums) / sum(counts)
+        loss.backward()
+        named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
+        result.gradients.append({n: p.grad.clone() for n, p in named})
+        result.loss.append(loss.item())
+        result.norm.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step % 2:
+            with torch.no_grad():
+                sums, counts = zip(*losses_of(eval_set), strict=True)
+            result.held_out.append(sum(sums).item() / sum(counts))
+    return result
+
+
+def assert_equal(plain, found) -> None:
+    assert found.column("loss") == pytest.approx(plain.loss, rel=1e-5)
+    assert found.column("grad_norm") == pytest.approx(plain.norm, rel=OFF["grad_norm"])
+    assert found.column("eval/loss") == pytest.approx(plain.held_out, rel=1e-5)
+
+
+# By the ranks: the model, the samples of a rank at a time, and other flags
+CASES = {
+    1: [("tied", 12), ("untied", 4, "--no-packing")],
+    2: [("untied", 3, "--compile"), ("tied", 1, "--no-packing", "blank")],
+    3: [("tied", 2, "--no-reshard-after-forward"), ("untied", 4, "--cpu-offload")],
+    4: [("untied", 3, "--activation-checkpointing"), ("tied", 1, "--no-packing", "blank")],
+}
+# About every second conversation loses its labels, so some micro-batches have no answer.
+BLANK = {"append(labels[:length])": "append(np.where(ids[3] % 2, -100, labels[:length]))"}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("ranks", CASES)
+def test_each_conversation_alone(chat, tmp_path, conversations, ranks):
+    cases, plain = [], {}
+    blank = damaged(CHAPTER_16, tmp_path, BLANK)
+    for kind, batch, *more in CASES[ranks]:
+        folder = tmp_path / kind
+        if not folder.exists():
+            save_weights(write_model(folder, **LLAMA | {"tie_word_embeddings": kind == "tied"}))
+        flags = [*flags_for(folder, conversations), "-s", SIZE, "--lr", 1e-3]
+        flags += ["--gradient-accumulation-steps", BATCH // ranks // batch]
+        flags += [flag for flag in more if flag != "blank"]
+        name = f"{kind}-{batch}"
+        case = described(tmp_path, name, "16", kind, batch, flags)
+        module = chat
+        if "blank" in more:
+            case["script"], module = str(blank), load(blank)
+        plain[name] = plain_loop(module, folder, conversations, "--no-packing" not in more)
+        cases.append(case)
+    run(tmp_path, "job", cases, ranks)
+    for name, expected in plain.items():
+        found = Folder(tmp_path / name)
+        assert_equal(expected, found)
+        for step in (1, 2):
+            error, parameter = worst(expected.gradients[step - 1], found.gradients(step))
+            assert error < 1e-4, (name, step, parameter, error)

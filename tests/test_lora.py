@@ -1,0 +1,205 @@
+"""Chapter 17 trains what PEFT trains in one process, and keeps no more than A and B need."""
+
+import re
+import shutil
+import subprocess
+from functools import partial
+
+import peft
+import pytest
+import torch
+from conftest import damaged, exact, take_over
+from runner import CHAPTER_3, CHAPTER_17, load
+from safetensors.torch import load_file
+from test_chat import BATCH, DEMO_TEMPLATE, SIZE, assert_equal, flags_for, plain_loop
+from test_equal import AGAIN, OFFLOAD, WHOLE, Folder, described, run, worst, write_weights
+from test_fsdp import whole_state
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+README = CHAPTER_17.with_name("README.md").read_text()
+PREFIX = "base_model.model."  # of all names in PEFT's own models
+PATTERN = ["--lora-targets", ".*(q|v)_proj"]
+# By the ranks: the model, the samples of a rank at a time, and other flags
+CASES = {
+    1: [("llama untied", 12, [])],
+    2: [("llama", 3, [OFFLOAD]), ("mixtral", 6, [AGAIN])],
+    3: [("gpt2", 4, []), ("llama", 2, PATTERN)],
+    4: [("llama untied", 3, [WHOLE]), ("llama", 3, ["--compile", AGAIN])],
+}
+
+
+def with_adapters(model, targets="all-linear"):
+    """As PEFT's documentation has it."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+@pytest.fixture(scope="module")
+def lora():
+    return load(CHAPTER_17)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("ranks", CASES)
+def test_equal_to_plain_peft(lora, tmp_path, conversations, ranks):
+    cases, plain = [], {}
+    for model, batch, more in CASES[ranks]:
+        folder = tmp_path / model
+        if not folder.exists():
+            write_weights(folder, model)
+        flags = [*flags_for(folder, conversations), "-s", SIZE, "--lr", 1e-3, *more]
+        flags += ["--gradient-accumulation-steps", BATCH // ranks // batch]
+        name = f"{model}-{batch}"
+        cases.append(described(tmp_path, name, "17", model, batch, flags))
+        options = {"targets": PATTERN[1]} if more == PATTERN else {}
+        adapt = partial(with_adapters, **options)
+        plain[name] = plain_loop(lora, folder, conversations, adapt=adapt)
+    run(tmp_path, "job", cases, ranks)
+    for name, expected in plain.items():
+        found = Folder(tmp_path / name)
+        assert_equal(expected, found)
+        for step in (1, 2):
+            gradients = expected.gradients[step - 1]
+            gradients = {n.removeprefix(PREFIX): x for n, x in gradients.items()}
+            error, parameter = worst(gradients, found.gradients(step))
+            assert error < 1e-4, (name, step, parameter, error)
+
+
+# In each step: the bytes of gathered and reduced tensors, the bytes of AdamW's moments on this
+# rank, and the types of frozen weights and of A and B
+WATCH = """
+import torch
+import torch.distributed as dist
+
+models, sent = [], []
+
+def counted(name):
+    original = getattr(dist, name)
+    def call(*args, **options):
+        tensors = [x for x in [*args, *options.values()] if isinstance(x, torch.Tensor)]
+        sent.append(max(x.nbytes for x in tensors))
+        return original(*args, **options)
+    setattr(dist, name, call)
+
+counted("all_gather_single")
+counted("reduce_scatter_single")
+
+def to_empty(self, **options):
+    models[:] = [original_to_empty(self, **options)]
+    return self
+
+def step(self, *args, **options):
+    result = original_step(self, *args, **options)
+    moments = sum(x.to_local().nbytes for s in self.state.values() for x in s.values() if x.dim())
+    types = {(".lora_" in n, str(p.dtype)) for n, p in models[0].named_parameters()}
+    print("\\nstep", sum(sent), moments, *[name for _, name in sorted(types)])
+    sent.clear()
+    return result
+
+original_to_empty = torch.nn.Module.to_empty
+torch.nn.Module.to_empty = to_empty
+original_step = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+"""
+
+
+def python_of_the_readme(begin: str, run) -> str:
+    """A block of code, for this run's folder."""
+    [code] = re.findall(f"^```python\n({begin}.*?)^```", README, re.DOTALL | re.MULTILINE)
+    return code.replace("outputs/mine", str(run.folder))
+
+
+def assert_opens(run, base) -> None:
+    """PEFT, Transformers and the merged copy of the README compute the same logits."""
+    ids = torch.arange(40)[None] * 5
+    final = run.folder / "final"
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    without = model(ids).logits
+    expected = peft.PeftModel.from_pretrained(model, final)(ids).logits
+    assert (expected - without).abs().max() > 1e-3
+    names = {}
+    exec(python_of_the_readme("from transformers", run), names)
+    torch.testing.assert_close(names["model"](ids).logits, expected)
+    exec(python_of_the_readme("import torch", run), {})
+    merged = AutoModelForCausalLM.from_pretrained(run.folder / "merged")
+    torch.testing.assert_close(merged(ids).logits, expected)
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "merged")
+    assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()
+
+
+@pytest.mark.rest
+def test_types_bytes_resume_and_final(trainer, tmp_path, conversations):
+    base = write_weights(tmp_path / "llama", "llama")
+    flags = [*flags_for(base, conversations), "-s", SIZE, "--lr", 1e-3, "--dtype", "bf16"]
+    flags += ["-b", 2, "--gradient-accumulation-steps", 3, "--max-steps", 6, "--eval-freq", 3]
+    flags += ["--ckpt-freq", 3, "--keep-checkpoints", 9]
+
+    def train(name, script=CHAPTER_17):
+        return trainer(*flags, name=name, script=script, processes=2, before=WATCH)
+
+    run = train("run")
+    adapters = load_file(run.folder / "final" / "adapter_model.safetensors")
+    count = sum(x.numel() for x in adapters.values())
+    weights = load_file(base / "model.safetensors")
+    root = sum(x.numel() for name, x in weights.items() if ".layers." not in name)
+    layers = sum(x.numel() for x in weights.values()) - root
+    # Layers are gathered twice in bf16, and the root, with the tied embeddings, once. The first
+    # step also has the probe of chapter 16, and the step after an evaluation has its passes.
+    sent = 3 * (4 * layers + 8 * count + 2 * root)
+    for rank in run.run.ranks:
+        steps = re.findall(r"^step (\d+) (\d+) (torch.*)$", rank.output, re.MULTILINE)
+        assert len(steps) == 6
+        assert {kinds for _, _, kinds in steps} == {"torch.bfloat16 torch.float32"}
+        assert {int(moments) for _, moments, _ in steps} == {8 * count // 2}
+        assert {int(steps[n][0]) for n in (1, 2, 4, 5)} == {sent}
+
+    names = [n for n in whole_state(run.folder / "step-00000003") if n.startswith("model.")]
+    assert len(names) == len(adapters)
+    assert all(".lora_" in name for name in names)
+    take_over(run, trainer, "resumed", 3)
+    resumed = train("resumed")
+    # Frozen weights in fp32 give the same numbers, if A begins with the same rounded ones.
+    dtype = "dtype=DTYPES[args.dtype]"
+    whole = {dtype: "dtype=torch.float32", '"dtype": DTYPES[args.dtype]': '"dtype": torch.float32'}
+    whole["parameter.data.float()"] = "parameter.data.bfloat16().float()"
+    in_fp32 = train("fp32", damaged(CHAPTER_17, tmp_path, whole))
+    for other in (resumed, in_fp32):
+        assert exact(other.records) == exact(run.records)
+        again = load_file(other.folder / "final" / "adapter_model.safetensors")
+        assert again.keys() == adapters.keys()
+        assert all(torch.equal(adapters[name], again[name]) for name in adapters)
+    assert_opens(run, base)
+
+
+def test_text_without_conversations(trainer, tmp_path):
+    """The script of the README: its first loss is chapter 3's, and it trains adapters."""
+    [line] = re.findall("^git merge-file .*$", README, re.MULTILINE)
+    script = tmp_path / "lora-text" / "train-llm.py"
+    script.parent.mkdir()
+    shutil.copy(CHAPTER_3, script)
+    command = line.replace("../lora-text/train-llm.py", str(script)).split()
+    subprocess.run(command, cwd=CHAPTER_17.parent, check=True)
+    base = write_weights(tmp_path / "llama", "llama")
+    flags = ["-m", base, "--no-from-scratch", "--max-steps", 3, "--eval-freq", 0, "--lr", 1e-3]
+    runs = [
+        trainer(*flags, name=name, script=path, processes=2)
+        for name, path in (("whole", CHAPTER_3), ("lora", script))
+    ]
+    assert runs[1].column("loss")[0] == runs[0].column("loss")[0]
+    assert runs[1].column("loss")[1:] != runs[0].column("loss")[1:]
+    assert (runs[1].folder / "final" / "adapter_model.safetensors").exists()
+
+
+def test_what_a_merge_in_bf16_loses():
+    """The table of the README."""
+    rows = re.findall(r"^\| (0\.\d+) of W \| (\d+) % \|$", README, re.MULTILINE)
+    torch.manual_seed(0)
+    weights = (0.02 * torch.randn(1024, 1024)).bfloat16().float()
+    change = torch.randn(1024, 16) @ torch.randn(16, 1024)
+    change *= weights.norm() / change.norm()
+    for size, lost in rows:
+        scaled = float(size) * change
+        error = (weights + scaled).bfloat16().float() - weights - scaled
+        assert 100 * error.norm() / scaled.norm() == pytest.approx(float(lost), abs=1)
+    assert len(rows) == 3
