@@ -244,11 +244,11 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     )
     assert whole == (0, f"User: Hi\nAssistant:{answer[1]}")
     resume(run, trainer, 2, train)
-    refuse(trainer, chapter, [], "no chat template: give --chat-template", status=1)
+    refuse(trainer, chapter, [], "no chat template: give --chat-template")
     strict = trainer.folder / "strict.jinja"
     strict.write_text("{{ raise_exception('no system messages') }}")
     sentence = "refuses a conversation: no system messages"
-    refuse(trainer, chapter, ["--chat-template", strict], sentence, status=1)
+    refuse(trainer, chapter, ["--chat-template", strict], sentence)
 
 
 # The name of a checkpoint is written when all ranks have written their files.
