@@ -837,7 +837,7 @@ def new_folder(folder):
     if RANK > 0:
         return
     for file in temporary.glob("*.safetensors"):  # safetensors keeps them private
-        shutil.copymode(temporary / "config.json", file)
+        shutil.copymode(temporary / "tokenizer_config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
     temporary.rename(folder)
