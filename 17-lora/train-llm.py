@@ -206,6 +206,7 @@ def main():
             model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
                 indices = order[first : first + args.batch_size]
+                # CHAT: Besides token ids, the model gets labels and positions.
                 batch = model_inputs(train_set[indices], device)
             with timed("forward", times, wait), autocast:
                 # The model shifts the labels itself, so that each token predicts the next one.
@@ -263,7 +264,7 @@ def main():
             logged_time = time.perf_counter()
         if eval_now:
             with autocast:
-                eval_loss = evaluate(model, eval_set, args, device)
+                eval_loss = evaluate(model, eval_set, args, device)  # CHAT: of answers
             say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
@@ -499,7 +500,8 @@ def read_text(files, changed):
 
 
 def tokenize_split(documents, tokenizer, args):
-    """CHAT: The samples of all conversations of a split."""
+    """The samples of all conversations of a split."""
+    # CHAT: The columns decide how a row becomes a conversation.
     columns = documents.column_names
     if not any(set(form) <= set(columns) for form in FORMS):
         forms = ", or ".join(" and ".join(form) for form in FORMS)
@@ -530,7 +532,7 @@ def tokenize_split(documents, tokenizer, args):
 
 
 def messages_of(row):
-    """CHAT: The conversation of a row: messages with a role and a content."""
+    """The conversation of a row: messages with a role and a content."""
     if "messages" in row:
         # `datasets` fills missing keys of a message with None.
         return [{k: v for k, v in message.items() if v is not None} for message in row["messages"]]
@@ -545,7 +547,7 @@ def messages_of(row):
 
 
 def texts_of(messages, tokenizer, options):
-    """CHAT: The texts of a conversation. Each has the places of its answers: (begin, end) pairs."""
+    """The texts of a conversation. Each has the places of its answers: (begin, end) pairs."""
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
     texts = []
     for n, message in enumerate(messages):
@@ -566,7 +568,7 @@ def texts_of(messages, tokenizer, options):
 
 
 def find_stop_token(tokenizer, args):
-    """CHAT: The token that ends an answer."""
+    """The token that ends an answer."""
     messages = messages_of({"prompt": "Question", "completion": "Answer"})
     [found] = texts_of(messages, tokenizer, args.template_options)
     begin, end = found["answers"][0]
@@ -580,7 +582,7 @@ def find_stop_token(tokenizer, args):
 
 
 def tokenize(rows, tokenizer, options, size):
-    """CHAT: Token ids, and labels, which are -100 except for the tokens of answers."""
+    """Token ids, and labels, which are -100 except for the tokens of answers."""
     result = {"input_ids": [], "labels": [], "left_out": []}
     for values in zip(*rows.values(), strict=True):
         row = dict(zip(rows, values, strict=True))
@@ -607,7 +609,7 @@ def tokenize(rows, tokenizer, options, size):
 
 
 def pack(rows, size, several):
-    """CHAT: Samples of `size` tokens. Each has one or several whole conversations, then padding."""
+    """Samples of `size` tokens. Each has one or several whole conversations, then padding."""
     samples = []  # the conversations of each sample
     free = []  # the free tokens of each sample
     # CHAT 9: The longest conversations come first, each into the fullest sample that has room.
@@ -649,8 +651,8 @@ def sample_order(args, train_samples):
 
 
 def model_inputs(batch, device):
-    """CHAT: The tensors of a batch on `device`, and those that FlashAttention needs."""
-    # FlashAttention joins all samples, and needs the places where conversations begin and end.
+    """The tensors of a batch on `device`, and those that FlashAttention needs."""
+    # CHAT: FlashAttention joins all samples, and needs the places where conversations begin.
     begins = torch.nonzero(batch["position_ids"].flatten() == 0).flatten()
     places = torch.cat([begins, torch.tensor([batch["input_ids"].numel()])]).int()
     batch = batch | {"cu_seq_lens_q": places, "cu_seq_lens_k": places}
@@ -664,7 +666,7 @@ def model_inputs(batch, device):
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")  # not worth compiling
 def mixes_conversations(model, device):
-    """CHAT: Whether the first conversation of a sample changes the logits of the second one."""
+    """Whether the first conversation of a sample changes the logits of the second one."""
     ids = torch.arange(2, 18).repeat(2, 1)
     ids[1, :8] += 1  # the second sample has another first conversation
     batch = {"input_ids": ids, "position_ids": torch.arange(16).repeat(2, 1) % 8}
@@ -677,7 +679,7 @@ def mixes_conversations(model, device):
 
 @torch.no_grad()
 def evaluate(model, samples, args, device):
-    """CHAT: The mean loss over all held-out answers, in nats per token."""
+    """The mean loss over all held-out answers, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
     # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.

@@ -846,9 +846,9 @@ DAMAGES = {
         ),
         (
             "answers by the lengths of tokenized prompts",
-            "begins >= begin",
-            "np.arange(len(ids)) >="
-            " len(tokenizer.encode(text['text'][:begin], add_special_tokens=False))",
+            "(begins >= begin) & (ends > begin)",
+            "(np.arange(len(ids)) >="
+            " len(tokenizer.encode(text['text'][:begin], add_special_tokens=False)))",
             f"{LABELS}[Llama-3]",
         ),
         (

@@ -22,7 +22,7 @@ from conftest import (
     exact,
     take_over,
 )
-from runner import REPOSITORY, Run, load
+from runner import REPOSITORY, Run, load, outcome
 from safetensors.torch import load_file
 from test_chat import DEMO_TEMPLATE, assert_equal, flags_for, plain_loop
 from test_fsdp import OFF, save_weights
@@ -237,6 +237,12 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()
     stop = GenerationConfig.from_pretrained(run.folder / "final").eos_token_id
     assert stop == [tokenizer.eos_token_id, 5]
+    command = [run.folder / "final", "--prompt", "Hi", "--temperature", 0, "--max-new-tokens", 9]
+    whole, answer = (
+        outcome(trainer.folder, REPOSITORY / "tools" / "generate.py", *command, *more)
+        for more in (["--prompt", "User: Hi\nAssistant:"], ["--chat"])
+    )
+    assert whole == (0, f"User: Hi\nAssistant:{answer[1]}")
     resume(run, trainer, 2, train)
     refuse(trainer, chapter, [], "no chat template: give --chat-template", status=1)
     strict = trainer.folder / "strict.jinja"

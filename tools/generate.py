@@ -3,6 +3,7 @@
     python tools/generate.py outputs/demo-single-gpu/final --prompt "def "
     python tools/generate.py outputs/my-run/step-00000500 --prompt "Once" --temperature 0
     python tools/generate.py Qwen/Qwen3-0.6B --prompt "The capital of France is"
+    python tools/generate.py outputs/demo-chat/final --chat --prompt "What does a list do?"
 
 The model is a run's `final/`, one of its `step-*` folders, of any chapter but 14, or any causal
 language model of Transformers, by folder or Hub id. Convert checkpoints of the format `local`
@@ -28,6 +29,7 @@ def parse_args() -> argparse.Namespace:
         "model", help="a run's final/ or step-* folder, another folder, or a Hub id"
     )
     parser.add_argument("--prompt", default="", help="the text to continue")
+    parser.add_argument("--chat", action="store_true", help="answer, with the chat template")
     parser.add_argument("--max-new-tokens", type=int, default=200, help="[%(default)s]")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy [%(default)s]")
     parser.add_argument("--top-k", type=int, default=50, help="0: all tokens [%(default)s]")
@@ -96,7 +98,12 @@ def main() -> None:
     torch.manual_seed(args.seed)
     # Without a prompt the model starts a new document: after an end-of-text token.
     prompt = args.prompt or tokenizer.bos_token or tokenizer.eos_token
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if args.chat:
+        # The template writes the begin-of-text token itself.
+        messages = [{"role": "user", "content": args.prompt}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    options = {"return_tensors": "pt", "add_special_tokens": not args.chat}
+    inputs = tokenizer(prompt, **options).to(model.device)
     sampling = {"do_sample": False}
     if args.temperature > 0:
         top_k = args.top_k or len(tokenizer)
@@ -108,7 +115,8 @@ def main() -> None:
         pad_token_id=tokenizer.eos_token_id,
         **sampling,
     )
-    print(tokenizer.decode(output[0], skip_special_tokens=True))
+    begin = inputs["input_ids"].shape[1] if args.chat else 0  # the answer alone
+    print(tokenizer.decode(output[0, begin:], skip_special_tokens=True))
 
 
 if __name__ == "__main__":
