@@ -17,6 +17,7 @@ import importlib.util
 import io
 import json
 import re
+import string
 import sys
 import tokenize
 import warnings
@@ -38,7 +39,7 @@ TEMPLATE = Path(__file__).with_name("side-by-side-template.html")
 ALIKE = 0.5  # from this ratio on (difflib's, 0 to 1) a line passes for a new version of another
 MOST_PAIRS = 20_000  # of lines to compare in a changed stretch: beyond, it would take long
 MOST_FILES = 16  # as many as the template has colours
-DIGITS = "0123456789abcdef"  # a character for each file
+DIGITS = string.digits + string.ascii_lowercase  # a character for each file
 KEYS = "1234567890"  # of the first files, on the keyboard
 MARKER = r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
 
