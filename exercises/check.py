@@ -137,6 +137,8 @@ def results_line(parts, expected, n):
                 if not wrong_result(part.results.get(name), other, n):
                     wrong = f"these are the numbers of rank {other_rank}"
             if wrong:
+                if name == "weights" and "gradients" in right:  # these are right
+                    wrong += "; the gradients are right, so look at the update"
                 return "gradients", False, f'rank {rank}, "{name}": {part.early or wrong}'
     return "gradients", True, f"equal to one process: {', '.join(expected[0])}"
 
@@ -155,7 +157,20 @@ def wrong_result(tensor, right: torch.Tensor, n: int) -> str:
     factor = ((tensor * right).sum() / (right * right).sum()).item()
     if (tensor - factor * right).abs().max().item() <= TOLERANCE * abs(factor) * largest:
         return too_large(factor, n)
-    return f"the largest difference to one process is {difference:.1e}"
+    if tensor.dim() == 2 and close_to(tensor.T, right):
+        return "the transpose is right"
+    for dim in range(tensor.dim()):
+        parts = right.chunk(n, dim)
+        if close_to(tensor, torch.cat(parts[::-1], dim)) or any(
+            close_to(tensor, torch.cat(parts[k:] + parts[:k], dim)) for k in range(1, len(parts))
+        ):
+            return f"the parts of the ranks are in another order along dimension {dim}"
+    return f"the largest difference to one process is {difference:.1e}: print it, and its parts"
+
+
+def close_to(tensor, right) -> bool:
+    same_shape = tensor.shape == right.shape
+    return same_shape and (tensor - right).abs().max() <= TOLERANCE * right.abs().max()
 
 
 def too_large(factor: float, n: int) -> str:
@@ -181,6 +196,11 @@ def bytes_line(technique, parts, expected):
 
 
 def memory_line(technique, function, parts, n):
+    for rank, part in enumerate(parts):
+        limit = technique.peak(function, n) if technique.peak else float("inf")
+        if sum(part.peak) > limit:
+            text = f"rank {rank} has {as_sum(part.peak)} bytes at one moment, the limit is {limit}"
+            return "memory", False, f"{text}: {technique.memory_text}"
     if isinstance(technique.memory, str):
         return "memory", None, technique.memory
     for rank, part in enumerate(parts):

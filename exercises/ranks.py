@@ -45,6 +45,7 @@ class Part:
     sent: int  # bytes, counted at the collectives
     said: int  # bytes, as the list `sent` of the solution has them
     alive: list[list[int]]  # when a collective begins: the bytes of each tensor in memory
+    peak: list[int]  # the same at the fullest moment of the whole function
     events: list[str]  # collectives, waits, matrix products, backward passes, late gradients
 
 
@@ -134,6 +135,14 @@ def own_line(path: str) -> int:
     return frame.f_lineno if frame else 0
 
 
+# What the check cannot see
+HIDDEN = [
+    (dist.ProcessGroup, "_get_backend", "use the collectives of torch.distributed: these count"),
+    (torch.Tensor, "numpy", "keep numbers in tensors: the check cannot see arrays of NumPy"),
+    (torch, "from_numpy", "keep numbers in tensors: the check cannot see arrays of NumPy"),
+]
+
+
 class Note:
     """A file that says what a rank does, for the case that the rank hangs or is ended."""
 
@@ -157,9 +166,11 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.rank, self.n, self.path, self.note = rank, n, path, note
         self.limit = limit  # (collective, sizes of tensors) -> the most bytes
-        self.given = {tensor.untyped_storage()._cdata for tensor in given}
+        self.given = given
+        self.given_storages = {tensor.untyped_storage()._cdata for tensor in given}
         self.storages = {}  # weak references to the memory of tensors, and its bytes
-        self.alive, self.events = [], []
+        self.empty = set()  # those that nothing was written into
+        self.alive, self.events, self.peak = [], [], []
         self.sent = 0
         self.on_the_way = {}  # requests: name, line, and the places where numbers arrive
         self.early = ""
@@ -178,16 +189,36 @@ class Watch(TorchDispatchMode):
         if not function.is_view and not name.endswith("_like"):  # these read no numbers
             self.find_early_use(tensors_in(args))
         result = function(*args, **(kwargs or {}))
+        if name.endswith("_"):
+            self.empty -= {x.untyped_storage()._cdata for x in tensors_in(args[:1])}
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in self.given:
+            if name in ("empty", "zeros", "empty_like", "zeros_like", "new_empty", "new_zeros"):
+                self.empty.add(storage._cdata)
+            if storage._cdata not in self.given_storages:
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        sizes = self.sizes_now()
+        if sum(sizes) > sum(self.peak):
+            self.peak = sizes
         return result
+
+    def sizes_now(self) -> list[int]:
+        """Of tensors with numbers. The gradients of what was given belong to the rank."""
+        self.storages = {key: x for key, x in self.storages.items() if not x[0].expired()}
+        own = {x.grad.untyped_storage()._cdata for x in self.given if x.grad is not None}
+        return [s for key, (_, s) in self.storages.items() if key not in own | self.empty]
+
+    def refuse_if_own(self, original, advice: str, *args, **options):
+        """Takes the place of a function that the solution itself must not call."""
+        if inspect.currentframe().f_back.f_back.f_code.co_filename == self.path:
+            raise NotImplementedError(advice)
+        return original(*args, **options)
 
     def start_collective(self, function, args, kwargs):
         name, sent = collective(function._opname, args, self.rank, self.n)
         self.sent += sent
         self.events.append(name)
+        self.empty -= {x.untyped_storage()._cdata for x in tensors_in(args)}
         self.alive.append(self.sizes_in_memory())
         if name == "all_reduce":
             self.sent_places += map(place, tensors_in(args[0]))
@@ -206,8 +237,7 @@ class Watch(TorchDispatchMode):
         there are too many bytes, this looks again for half a second."""
         end = time.monotonic() + 0.5
         while True:
-            self.storages = {key: x for key, x in self.storages.items() if not x[0].expired()}
-            sizes = [size for _, size in self.storages.values()]
+            sizes = self.sizes_now()
             if sum(sizes) <= self.limit(len(self.alive), sizes):
                 return sizes
             if time.monotonic() > end:
@@ -236,7 +266,7 @@ class Watch(TorchDispatchMode):
 
     def run_backward(self, original, *args, **options):
         """Takes the place of the function that runs every backward pass."""
-        self.events.append("backward begins")
+        self.events += ["backward begins"] + ["graph kept"] * bool(args[2])
         self.sent_places.clear()
         try:
             return original(*args, **options)
@@ -256,6 +286,10 @@ class Watch(TorchDispatchMode):
                 dist.Work, "wait", lambda request, *args: self.wait_for(request, wait, *args)
             ),
         ]
+        for owner, name, advice in HIDDEN:
+            refuse = partial(self.refuse_if_own, getattr(owner, name), advice)
+            hide = mock.patch.object(owner, name, lambda *a, f=refuse, **o: f(*a, **o))
+            self.patches.append(hide)
         for patch in self.patches:
             patch.start()
         return super().__enter__()
@@ -343,7 +377,7 @@ def run_part(names, function: str, data, watch: Watch) -> bytes:
     changed = any(not same(copies[name], x) for name, x in returned.items())
     said = sum(names["sent"])
     names["sent"].clear()
-    seen = watch.early, watch.sent, said, watch.alive, watch.events
+    seen = watch.early, watch.sent, said, watch.alive, watch.peak, watch.events
     return pickle.dumps(Part(copies, changed, *seen))
 
 

@@ -40,6 +40,7 @@ class Technique:
     mistakes: list[Mistake]
     processes: tuple = (2, 4)
     memory_text: str = ""  # why these bytes are enough
+    peak: Callable | None = None  # (function, ranks) -> most bytes at any moment, roughly
 
 
 # DDP ---------------------------------------------------------------------------------------------
@@ -50,6 +51,8 @@ GRADIENTS = 4 * 16 * 16 * NUMBER
 def ddp_order(function, events, rank, n):
     if "backward ends" not in events:
         return "there is no backward pass of autograd"
+    if events.count("backward begins") > 1 or "graph kept" in events:
+        return "one backward pass is enough, without `retain_graph`"
     begin, end = events.index("backward begins"), events.index("backward ends")
     reductions = [i for i, event in enumerate(events) if event == "all_reduce"]
     if function == "gradient_by_gradient":
@@ -173,18 +176,26 @@ def fsdp_sizes(n):
 def fsdp_memory(function, rank, n, collective, sizes):
     """The output of each layer, two gradients of outputs, and one shard that may be copied. Forward
     a whole weight while the next one arrives. Backward also the gradient of the weight, and the
-    gradients of 4 shards. These may have their memory before."""
+    gradients of 4 shards."""
     shard, weight, activation = fsdp_sizes(n)
     always = 6 * activation + shard
     if collective < 4:
-        return always + 2 * weight + (4 * shard if 4 * shard in sizes else 0)
+        return always + 2 * weight
     return always + 3 * weight + 4 * shard
+
+
+def fsdp_peak(function, n):
+    """When AdamW updates the 4 shards: gradients, two moments and what it computes with."""
+    shard, _, activation = fsdp_sizes(n)
+    return 28 * shard + 6 * activation
 
 
 def fsdp_order(function, events, rank, n):
     order = [event for event in events if event in ("all_gather", "reduce_scatter", "all_reduce")]
-    if order == 4 * ["all_gather"] + 4 * ["all_gather", "reduce_scatter"]:
-        return None
+    # The gather of the next layer may begin before the gradient of this layer is sent.
+    ahead = [sum(1 if event == "all_gather" else -1 for event in order[4:k]) for k in range(4, 13)]
+    if order[:4] == 4 * ["all_gather"] and len(order) == 12 and set(ahead) <= {0, 1, 2}:
+        return None if ahead[-1] == 0 else "a gather or a reduce-scatter is missing"
     if order == 4 * ["all_gather"] + 4 * ["reduce_scatter"]:
         return "the backward pass gathers no weight: the forward pass has to free each weight"
     if order == 8 * ["all_gather"] + 4 * ["reduce_scatter"]:
@@ -216,6 +227,7 @@ FSDP = Technique(
     bytes_text="3 (N - 1) shards for each of 4 layers",
     bytes_sent=lambda function, rank, n, data: 4 * 3 * (n - 1) * fsdp_sizes(n)[0],
     memory=fsdp_memory,
+    peak=fsdp_peak,
     memory_text="one whole weight and the next one, and in the backward pass a gradient, too. Free "
     "a weight when its layer has computed",
     order=fsdp_order,
@@ -328,8 +340,10 @@ TENSOR_PARALLEL = Technique(
     answer=2048,
     bytes_text="4 (N - 1) times the tokens of a rank",
     bytes_sent=lambda function, rank, n, data: 4 * (n - 1) * 4 * 16 * NUMBER,
-    memory="not told: a rank gets its own columns and rows only. To have others, it must send more "
-    "bytes, and these are counted",
+    memory="not told at collectives: a rank gets its own columns and rows only",
+    memory_text="each rank computes with its own columns and rows only",
+    # One and a half times the memory of the original, for tokens and for what belongs to the rank
+    peak=lambda function, n: (4608 if function == "all_tokens" else 3456) * n + 3840,
     order="not told: nothing of this technique must overlap",
     levels={
         1: [

@@ -111,15 +111,78 @@ def test_other_right_solutions(tmp_path):
         changed("fsdp", late),
         changed("fsdp", *early, late),
         changed("pipeline", ("requests.pop(n).wait()", "requests.pop(n)")),
+        changed("fsdp", (BACKWARD, NEXT_FIRST)),
     ]
     for lines in graded(tmp_path, *cases):
-        assert lines[-1] is True, lines
+        assert lines[-1] is True, "\n".join(map(str, lines))
 
 
 REDUCE_SCATTER = "dist.reduce_scatter(shards.grad[layer], list(weight_grad.chunk(world_size)))"
 
 
+BACKWARD = """        weight = all_gather(shards[layer])
+        weight_grad = x[layer].T @ grad
+        grad = grad @ weight.T
+        del weight
+"""
+NEXT_FIRST = """        weight = following if layer < 3 else all_gather(shards[layer])
+        following = all_gather(shards[layer - 1]) if layer else None
+        weight_grad = x[layer].T @ grad
+        grad = grad @ weight.T
+        del weight
+"""
+ADAMW = "    torch.optim.AdamW([shards]).step()"
+REPLICA = """    whole = torch.zeros(4, 8 * world_size, 8 * world_size)
+    mine = slice(8 * rank, 8 * rank + 8)
+    whole[:, mine] = shards
+    whole.grad = torch.zeros_like(whole)
+    whole.grad[:, mine] = shards.grad
+    torch.optim.AdamW([whole]).step()
+    shards.copy_(whole[:, mine])"""
+KEPT = "    kept = torch.empty(2, 8 * world_size, 8 * world_size)\n    x = [samples]\n"
+BACKEND = "dist.group.WORLD._get_backend(torch.device('cpu')).allreduce([gradient]).wait()"
+# What each of these hides, and a part of what is said of it
+CHEATS = [
+    (changed("fsdp", (ADAMW, REPLICA)), "bytes at one moment, the limit is"),
+    (
+        changed(
+            "fsdp",
+            ("    x = [samples]\n", KEPT),
+            (
+                "        x.append(x[-1] @",
+                "        kept[len(x) % 2] = weight\n        x.append(x[-1] @",
+            ),
+        ),
+        "when collective 4 begins",
+    ),
+    (changed("ddp", ("average(gradient).wait()", BACKEND)), "use the collectives of torch.dist"),
+    (
+        changed(
+            "local_steps", ('    return {"weights"', '    shared.numpy()\n    return {"weights"')
+        ),
+        "of NumPy",
+    ),
+    (
+        changed("ddp", ("weights).backward()", "weights).backward(retain_graph=True)")),
+        "one backward",
+    ),
+    (
+        changed("fsdp", (BACKWARD, BACKWARD.replace("grad @ weight.T", "grad @ weight"))),
+        "largest difference",
+    ),
+]
+
+
 # The same mistakes, made in other words
+@pytest.mark.rest
+def test_cheats_are_refused(tmp_path):
+    """The results and the bytes are right, except of the last one."""
+    printed = graded(tmp_path, *(cheat for cheat, _ in CHEATS))
+    for lines, (_, part) in zip(printed, CHEATS, strict=True):
+        assert lines[-1] is False
+        assert part in "\n".join(map(str, lines)), (part, lines)
+
+
 @pytest.mark.rest
 def test_mistakes_of_others(tmp_path):
     lines = graded(
@@ -128,7 +191,7 @@ def test_mistakes_of_others(tmp_path):
         changed("pipeline", ("dist.recv(tensor, 1 - rank)", "dist.recv(tensr, 1 - rank)")),
         changed("ddp", ("average(buckets.pop())", "average(buckets.pop(0))")),
         changed("ddp", ("    return dist.all_reduce(tensor", "    dist.all_reduce(tensor")),
-        changed("fsdp", ("    x = [samples]", "    junk = torch.zeros(1000)\n    x = [samples]")),
+        changed("fsdp", ("    x = [samples]", "    junk = torch.ones(1000)\n    x = [samples]")),
     )
     assert not any(printed[-1] for printed in lines)
     texts = ["\n".join(map(str, printed)) for printed in lines]
