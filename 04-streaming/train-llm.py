@@ -116,8 +116,8 @@ def main():
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # The restored rate is for the old --max-steps. Do the last step() again for the new one.
-        scheduler.last_epoch -= 1
+        # The restored rate is for the old --max-steps. Repeat the last step for the new one.
+        scheduler.last_epoch -= 1  # which counts steps
         scheduler.step()
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
@@ -148,7 +148,7 @@ def main():
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # of the phases of this step
-        # A GPU works later than Python. So logged steps, which time their phases, wait for it.
+        # Python only queues work for a GPU, and runs ahead. To time a phase, logged steps wait.
         wait = log_now and device.type != "cpu"
         if wait:
             torch.accelerator.synchronize()  # until the GPU has done the steps before
@@ -172,7 +172,7 @@ def main():
         for micro_step in range(accumulation):
             # STREAM: The stream has chosen the rows. This number only seeds the dropout masks.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
-            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
             # FSDP: Each micro-batch communicates. With --no-reshard-after-forward, only the last
             # one does. Until then, weights and gradients stay whole, which takes memory.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
@@ -231,8 +231,8 @@ def main():
             numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
             say(f"step {step}/{total_steps}  {numbers}  {tokens_per_second:,.0f} tokens/s")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
-            norm_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
-            if not math.isfinite(mean_loss) or not norm_is_normal:
+            norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
             if run_log:
                 run_log.log(state, metrics)
@@ -283,8 +283,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
-    # for several texts in a sample by position ids that begin at 0 again. Here they never do.
+    # In each pass, Transformers looks whether position ids begin at 0 again, as where a sample has
+    # several texts. This makes Python wait for the GPU. Here they never do, so skip it.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -300,7 +300,8 @@ def build_model(args, device, checkpoint):
         # which the fast attention refuses. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
-        # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
+        # The loss converts the logits, the largest tensor of a step, to fp32. Compiled, it needs
+        # no copy for this.
         model.loss_function = torch.compile(model.loss_function)
     return model
 
@@ -836,7 +837,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C may end `| tee log` first, and the run still has to save
+    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and the run still has to save
         tqdm.write(message)
 
 

@@ -116,7 +116,8 @@ def main():
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
-    # A resumed run may have another batch size, so count the steps that are left.
+    # A resumed run may have another batch size. `order` has the samples of all epochs, so count
+    # the steps that are left.
     total_steps = state.step + (len(order) - state.samples) // global_batch
     if state.samples != state.step * global_batch:
         say("warning: the global batch has changed, so steps and learning rate change, too")
@@ -142,8 +143,8 @@ def main():
         read_parts(checkpoint, saved)  # NODES: of any format
         moments = saved[f"optimizer of replica {replica}"]
         state_dict.set_optimizer_state_dict(model, optimizer, moments)
-        # The restored rate is for the old --max-steps. Do the last step() again for the new one.
-        scheduler.last_epoch -= 1
+        # The restored rate is for the old --max-steps. Repeat the last step for the new one.
+        scheduler.last_epoch -= 1  # which counts steps
         scheduler.step()
     elif args.resume_dir:
         # NODES: With --skip-optimizer, take only the weights. The rest of the run begins anew.
@@ -185,7 +186,7 @@ def main():
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # of the phases of this step
-        # A GPU works later than Python. So logged steps, which time their phases, wait for it.
+        # Python only queues work for a GPU, and runs ahead. To time a phase, logged steps wait.
         wait = log_now and device.type != "cpu"
         if wait:
             torch.accelerator.synchronize()  # until the GPU has done the steps before
@@ -193,7 +194,7 @@ def main():
         for micro_step in range(accumulation):
             # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
-            torch.manual_seed(args.seed + first)  # a resumed run also draws the same dropout masks
+            torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
             # FSDP: Each micro-batch communicates. With --no-reshard-after-forward, only the last
             # one does. Until then, weights and gradients stay whole, which takes memory.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
@@ -258,8 +259,8 @@ def main():
             numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
             say(f"step {step}/{total_steps}  {numbers}  {tokens_per_second:,.0f} tokens/s")
             # In fp16 an infinite gradient is normal: the scaler skips that step.
-            norm_is_normal = args.dtype == "fp16" or grad_norm.isfinite()
-            if not math.isfinite(mean_loss) or not norm_is_normal:
+            norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
             if run_log:
                 run_log.log(state, metrics)
@@ -313,8 +314,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace a function of Transformers that makes Python wait for the GPU in each pass. It looks
-    # for several texts in a sample by position ids that begin at 0 again. Here they never do.
+    # In each pass, Transformers looks whether position ids begin at 0 again, as where a sample has
+    # several texts. This makes Python wait for the GPU. Here they never do, so skip it.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -330,7 +331,8 @@ def build_model(args, device, checkpoint):
         # which the fast attention refuses. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
-        # The compiled loss needs no fp32 copy of the logits, the largest tensor of a step.
+        # The loss converts the logits, the largest tensor of a step, to fp32. Compiled, it needs
+        # no copy for this.
         model.loss_function = torch.compile(model.loss_function)
     return model
 
@@ -548,7 +550,7 @@ def load_documents(args):
         sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        # read_text needs no `changed`, but its arguments are the key of the cache of `datasets`.
+        # `datasets` caches by the arguments. With `changed`, it reads a file again after a change.
         changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
         arguments = {"files": files, "changed": changed}
         documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
@@ -1014,7 +1016,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C may end `| tee log` first, and the run still has to save
+    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and the run still has to save
         tqdm.write(message)
 
 
