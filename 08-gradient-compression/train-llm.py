@@ -88,7 +88,7 @@ def main():
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
-        dist.barrier(patient_group)  # until LOCAL_RANK 0 of each node has tokenized
+        dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
     train_tokens, eval_tokens = load_tokens(args, tokenizer)
     if LOCAL_RANK == 0:
         dist.barrier(patient_group)
@@ -226,8 +226,8 @@ def main():
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()
             scheduler.step()  # once per optimizer step, not per micro-batch
-            # DDP: Several micro-batches add up in DDP's buckets, so their gradients become zeros.
-            # A single one needs no zeros, because DDP copies each new gradient into its bucket.
+            # DDP: With accumulation, gradients have to stay in DDP's buckets, so set them to zero
+            # there. A single micro-batch is faster without: DDP copies its gradients into them.
             optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch
@@ -958,6 +958,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
     finally:
-        # DDP: If all ranks fail, the first one of a node says why, and torchrun ends the others.
+        # DDP: If all ranks fail, one per node is enough to say why. A rank prints its sentence
+        # when it ends, and torchrun ends all others then. So let local rank 0 be the first.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
             time.sleep(5)

@@ -92,7 +92,7 @@ def main():
     # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
-        dist.barrier(patient_group)  # until LOCAL_RANK 0 of each node has tokenized
+        dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
     train_tokens, eval_tokens = load_tokens(args, tokenizer)
     if LOCAL_RANK == 0:
         dist.barrier(patient_group)
@@ -136,6 +136,7 @@ def main():
     outer = OuterOptimizer(model, args)  # LOCAL: starts with the weights of the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
+        # Weights are read in place, and the other objects load their states; not the optimizer.
         # LOCAL 1: With another number of replicas, each one starts as a copy of an old one.
         # With fewer replicas, the steps of some old ones since the last round are lost.
         replica = outer.replica % state.replicas
@@ -195,8 +196,8 @@ def main():
             # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: Each micro-batch communicates. With --no-reshard-after-forward, only the last
-            # one does. Until then, weights and gradients stay whole, which takes memory.
+            # FSDP: After each micro-batch, send gradients and free whole weights, to save memory.
+            # With --no-reshard-after-forward, only after the last one: less traffic, more memory.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -222,6 +223,7 @@ def main():
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
+            # It is a DTensor, of which each rank has a part. full_tensor() joins the parts.
             grad_norm = grad_norm.full_tensor()
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -399,7 +401,8 @@ def send_weights(whole, model, device):
         if whole.all_tied_weights_keys != model.all_tied_weights_keys:
             sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
         weights = whole.state_dict()
-        # final/ needs these. fully_shard has renamed the class, which gives tensors their names.
+        # final/ needs these: settings of generation, and the names that tensors have in files.
+        # Transformers finds the names by the class, and fully_shard has renamed the class.
         model.generation_config = whole.generation_config
         model._weight_conversions = getattr(whole, "_weight_conversions", None)
         type(model).__name__ = type(whole).__name__
@@ -1141,6 +1144,7 @@ if __name__ == "__main__":
         # FSDP: more devices help, too, because each device then has a smaller shard.
         sys.exit("error: out of GPU memory: try --activation-checkpointing, a lower -b, more GPUs")
     finally:
-        # DDP: If all ranks fail, the first one of a node says why, and torchrun ends the others.
+        # DDP: If all ranks fail, one per node is enough to say why. A rank prints its sentence
+        # when it ends, and torchrun ends all others then. So let local rank 0 be the first.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
             time.sleep(5)
