@@ -149,8 +149,8 @@ def pairs(reference, port, step, joins):
         order = sorted(ours, key=lambda name: ours[name]["place"])
         if shapes != [ours[name]["shape"] for name in order]:
             fail(
-                f"the runs have other parameters, such as {(missing or unknown)[0]}, and order and shapes "
-                "do not match either: give them the same names"
+                f"the runs have other parameters, such as {(missing or unknown)[0]}, and order and "
+                "shapes do not match either: give them the same names"
             )
         if step == 1:
             print("Note: names differ, so parameters are matched by order and shape.")
@@ -264,7 +264,7 @@ def not_reached(matches, reference, port, steps):
     seen = [{s for of_rank in reference.samples[step].values() for s in of_rank} for step in steps]
     rates = {str(record["settings"].get("lr")) for record in both}
     runs = (reference, port)
-    forward_passes = [len(run.rows[step]) / len(run.steps[step]) for run in runs for step in steps]
+    forward_passes = [len(run.rows[n]) / len(run.steps[n]) for run in runs for n in steps]
     parts = {
         "clipping (no gradient was above the limit: lower it)": any(r["is_clipped"] for r in both),
         "the schedule (the learning rate was the same: take more steps)": len(rates) > 1,
@@ -300,8 +300,8 @@ SENTENCES = {
     "averaged, or the loss is multiplied by a number, as of ranks.",
     "small": "All gradients are {ratio}: they are divided twice, for example by the script and by "
     "DDP, or the loss is multiplied by a number.",
-    "clipped alone": "Each rank clips its own gradient, and then the ranks average: average first.",
-    "one run": "Only one run has a gradient here: the parameter is frozen or not used in the other.",
+    "clipped alone": "Each rank clips its own gradient, then the ranks average: average first.",
+    "one run": "Only one run has a gradient here: the other has frozen it, or does not use it.",
     "means": "Forward passes have from {least} to {most} {what}. An average of their means is not "
     "the mean of all: give each mean the weight of its number of {what}.",
     "labels lost": "The losses of the port have {} labels, those of the reference {}: compare the "

@@ -137,7 +137,9 @@ class Group:
             for entry in dump["entries"]:
                 if entry["process_group"][0] == name and is_collective(entry):
                     members.add(rank)
-                    self.calls[rank][entry["collective_seq_id"]] = Call(entry)
+                    call = self.calls[rank][entry["collective_seq_id"]] = Call(entry)
+                    if "error" in dump and entry is dump["entries"][-1]:
+                        call.done = False  # it has ended with this error
         self.ranks = sorted(members & dumps.keys())
 
     def __str__(self):

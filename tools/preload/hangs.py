@@ -29,6 +29,7 @@ STARTED = time.time()
 known = None  # rank and world size, as soon as this process is a rank
 waited_in = None  # the newest collective of the last dump
 has_died = False
+all_groups = {}
 
 # Private names of PyTorch. `torch._C._distributed_c10d` has the first two: the second one, of CUDA
 # builds, has the collectives of NCCL. `torch.distributed.distributed_c10d._world` has the others.
@@ -63,7 +64,8 @@ def groups():
     names, ranks = tables
     members = [(group, sorted(of_group)) for group, of_group in list(ranks.items())]
     # A rank that is no member of a group has an entry, too, but no name for it.
-    return {names[group]: of_group for group, of_group in members if group in names}, ""
+    all_groups.update({names[group]: ranks for group, ranks in members if group in names})
+    return all_groups, ""  # also those that the script has destroyed since
 
 
 def frame_of_init():
@@ -123,6 +125,8 @@ def watch(stacks):
         end = time.time() + SECONDS / 4
         while time.time() < end:
             time.sleep(min(0.2, SECONDS / 4))
+            with suppress(Exception):
+                groups()
             if not known and identity() and known:
                 stacks.write(f"rank {known[0]} of {known[1]}\n")
         who = identity()
