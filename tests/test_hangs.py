@@ -1,6 +1,7 @@
 """tools/where-it-hangs.py: what the ranks of broken/ wait for, and dumps of other kinds."""
 
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -9,7 +10,7 @@ import time
 
 import pytest
 import torch
-from runner import CHAPTER_2, REPOSITORY, Job, load
+from runner import CHAPTER_2, REPOSITORY, Job, free_port, load
 
 TOOL = REPOSITORY / "tools" / "where-it-hangs.py"
 PRELOAD = REPOSITORY / "tools" / "preload"
@@ -146,6 +147,51 @@ def test_the_tool_runs_a_command_and_ends_it(tmp_path):
     assert re.fullmatch(SENTENCES["5"], done.stdout.splitlines()[-1]), done.stdout
     processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(BROKEN["5"]) not in processes
+
+
+# What a script does after its first all-reduce, and what the tool says. `start` is the command.
+AFTER_START = """
+import os, signal, sys, torch, torch.distributed as dist
+def main(rank=None):
+    if rank is not None:
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": sys.argv[1]}
+        dist.init_process_group("gloo", rank=rank, world_size=2)
+    else:
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(1))
+    LINES
+    dist.barrier()
+if __name__ == "__main__":
+    main() if "RANK" in os.environ else torch.multiprocessing.spawn(main, nprocs=2)
+"""
+KINDS = {
+    "a group of two of three ranks": (
+        3,
+        "pair = dist.new_group([1, 2]); rank != 1 or dist.all_reduce(torch.ones(1), group=pair)",
+        r"waits in group 1 \(\w+\) in all_reduce",
+    ),
+    "an error": (2, "1 / (rank - 1)", "rank 1 died first.*ZeroDivisionError: .*rank 0"),
+    "killed": (2, "rank == 0 or os.kill(os.getpid(), 9)", "rank 1 died first .it left no trace"),
+    "other sizes": (2, "dist.all_reduce(torch.ones(1 + 99 * rank))", r"all_reduce at kind.py:11"),
+    "spawn": (0, "rank == 0 or signal.pause()", "rank 1 stands at kind.py:11.*rank 0 waits in bar"),
+}
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_hangs_and_deaths(tmp_path, kind):
+    """Under variables of a pod, too: they are those of torchrun, and not of its ranks."""
+    processes, lines, sentence = KINDS[kind]
+    script = tmp_path / "kind.py"
+    script.write_text(AFTER_START.replace("LINES", lines))
+    start = f"-m torch.distributed.run --standalone --nproc-per-node {processes}" * bool(processes)
+    command = [sys.executable, TOOL, "--seconds", "4"]
+    command += [f"{sys.executable} {start} {script} {free_port()}"]
+    env = os.environ | ({"RANK": "0", "WORLD_SIZE": "1"} if processes else {})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    assert done.returncode == 1, done.stderr
+    assert re.search(sentence, done.stdout.splitlines()[-1]), done.stdout
 
 
 # -- Dumps of NCCL as its documentation describes them, not recorded on GPUs. ----------------------

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from fnmatch import fnmatch
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -37,12 +38,10 @@ def fail(sentence):
 # -- Two runs --------------------------------------------------------------------------------------
 
 
-def run(command, folder, steps, whole):
+def run(command, folder, steps):
     env = os.environ | {"FIRST_DIFFERENCE": str(folder), "FIRST_DIFFERENCE_STEPS": str(steps)}
     paths = [str(PRELOAD), os.environ.get("PYTHONPATH")]
     env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if whole is not None:
-        env["FIRST_DIFFERENCE_WHOLE"] = str(int(whole))
     print(f"Running {command}", flush=True)
     status = subprocess.run(shlex.split(command), env=env, stdout=sys.stderr).returncode
     if status:
@@ -56,17 +55,25 @@ class Recording:
         files = [torch.load(file) for file in sorted(Path(folder).glob("step*.pt"))]
         if not files:
             fail(f"no optimizer step was recorded in {folder}: does the script call a step()?")
-        self.whole = {file["whole"] for file in files}
         self.steps = defaultdict(lambda: defaultdict(list))
         self.samples = defaultdict(lambda: defaultdict(list))
+        self.rows, self.labels = defaultdict(list), defaultdict(list)  # of all forward passes
         for file in files:
             self.steps[file["step"]][file["rank"]] += file["parameters"]
             self.samples[file["step"]][file["rank"]] += file["samples"]
+            self.rows[file["step"]] += file["rows"]
+            self.labels[file["step"]] += file["labels"]
+        self.evaluated = any(file["evaluated"] for file in files)
         self.precisions = {name for file in files for name in file["precisions"]}
         self.is_random = any(file["random"] for file in files)
-        first = next(iter(self.steps.values()))
-        if any(not entry["names"] for of_rank in first.values() for entry in of_rank):
-            fail(f"{folder} has parameters that no module has: call the model, not its parts")
+        entries = [entry for of_rank in self.steps[1].values() for entry in of_rank]
+        lost = [e for e in entries if e["kind"] == "function" and e["gradient"] is None]
+        if lost:
+            fail(
+                f"{folder}: the optimizer has parameters of no module that was called, and without "
+                "a gradient. Was it made before fully_shard, which replaces parameters, or before "
+                "another copy of the model?"
+            )
 
     def copies(self, step):
         """By name: the records of all ranks. The names come in the order of the forward pass."""
@@ -90,8 +97,6 @@ def joined(name, copies, shape, joins):
     if not dims:
         remedy = f"if ranks have parts of it, say which dimension: --join '{name}=0'"
         fail(f"{name} has the shape {first['shape']} in the port, not {shape}; {remedy}")
-    if list(first["before"].shape) != first["shape"]:
-        fail(f"{name} cannot be joined, because models above 1 GB are recorded as projections")
     dim = dims[0]
     result = dict(first)
     for key in TENSORS:
@@ -124,7 +129,16 @@ def pairs(reference, port, step, joins):
             matched[found[0]].append(copies)
         else:
             unknown.append(name)
-    if unknown or matched.keys() != ours.keys():
+    missing = sorted(ours.keys() - matched.keys())
+    if matched and bool(missing) != bool(unknown):
+        side = "reference" if missing else "port"
+        for name in missing or unknown:
+            entry = ours[name] if missing else theirs[name][0]
+            if entry["gradient"] is not None:
+                fail(f"{name} has a gradient in the {side}, and the other optimizer leaves it out")
+        if step == 1:
+            print(f"Note: {name} is frozen, and only in the optimizer of the {side}.")
+    elif unknown:
         # A pipeline may number its layers anew: the parameters of all ranks, one after the other.
         chain = [
             entry | {"rank": rank}
@@ -134,10 +148,9 @@ def pairs(reference, port, step, joins):
         shapes = [entry["shape"] for entry in chain]
         order = sorted(ours, key=lambda name: ours[name]["place"])
         if shapes != [ours[name]["shape"] for name in order]:
-            missing = sorted(ours.keys() - matched.keys()) or unknown
             fail(
-                f"the runs have other parameters, such as {missing[0]}, and order and shapes "
-                "do not match either: give them the same names"
+                f"the runs have other parameters, such as {(missing or unknown)[0]}, and order and "
+                "shapes do not match either: give them the same names"
             )
         if step == 1:
             print("Note: names differ, so parameters are matched by order and shape.")
@@ -222,15 +235,44 @@ def read_others(reference, port, step):
 
 
 def known_ratio(found, tolerance):
-    """N or 1/N, if all gradients differ by this factor, and the factor."""
-    if any(not d.rest <= 5 * tolerance for d in found):
+    """N or 1/N, if all gradients differ by this factor up to rounding, and the factor."""
+    if any(not d.rest <= tolerance for d in found):
         return None
     ratios = [d.ratio for d in found]
     for n in range(2, 1025):
         for text, factor in ((f"{n} times too large", n), (f"{n} times too small", 1 / n)):
-            if all(abs(r / factor - 1) < 0.01 for r in ratios):
+            if all(abs(r / factor - 1) < min(tolerance, 0.01) for r in ratios):
                 return text, factor
     return None
+
+
+def labels_differ(reference, port, step):
+    """A sentence if the numbers of labels, or of samples, are not those of an equal average."""
+    for what in ("labels", "rows"):
+        ours, theirs = getattr(reference, what)[step], getattr(port, what)[step]
+        if what == "labels" and ours and sum(theirs) % sum(ours):
+            return SENTENCES["labels lost"].format(sum(theirs), sum(ours))
+        if len({*theirs}) > 1 and sorted(ours) != sorted(theirs):
+            what = what.replace("rows", "samples")
+            return SENTENCES["means"].format(what=what, least=min(theirs), most=max(theirs))
+    return None
+
+
+def not_reached(matches, reference, port, steps):
+    """Parts of a training loop that the recorded steps have not used in both runs."""
+    both = [record for of_step in matches for _, *two, _ in of_step for record in two]
+    seen = [{s for of_rank in reference.samples[step].values() for s in of_rank} for step in steps]
+    rates = {str(record["settings"].get("lr")) for record in both}
+    runs = (reference, port)
+    forward_passes = [len(run.rows[n]) / len(run.steps[n]) for run in runs for n in steps]
+    parts = {
+        "clipping (no gradient was above the limit: lower it)": any(r["is_clipped"] for r in both),
+        "the schedule (the learning rate was the same: take more steps)": len(rates) > 1,
+        "accumulation (one forward pass per step)": max(forward_passes, default=0) > 1,
+        "the end of an epoch": any(x & y for x, y in pairwise(seen)),
+        "evaluation": reference.evaluated and port.evaluated,
+    }
+    return ", ".join(part for part, reached in parts.items() if not reached)
 
 
 # -- The report ------------------------------------------------------------------------------------
@@ -254,10 +296,16 @@ SENTENCES = {
     "parts, are not added up.",
     "norms": "Only norms or biases differ: each rank has seen a part of the tokens or heads, and "
     "the sum over the ranks of a tensor-parallel group is missing.",
-    "large": "All gradients are {ratio}: they are summed over ranks or micro-batches, and not "
-    "averaged.",
+    "large": "All gradients are {ratio}: they are summed over ranks or micro-batches and not "
+    "averaged, or the loss is multiplied by a number, as of ranks.",
     "small": "All gradients are {ratio}: they are divided twice, for example by the script and by "
-    "DDP.",
+    "DDP, or the loss is multiplied by a number.",
+    "clipped alone": "Each rank clips its own gradient, then the ranks average: average first.",
+    "one run": "Only one run has a gradient here: the other has frozen it, or does not use it.",
+    "means": "Forward passes have from {least} to {most} {what}. An average of their means is not "
+    "the mean of all: give each mean the weight of its number of {what}.",
+    "labels lost": "The losses of the port have {} labels, those of the reference {}: compare the "
+    "shift of labels, such as at the border of a chunk, and what is masked.",
     "some": "Only these gradients are {ratio}: they are not divided by the same number as others.",
     "unknown": "No known pattern: look at what this parameter gets in forward and backward pass.",
     "state": "Gradients and settings are equal, values are not: compare the optimizers and their "
@@ -292,6 +340,9 @@ def is_end(entry):
 
 def cause(matches, found, tolerance, unknown):
     """The sentence about gradients that differ in the first step."""
+    gradients = {name: [x["gradient"] is None for x in two] for name, *two, _ in matches}
+    if len({*gradients[found[0].name]}) > 1:
+        return SENTENCES["one run"]
     names = {difference.name for difference in found}
     ratio = known_ratio(found, tolerance)
     if ratio and names == names_of(matches):
@@ -300,7 +351,7 @@ def cause(matches, found, tolerance, unknown):
     of_kind = kind(matches, names)
     if ratio and not of_kind:
         return SENTENCES["some"].format(ratio=ratio[0])
-    return of_kind or SENTENCES[unknown]
+    return of_kind or unknown
 
 
 def report(found, matches, what, sentence):
@@ -332,24 +383,26 @@ def compare(reference, port, joins):
     if reference.is_random or port.is_random:
         print("Warning: the forward pass draws random numbers, as dropout does. They differ")
         print("between runs: turn dropout off.")
-    if len(reference.whole | port.whole) > 1:
-        fail("one run has whole tensors, the other has projections: record both by one command")
     tolerances = TOLERANCES["bf16" if low else "fp32"]
     steps = sorted(reference.steps.keys() & port.steps.keys())
-    previous = None
+    compared = []
     for step in steps:
         matches = pairs(reference, port, step, joins)
         if step == 1 and not all(x["saw_clipping"] for _, *two, _ in matches for x in two):
             print("Note: clipping was not seen in both runs. Without clipping, ignore this note;")
             print("otherwise the gradients below may be clipped.")
         print(f"Step {step}")
-        if compare_gradients(reference, port, step, matches, previous, tolerances[0]):
+        if compare_gradients(
+            reference, port, step, matches, compared[-1] if compared else None, tolerances[0]
+        ):
             return 1
         if compare_updates(matches, tolerances[1], step):
             return 1
-        previous = matches
+        compared.append(matches)
     steps_done = f"{len(steps)} steps" if steps[1:] else "1 step"
     print(f"No difference: {len(names_of(matches))} parameters, {steps_done}.")
+    if parts := not_reached(compared, reference, port, steps):
+        print(f"Not compared, because these steps did not use it: {parts}.")
     return 0
 
 
@@ -364,13 +417,17 @@ def compare_gradients(reference, port, step, matches, previous, tolerance):
     if found and read_the_same(reference, port, step):
         return report(found, matches, "the gradient", SENTENCES["same samples"])
     if differs := across_ranks(matches, "gradient", tolerance):
+        if not across_ranks(matches, "clipped", tolerance):
+            return report_ranks(differs, "the gradient", SENTENCES["clipped alone"])
         of_kind = kind(matches, {difference.name for difference, *_ in differs})
         return report_ranks(differs, "the gradient", of_kind or SENTENCES["not averaged"])
     clipped = differences(matches, "clipped", tolerance)
     if found:
         others = "other samples" if read_others(reference, port, step) else None
         if previous is None:
-            sentence = cause(matches, found, tolerance, others or "unknown")
+            counts = labels_differ(reference, port, step)
+            unknown = SENTENCES[others] if others else counts or SENTENCES["unknown"]
+            sentence = cause(matches, found, tolerance, unknown)
         elif has_last_gradient(matches, previous, tolerance):
             sentence = SENTENCES["not zeroed"]
         else:
@@ -445,8 +502,7 @@ def main():
             if not Path(given).is_dir():
                 if any((folder / name).glob("*")):
                     fail(f"{folder / name} is not empty: choose another folder for --keep")
-                whole = all(recordings[0].whole) if recordings else None
-                run(given, folder / name, args.steps, whole)
+                run(given, folder / name, args.steps)
                 given = folder / name
             recordings.append(Recording(given))
         sys.exit(compare(*recordings, args.join))

@@ -10,7 +10,8 @@ a folder, it reads the dumps there: those of the preload, and those that NCCL le
 must call the same collective under the same number, so the first number where they differ is the
 place of the mistake.
 
-Exit status: 0 if nothing hangs, 1 if ranks wait for each other, 2 if there is nothing to read.
+Exit status: 0 if nothing hangs, 1 if ranks wait for each other or one of them died, 2 if there is
+nothing to read.
 """
 
 import argparse
@@ -58,13 +59,22 @@ def read_dumps(folder):
                 dump = json.loads(file.read_text())
                 dumps[dump["rank"]] = dump
             elif (number := re.search(r"(\d+)$", file.name)) and file.is_file():
-                if "incomplete" in file.name:
+                if file.name.startswith(("incomplete", "stacks")):
                     continue
                 with file.open("rb") as stream:
                     trace = PlainUnpickler(stream).load()
-                dumps.setdefault(int(number[1]), from_nccl(int(number[1]), trace))
+                times = {"started": 0, "written": file.stat().st_mtime}
+                dumps.setdefault(int(number[1]), from_nccl(int(number[1]), trace) | times)
         except (ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError) as error:
             fail(f"{file} is no dump of collectives: {error}")
+    # A dump that was written before a rank of the newest job began is of an earlier job.
+    last = max(dumps.values(), key=lambda dump: dump["written"], default=None)
+    if last:
+        begun = max(dump["started"] for dump in dumps.values())
+        old = {r for r, d in dumps.items() if d["written"] < begun or r >= last["world_size"] > 0}
+        if old:
+            print(f"Note: the dumps of {text(old)} are left out: they are of an earlier job.")
+        dumps = {rank: dump for rank, dump in dumps.items() if rank not in old}
     return dict(sorted(dumps.items()))
 
 
@@ -127,7 +137,9 @@ class Group:
             for entry in dump["entries"]:
                 if entry["process_group"][0] == name and is_collective(entry):
                     members.add(rank)
-                    self.calls[rank][entry["collective_seq_id"]] = Call(entry)
+                    call = self.calls[rank][entry["collective_seq_id"]] = Call(entry)
+                    if "error" in dump and entry is dump["entries"][-1]:
+                        call.done = False  # it has ended with this error
         self.ranks = sorted(members & dumps.keys())
 
     def __str__(self):
@@ -195,11 +207,18 @@ def stands(dump):
     """Where the main thread of a rank is. Without its stack: the last call."""
     if dump["state"] == "has ended":
         return "has ended"
+    if not dump["stack"] and "error" in dump:
+        return f"died: {dump['error']}"
     if dump["stack"] or not dump["entries"]:
         return f"stands at {place(line_of(dump['stack'][::-1]))}"
     if messages := waiting_messages(dump):
         return f"waits in {messages[0]}"
     return f"last called {Call(dump['entries'][-1])}"
+
+
+def has_own_error(dump):
+    """Has the rank died, and not because another one has closed its connection?"""
+    return "error" in dump and not re.search("[Cc]onnection|peer", dump["error"])
 
 
 def show(group, number, dumps):
@@ -313,6 +332,11 @@ def report(dumps):
         for rank in group.ranks
         if (call := group.calls[rank].get(number)) and not call.done
     }
+    died = [rank for rank, dump in dumps.items() if has_own_error(dump)]
+    if died:
+        first = min(died, key=lambda rank: dumps[rank]["written"])
+        print(f"\nrank {first} died first: {dumps[first]['error']}. The others wait for it.")
+        return 1
     if found:
         print("\n" + explain(*found[0], dumps, waiting_for))
         return 1
@@ -345,7 +369,7 @@ def report(dumps):
 
 
 def run(command, folder, seconds):
-    """The dumps, when all ranks wait or have ended. None if the command ends by itself."""
+    """Runs the command until all ranks wait or it ends. Returns the exit status."""
     env = os.environ | {"HANG_DUMPS": str(folder), "HANG_SECONDS": str(seconds)}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PRELOAD), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(shlex.split(command), env=env)
@@ -354,24 +378,77 @@ def run(command, folder, seconds):
             time.sleep(0.2)
             if all_wait(folder, seconds):
                 dumps = read_dumps(folder)
-                process.kill()  # first, so that torchrun writes no report about its workers
-                for dump in dumps.values():
-                    with suppress(ProcessLookupError):
-                        os.kill(dump["pid"], signal.SIGKILL)
-                return dumps
+                process.send_signal(signal.SIGSTOP)  # so that it writes no report about its workers
+                end_all(folder)
+                return report(dumps)
         print(f"The command ended with status {process.returncode}: it does not hang.")
-        return None
+        return report_death(folder) if process.returncode else 0
     finally:
-        process.terminate()  # after Ctrl-C, torchrun ends its workers
-        process.wait()
+        end_all(folder)
+
+
+def end_all(folder):
+    """Kills all processes that have this folder in their environment, the youngest first."""
+    for environment in sorted(Path("/proc").glob("[0-9]*/environ"), reverse=True):
+        with suppress(OSError):
+            if str(folder).encode() in environment.read_bytes():
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def all_wait(folder, seconds):
+    """Do all ranks wait, or some for so long that the others will leave no dump?"""
     dumps = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
     waiting = [dump for dump in dumps if dump["state"] == "waits"]
     recent = [dump for dump in waiting if time.time() - dump["written"] < seconds]
-    complete = dumps and len(dumps) == dumps[0]["world_size"]
-    return complete and waiting and len(recent) == len(waiting)
+    complete = dumps and len(dumps) == max(dump["world_size"] for dump in dumps)
+    missing_for = max((time.time() - dump["since"] for dump in recent), default=0)
+    return (complete or missing_for > 6 * seconds) and waiting and len(recent) == len(waiting)
+
+
+def report_death(folder):
+    """Which rank died first, and where the others were. The signal that ends a rank leaves stacks.
+
+    Gloo answers some calls that do not match with an abort of the process.
+    """
+    dumps = read_dumps(folder)
+    for file in sorted(folder.glob("stacks-*"), key=lambda file: file.stat().st_mtime):
+        content = file.read_text()
+        begin = re.match(r"rank (\d+) of (\d+)\n", content)
+        known = dumps.get(int(begin[1])) if begin else None
+        if not begin or (known and known["state"] != "waits"):
+            continue
+        main_thread = re.split(r"\n(?:Current t|T)hread .*\n", content)[-1]
+        lines = re.findall(r'  File "(.*)", line (\d+) in (.*)', main_thread)
+        stack = [(file, int(number), function) for file, number, function in reversed(lines)]
+        dump = {"state": "was ended", "stack": stack, "written": file.stat().st_mtime}
+        dump |= {"world_size": int(begin[2]), "entries": [], "groups": {}}
+        if not stack:
+            dump["error"] = "it left no trace: killed, as by the system when memory is full"
+        elif fatal := re.search("Fatal Python error: (.*)", content):
+            dump["error"] = f"{fatal[1]}; the lines of C++ above say why"
+        dumps[int(begin[1])] = dump
+    if not dumps:
+        return 0
+    if not any(map(has_own_error, dumps.values())) and all("pid" in d for d in dumps.values()):
+        return report(dumps)
+    for rank, dump in sorted(dumps.items()):
+        print(f"rank {rank} {went_to(dump)}")
+    first = min(dumps, key=lambda rank: (not has_own_error(dumps[rank]), dumps[rank]["written"]))
+    others = "; ".join(f"rank {r} {went_to(d)}" for r, d in sorted(dumps.items()) if r != first)
+    error = dumps[first].get("error", "it ended, and others had not")
+    where = f": it {went_to(dumps[first])}" if dumps[first]["stack"] else ""
+    print(f"\nrank {first} died first ({error}){where}. {others}")
+    return 1
+
+
+def went_to(dump):
+    """The call of torch.distributed in which the main thread is, and the line of the script."""
+    line = line_of(dump["stack"][::-1])
+    calls = [name for file, _, name in dump["stack"] if re.search(r"distributed_c10d|_coll", file)]
+    calls = [name for name in calls if not name.startswith(("_", "wait", "wrapper"))]
+    if calls and dump["state"] != "has ended":
+        return f"went to {calls[-1]} at {place(line)}"
+    return stands(dump)
 
 
 def main():
@@ -386,8 +463,7 @@ def main():
             fail(f"no dumps in {args.what}: is HANG_DUMPS set, and do the ranks wait?")
         sys.exit(report(dumps))
     with tempfile.TemporaryDirectory() as folder:
-        dumps = run(args.what, Path(folder), args.seconds)
-        sys.exit(report(dumps) if dumps else 0)
+        sys.exit(run(args.what, Path(folder), args.seconds))
 
 
 if __name__ == "__main__":

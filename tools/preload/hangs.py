@@ -7,9 +7,11 @@ signal handler could not do this: Python calls it in the main thread, which is b
 """
 
 import atexit
+import faulthandler
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -19,8 +21,15 @@ from pathlib import Path
 
 FOLDER = Path(os.environ["HANG_DUMPS"]).absolute()
 SECONDS = float(os.environ.get("HANG_SECONDS", 20))
-RANK = int(os.environ["RANK"])
+# Programs that a rank starts inherit its environment, and are not this rank.
+OWNER = f"{os.environ.get('RANK')} {os.environ.get('TORCHELASTIC_RUN_ID')}"
+IS_CHILD = os.environ.get("HANG_WATCHED") == OWNER
+AGENT = "torch.distributed.elastic.agent.server.api"  # torchrun itself has imported this
+STARTED = time.time()
+known = None  # rank and world size, as soon as this process is a rank
 waited_in = None  # the newest collective of the last dump
+has_died = False
+all_groups = {}
 
 # Private names of PyTorch. `torch._C._distributed_c10d` has the first two: the second one, of CUDA
 # builds, has the collectives of NCCL. `torch.distributed.distributed_c10d._world` has the others.
@@ -28,7 +37,7 @@ PRIVATE_DUMPS = ["_dump_fr_trace", "_dump_nccl_trace"]
 PRIVATE_GROUPS = ["pg_names", "pg_group_ranks"]
 
 
-def entries():
+def entries(with_lines):
     """The recorded collectives, oldest first, and a sentence if PyTorch has no recorder."""
     torch = sys.modules.get("torch")
     module = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
@@ -39,7 +48,7 @@ def entries():
         return [], f"this PyTorch has no {' or '.join(PRIVATE_DUMPS)}: stacks only"
     found = []
     for function in filter(None, functions):
-        found += pickle.loads(function()).get("entries", [])
+        found += pickle.loads(function(True, with_lines, False)).get("entries", [])
     return sorted(found, key=lambda entry: entry["time_created_ns"]), ""
 
 
@@ -53,54 +62,121 @@ def groups():
         missing = " or ".join(PRIVATE_GROUPS)
         return {}, f"this PyTorch has no {missing}: the ranks of process groups are unknown"
     names, ranks = tables
-    return {names[group]: sorted(of_group) for group, of_group in list(ranks.items())}, ""
+    members = [(group, sorted(of_group)) for group, of_group in list(ranks.items())]
+    # A rank that is no member of a group has an entry, too, but no name for it.
+    all_groups.update({names[group]: ranks for group, ranks in members if group in names})
+    return all_groups, ""  # also those that the script has destroyed since
 
 
-def write(state, recorded, note):
+def frame_of_init():
+    """The variables of the call that makes the first group: it waits for the other ranks."""
     frame = sys._current_frames().get(threading.main_thread().ident)
-    stack = [list(line)[:3] for line in traceback.extract_stack(frame)]
-    dump = {"rank": RANK, "world_size": int(os.environ.get("WORLD_SIZE", 1)), "state": state}
-    dump |= {"pid": os.getpid(), "written": time.time(), "stack": stack}
-    of_groups, group_note = groups()
-    dump |= {"note": "; ".join(filter(None, [note, group_note]))}
-    dump |= {"groups": of_groups, "entries": recorded}
-    temporary = FOLDER / f"incomplete-{RANK}"
-    temporary.write_text(json.dumps(dump))
-    temporary.replace(FOLDER / f"rank-{RANK}.json")  # a reader never sees half a file
+    while frame and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    return frame.f_locals if frame else {}
 
 
-def newest(recorded):
+def identity():
+    """Rank and world size, or None: torchrun, data loaders and other programs are no ranks."""
+    global known
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    if getattr(c10d, "is_initialized", bool)():
+        known = c10d.get_rank(), c10d.get_world_size()
+    elif not known and AGENT not in sys.modules:
+        of_init = frame_of_init()
+        if of_init.get("rank", -1) >= 0:
+            return of_init["rank"], of_init["world_size"]
+        if "RANK" in os.environ and (of_init or not IS_CHILD):
+            return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", 1))
+    return known
+
+
+def write(state, who, stack=None, **more):
+    """If PyTorch fails to tell its calls, a note says so, and the stack is there."""
+    recorded, of_groups = [], {}
+    try:
+        recorded, note = entries(with_lines=True)
+        of_groups, group_note = groups()
+        note = "; ".join(filter(None, [note, group_note]))
+    except Exception as error:
+        note = f"the calls of rank {who[0]} cannot be read: {error!r}"
+    if stack is None:
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+    dump = {"rank": who[0], "world_size": who[1], "state": state, "note": note}
+    dump |= {"pid": os.getpid(), "started": STARTED, "written": time.time()}
+    dump |= {"stack": [list(line)[:3] for line in stack], "groups": of_groups, "entries": recorded}
+    temporary = FOLDER / f"incomplete-{who[0]}"
+    temporary.write_text(json.dumps(dump | more))
+    temporary.replace(FOLDER / f"rank-{who[0]}.json")  # a reader never sees half a file
+
+
+def newest():
+    try:
+        recorded, _ = entries(with_lines=False)
+    except Exception:
+        return []  # while the script imports torch
     return [(entry["process_group"], entry["record_id"]) for entry in recorded[-1:]]
 
 
-def watch():
+def watch(stacks):
     global waited_in
-    seen, since = None, time.monotonic()
+    seen, since = None, time.time()
     while True:
-        time.sleep(SECONDS / 4)
-        recorded, note = entries()
-        if newest(recorded) != seen:
-            seen, since = newest(recorded), time.monotonic()
+        end = time.time() + SECONDS / 4
+        while time.time() < end:
+            time.sleep(min(0.2, SECONDS / 4))
+            with suppress(Exception):
+                groups()
+            if not known and identity() and known:
+                stacks.write(f"rank {known[0]} of {known[1]}\n")
+        who = identity()
+        # Until this module is there, the script still imports torch (see sitecustomize.py).
+        is_ready = hasattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache")
+        if (now := newest()) != seen or not is_ready:
+            seen, since = now, time.time()
         # Before the first collective, a script imports packages, which may take long.
-        elif time.monotonic() - since >= (SECONDS if recorded else 3 * SECONDS):
-            write("waits", recorded, note)
+        elif who and time.time() - since >= (SECONDS if seen else 3 * SECONDS):
+            write("waits", who, since=since)
             waited_in = seen
+
+
+def start():
+    """The watcher, and a file that gets the stacks if a signal ends this process."""
+    stacks = (FOLDER / f"stacks-{os.getpid()}").open("w", buffering=1)
+    if "TORCHELASTIC_RUN_ID" in os.environ and not IS_CHILD:
+        stacks.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\n")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGTERM, stacks, chain=True)
+    threading.Thread(target=watch, args=[stacks], daemon=True).start()
+
+
+def at_error(kind, error, trace):
+    global has_died
+    # The parent of torch.multiprocessing.spawn has the error of the rank.
+    who = identity() or (getattr(error, "error_index", None), 0)
+    if who[0] is not None:
+        has_died = True
+        last = [line for line in str(error).splitlines() if line.strip()][-1:]
+        message = ": ".join([kind.__name__, *last])
+        write("has died", who, traceback.extract_tb(trace), error=message)
+    original_hook(kind, error, trace)
 
 
 def at_end():
     """If somebody ends a job that hangs, the dumps of the ranks that waited stay as they are."""
-    recorded, note = entries()
-    if not recorded or newest(recorded) != waited_in:
+    who, now = identity(), newest()
+    if who and not has_died and (not now or now != waited_in):
         with suppress(OSError):
-            write("has ended", recorded, note)
+            write("has ended", who)
 
 
-# Programs that a rank starts inherit its environment. Only the rank itself is watched.
-if os.environ.setdefault("HANG_WATCHED", str(os.getpid())) == str(os.getpid()):
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that PyTorch keeps
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(FOLDER / "nccl-rank-"))
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / f"rank-{RANK}.json").unlink(missing_ok=True)  # of an earlier run
-    threading.Thread(target=watch, daemon=True).start()
-    atexit.register(at_end)
+os.environ["HANG_WATCHED"] = OWNER
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that PyTorch keeps
+os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(FOLDER / "nccl-rank-"))
+FOLDER.mkdir(parents=True, exist_ok=True)
+original_hook, sys.excepthook = sys.excepthook, at_error
+start()
+# A process that is forked before it is a rank may become one. Data loaders are forked later.
+os.register_at_fork(after_in_child=lambda: identity() or start())
+atexit.register(at_end)

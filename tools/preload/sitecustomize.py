@@ -51,10 +51,13 @@ if __name__ == "sitecustomize":
     run_the_other_sitecustomize()
 if HERE not in sys.path:
     sys.path.append(HERE)
-if "FIRST_DIFFERENCE" in os.environ:
-    if "torch" in sys.modules:
-        importlib.import_module("steps")
-    else:
-        sys.meta_path.insert(0, AfterTorch("steps"))
-if "HANG_DUMPS" in os.environ and "RANK" in os.environ:
+if "HANG_DUMPS" in os.environ:
     importlib.import_module("hangs")
+# To find the lines of calls, PyTorch imports its compiler. In the thread of hangs.py, this would
+# disturb the imports of the script.
+modules = {"FIRST_DIFFERENCE": "steps", "HANG_DUMPS": "torch._inductor.codecache"}
+for module in [module for variable, module in modules.items() if variable in os.environ]:
+    if "torch" in sys.modules:
+        importlib.import_module(module)
+    else:
+        sys.meta_path.insert(0, AfterTorch(module))

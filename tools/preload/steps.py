@@ -7,6 +7,7 @@ process ends.
 """
 
 import hashlib
+import inspect
 import os
 import sys
 import time
@@ -21,9 +22,6 @@ from torch.optim.optimizer import (
 
 FOLDER = Path(os.environ["FIRST_DIFFERENCE"]).absolute()
 STEPS = int(os.environ.get("FIRST_DIFFERENCE_STEPS", 2))
-WHOLE = os.environ.get("FIRST_DIFFERENCE_WHOLE")  # 1 or 0; by default, it depends on the size
-LARGEST_MODEL = 1e9  # bytes in fp32; of larger models, only projections are recorded
-PROJECTIONS = 4096
 WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 NO_SETTINGS = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
 
@@ -33,7 +31,11 @@ depth = 0  # of nested calls
 samples = []  # fingerprints of this step
 precisions = set()
 is_random = False  # a forward pass has drawn random numbers, as dropout does
-unclipped = {}  # by id of a parameter: its gradient before clipping
+unclipped = {}  # by id of a parameter: its gradient before a clipping that has changed it
+clipping_seen = set()  # ids of parameters
+rows = []  # of this step: the number of samples of each forward pass
+labels = []  # of this step: the number of labels of each mean of cross-entropies
+evaluated = False  # the model was called without gradients
 steps_done = {}  # by id of an optimizer
 
 
@@ -68,7 +70,9 @@ def note_root(module, values):
             return  # a loss, for example
         roots.append(module)
     if any(module is root for root in roots):
-        samples.extend(fingerprints(values))
+        found = fingerprints(values)
+        samples.extend(found)
+        rows.append(len(found))
 
 
 def generators():
@@ -83,8 +87,9 @@ original_call = torch.nn.Module.__call__
 
 
 def watched_call(module, *args, **options):
-    global depth, is_random
+    global depth, is_random, evaluated
     if not torch.is_grad_enabled():
+        evaluated = True
         return original_call(module, *args, **options)
     if depth == 0:
         note_root(module, [*args, *options.values()])
@@ -132,25 +137,15 @@ def named_parameters():
 # -- Tensors ---------------------------------------------------------------------------------------
 
 
-def record(tensor, is_whole):
-    """A copy of the whole tensor on the CPU. Of a large model: sums with random signs.
-
-    The norm of these sums is the norm of the tensor, up to a few percent.
-    """
+def record(tensor):
+    """A copy of the whole tensor on the CPU."""
     if tensor is None:
         return None
     tensor = tensor.detach()
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()  # DTensor: all ranks take part
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    tensor = tensor.to("cpu", dtype, copy=True)
-    if is_whole:
-        return tensor
-    generator = torch.Generator().manual_seed(tensor.numel())  # the same signs in both runs
-    signs = torch.randint(0, 2, (tensor.numel(),), generator=generator, dtype=torch.int8)
-    padding = -tensor.numel() % PROJECTIONS
-    signed = torch.nn.functional.pad(tensor.flatten() * (2 * signs - 1), (0, padding))
-    return signed.view(-1, PROJECTIONS).sum(0)
+    return tensor.to("cpu", dtype, copy=True)
 
 
 def takes_part(parameter):
@@ -162,24 +157,34 @@ def takes_part(parameter):
     return all(place == 0 or placement.is_replicate() for place, placement in pairs)
 
 
-def is_whole(parameters):
-    if WHOLE:
-        return WHOLE == "1"
-    return 4 * sum(p.numel() for p in parameters) < LARGEST_MODEL
-
-
 # -- Clipping, and the optimizer -------------------------------------------------------------------
 
 
-def before_clipping(clip):
+def watch_clipping(clip):
     def watched(parameters, *args, **options):
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        whole = is_whole([p for root in roots for p in root.parameters()] or given)
-        for parameter in given:
-            if id(parameter) not in unclipped:
-                unclipped[id(parameter)] = record(parameter.grad, whole)
-        return clip(given, *args, **options)
+        before = [record(parameter.grad) for parameter in given]
+        result = clip(given, *args, **options)
+        for parameter, gradient in zip(given, before, strict=True):
+            # Scripts also call this to measure a norm, which changes nothing.
+            if gradient is not None and not torch.equal(gradient, record(parameter.grad)):
+                unclipped[id(parameter)] = gradient
+            clipping_seen.add(id(parameter))
+        return result
 
+    return watched
+
+
+def watch_cross_entropy(function):
+    def watched(*args, **options):
+        values = signature.bind(*args, **options).arguments
+        target = values["target"]
+        if values.get("reduction", "mean") == "mean" and torch.is_grad_enabled():
+            counted = target.dim() == 0 or target != values.get("ignore_index", -100)
+            labels.append(int(torch.as_tensor(counted).sum()))
+        return function(*args, **options)
+
+    signature = inspect.signature(function)
     return watched
 
 
@@ -204,22 +209,22 @@ def before_step(optimizer, args, options):
     if done == STEPS:
         finish()
     names = named_parameters()
-    parameters = parameters_of(optimizer)
-    whole = is_whole([p for root in roots for p in root.parameters()] or parameters)
+    number = list(steps_done).index(id(optimizer))
     recorded = optimizer.first_difference = {}
     for group in optimizer.param_groups:
         settings = settings_of(group)
         for parameter in group["params"]:
-            known = names.get(id(parameter), {"names": [], "place": 10**6, "kind": ""})
-            entry = known | {"settings": settings, "shape": list(parameter.shape)}
-            entry["clipped"] = record(parameter.grad, whole)
-            entry["gradient"] = unclipped.pop(id(parameter), None)
-            entry["saw_clipping"] = entry["gradient"] is not None
-            if not entry["saw_clipping"]:
-                entry["gradient"] = entry["clipped"]
-            entry["before"] = record(parameter, whole)
+            place = 10**6 + len(recorded)
+            # A loss may be a function of parameters that no module has.
+            default = {"names": [f"parameter {len(recorded)} of optimizer {number}"]}
+            default |= {"place": place, "kind": "function"}
+            entry = names.get(id(parameter), default) | {"settings": settings}
+            entry |= {"shape": list(parameter.shape), "clipped": record(parameter.grad)}
+            entry["is_clipped"] = id(parameter) in unclipped
+            entry["gradient"] = unclipped.pop(id(parameter), entry["clipped"])
+            entry["saw_clipping"] = id(parameter) in clipping_seen
+            entry["before"] = record(parameter)
             recorded[id(parameter)] = entry
-    optimizer.first_difference_whole = whole
 
 
 def after_step(optimizer, args, options):
@@ -228,15 +233,16 @@ def after_step(optimizer, args, options):
     entries = []
     for parameter in parameters_of(optimizer):
         entry = recorded[id(parameter)]
-        entry["after"] = record(parameter, optimizer.first_difference_whole)
+        entry["after"] = record(parameter)
         if takes_part(parameter):
             entries.append(entry)
     step = steps_done[id(optimizer)]
     number = list(steps_done).index(id(optimizer))
     content = {"rank": rank(), "world_size": world_size(), "step": step, "parameters": entries}
     content |= {"samples": list(samples), "precisions": sorted(precisions), "random": is_random}
-    content["whole"] = optimizer.first_difference_whole
-    samples.clear()
+    content |= {"rows": list(rows), "labels": list(labels), "evaluated": evaluated}
+    for of_step in (samples, rows, labels):
+        of_step.clear()
     torch.save(content, FOLDER / f"step{step}-rank{rank()}-optimizer{number}.pt")
 
 
@@ -255,7 +261,8 @@ torch.nn.Module.__call__ = watched_call
 for module in (torch.nn.utils, torch.nn.utils.clip_grad):
     for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
         if hasattr(module, name):
-            setattr(module, name, before_clipping(getattr(module, name)))
+            setattr(module, name, watch_clipping(getattr(module, name)))
+torch.nn.functional.cross_entropy = watch_cross_entropy(torch.nn.functional.cross_entropy)
 register_optimizer_step_pre_hook(before_step)
 register_optimizer_step_post_hook(after_step)
 FOLDER.mkdir(parents=True, exist_ok=True)
