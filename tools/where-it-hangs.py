@@ -311,6 +311,9 @@ def explain_messages(waiting):
 
 def report(dumps):
     """Prints what the dumps show. Returns the exit status."""
+    if not dumps:
+        print("No rank has left a dump, so no rank has waited for long.")
+        return 0
     size = max(dump["world_size"] for dump in dumps.values())
     for note in {dump["note"] for dump in dumps.values()} - {""}:
         print(f"Note: {note}")
