@@ -249,32 +249,20 @@ RULES = [one_marker, changes_are_marked, comments_stay, ideas_are_numbered]
 RULES += [ideas_are_in_the_readme, borrowed_lines_stay, nothing_is_imported]
 
 
-def check(step: Step) -> None:
-    if problem := syntax_error(step.new):
-        pytest.fail(f"{step.after}/train-llm.py:{problem}", pytrace=False)
+@pytest.mark.parametrize("name", CONTINUES)
+def test_rules(name):
+    step = step_to(name)
     wrong = sorted(complaint for rule in RULES for complaint in rule(step))
     if wrong:
         number, sentence = wrong[0]
         line = f" ({step.lines[number].strip()})" if number < len(step.lines) else ""
-        pytest.fail(f"{step.after}/train-llm.py:{number}: {sentence}{line}", pytrace=False)
-
-
-# -- The chapters keep them ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CONTINUES)
-def test_rules(name):
-    check(step_to(name))
-
-
-def is_stored(before, after, file) -> bool:
-    return TREE.unified_diff(before, after) == file.read_text()
+        pytest.fail(f"{name}/train-llm.py:{number}: {sentence}{line}", pytrace=False)
 
 
 @pytest.mark.parametrize("name", CONTINUES)
 def test_the_stored_diff_is_new(name):
     before, after = (REPOSITORY / n / "train-llm.py" for n in (CONTINUES[name], name))
-    if not is_stored(before, after, after.with_name("changes.diff")):
+    if TREE.unified_diff(before, after) != after.with_name("changes.diff").read_text():
         pytest.fail(f"{name}/changes.diff is old: python tools/diff-chapters.py", pytrace=False)
 
 
@@ -286,6 +274,3 @@ def test_the_tree_has_all_chapters():
     first = read("01-single-gpu")
     assert markers(first) == set()
     assert "torch.distributed" not in first
-
-
-# -- And each rule can fail ------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Bytes and speeds between nodes: what the formulae say, and what chapters really send."""
 
 import importlib
-import importlib.util
 import itertools
 import json
 import math
@@ -15,26 +14,45 @@ from pathlib import Path
 
 import pytest
 from conftest import LLAMA, TINY_LLAMA, write_model
-from runner import CHAPTER_6, CHAPTER_7, REPOSITORY
+from runner import (
+    CHAPTER_6,
+    CHAPTER_7,
+    CHAPTER_11,
+    CHAPTER_12,
+    CHAPTER_13,
+    REPOSITORY,
+    load,
+)
 
 SLOW_LINKS = REPOSITORY / "benchmarks" / "slow-links.py"
 TOOL = REPOSITORY / "tools" / "estimate-scaling.py"
 SCHEDULES = REPOSITORY / "tools" / "draw-schedule.py"
-sys.path.append(str(SLOW_LINKS.parent))  # it imports another benchmark
-spec = importlib.util.spec_from_file_location("benchmarks_slow_links", SLOW_LINKS)
-benchmark = importlib.util.module_from_spec(spec)
-sys.modules["benchmarks_slow_links"] = benchmark  # for its dataclass
-spec.loader.exec_module(benchmark)
-tool = benchmark.FORMULAE
+tool = load(SLOW_LINKS).FORMULAE
 
 NVLINK_4 = tool.NVLINK_4 * 1e9
 CLUSTER = tool.Cluster(devices=8, rate=4e14, link_in=NVLINK_4, link=50e9)
-LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336}
-LLAMA_8B |= {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
-LLAMA_8B |= {"vocab_size": 128256, "max_position_embeddings": 131072}
-with tempfile.TemporaryDirectory() as folder:
-    Path(folder, "config.json").write_text(json.dumps(LLAMA_8B))
-    LLAMA_8B = tool.load_model(f"{folder}/config.json")
+# The size of a Llama: its hidden size, the one of the MLP, layers, heads
+SIZES = {"1B": (2048, 8192, 16, 32), "8B": (4096, 14336, 32, 32), "70B": (8192, 28672, 80, 64)}
+SIZES["405B"] = (16384, 53248, 126, 128)
+
+
+def write_config(folder, size: str, positions: int = 131072) -> Path:
+    hidden, mlp, layers, heads = SIZES[size]
+    config = {"model_type": "llama", "hidden_size": hidden, "intermediate_size": mlp}
+    config |= {"num_hidden_layers": layers, "num_attention_heads": heads}
+    config |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": positions}
+    file = Path(folder, "config.json")
+    file.write_text(json.dumps(config | {"tie_word_embeddings": size == "1B"}))
+    return file
+
+
+@lru_cache
+def llama(size: str):
+    with tempfile.TemporaryDirectory() as folder:
+        return tool.load_model(str(write_config(folder, size)))
+
+
+LLAMA_8B = llama("8B")
 
 
 def settings(**changes) -> Namespace:
@@ -133,22 +151,17 @@ torch.optim.AdamW.step = step
 Watch().__enter__()
 """
 TP, PP = "tensor_parallel", "pipeline_parallel"
+CP, EP, AGAIN = "context_parallel", "expert_parallel", {"activation_checkpointing": True}
 RUNS = [  # method, chapter, processes, samples of a micro-batch and group, micro-batches, settings
-    ("TP", CHAPTER_6, 2, 4, 2, {TP: 2, "activation_checkpointing": True}),
+    ("TP", CHAPTER_6, 2, 4, 2, {TP: 2} | AGAIN),
     ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "interleaved"}),
     ("PP", CHAPTER_7, 2, 2, 4, {PP: 2, "schedule": "zbv"}),
     ("PP", CHAPTER_7, 4, 2, 4, {PP: 2, "schedule": "1f1b"}),
+    ("CP", CHAPTER_11, 2, 2, 2, {CP: 2, "exchange": "heads"} | AGAIN),
+    ("CP", CHAPTER_11, 4, 2, 2, {CP: 2, "exchange": "tokens"} | AGAIN),
+    ("EP", CHAPTER_12, 4, 2, 1, {EP: 2} | AGAIN),
+    ("3D", CHAPTER_13, 4, 4, 4, {PP: 2, TP: 2}),
 ]
-CP, EP, CHECKPOINTS = "context_parallel", "expert_parallel", {"activation_checkpointing": True}
-NEWER = [
-    ("CP", "11-context-parallel", 2, 2, 2, {CP: 2, "exchange": "heads"} | CHECKPOINTS),
-    ("CP", "11-context-parallel", 4, 2, 2, {CP: 2, "exchange": "tokens"} | CHECKPOINTS),
-    ("EP", "12-expert-parallel", 4, 2, 1, {EP: 2} | CHECKPOINTS),
-    ("3D", "13-3d-parallel", 4, 4, 4, {PP: 2, TP: 2}),
-]
-for method, folder, *others in NEWER:
-    script = REPOSITORY / folder / "train-llm.py"
-    RUNS.append((method, script, *others))
 
 
 @pytest.mark.rest
@@ -186,26 +199,16 @@ def test_collectives(trainer, tmp_path, method, chapter, processes, samples, cou
 
 def test_pipelines_are_those_of_the_schedules():
     """The bubble, and how much later a delay of each send ends the step."""
-    spec = importlib.util.spec_from_file_location("draw_schedule", SCHEDULES)
-    schedules = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(schedules)
+    schedules = load(SCHEDULES)
     model = tool.Model(32, 1_000_000, 0, 1)
     for schedule, (_, stages, formula) in schedules.SCHEDULES.items():
         several = (2, 3) if schedule == "interleaved" else (stages,)
         for p, k, stages in itertools.product((2, 4, 8), (2, 4), several):
             # A stage per node; the update takes no time.
             cluster = tool.Cluster(1, 1e9, 1e9, 1e9, memory=math.inf)
-            e = estimate(
-                "PP",
-                p,
-                cluster,
-                model,
-                seq_length=1,
-                schedule=schedule,
-                pipeline_parallel=p,
-                gradient_accumulation_steps=k,
-                stages_per_rank=stages,
-            )
+            changes = {"schedule": schedule, "pipeline_parallel": p, "stages_per_rank": stages}
+            changes |= {"gradient_accumulation_steps": k, "seq_length": 1}
+            e = estimate("PP", p, cluster, model, **changes)
             assert e.bubble / (e.compute + e.bubble) == pytest.approx(formula(p, p * k, stages))
             (send,) = (c for name, (_, c) in e.counts.items() if name.startswith("send"))
             orders = schedules.simulate(schedule, p, p * k, stages)
@@ -305,13 +308,12 @@ TITAN = {"memory": 2400, "attention": 335}  # of H100s with HBM2e
 H100 = {"attention": 335}
 A100 = {"link_in": 12 * 20, "link": 200, "memory": 2039}
 A100_40 = A100 | {"memory": 1555}
-AGAIN = {"activation_checkpointing": True}
 SHORT = {"seq_length": 2048}
 CP_8B = TITAN | AGAIN
 TP8 = {"tensor_parallel": 8}
 IN_405B = TITAN | AGAIN | TP8 | {"pipeline_parallel": 8, "gradient_accumulation_steps": 4}
 IN_405B["batch_size"] = 1 / 8
-INTERLEAVED = {"schedule": "interleaved"}
+IN_TURNS = IN_405B | {"schedule": "interleaved"}
 IN_LLAMA_3 = H100 | TP8 | {"pipeline_parallel": 16, "schedule": "interleaved", "stages_per_rank": 4}
 KEPT = {"reshard_after_forward": False}
 
@@ -352,72 +354,43 @@ def llama_3(nodes, count):
 
 M13, M30, M70 = mpt(40, 5120), mpt(48, 7168), mpt(80, 8192)
 TWO = TITAN | {"batch_size": 2}
-# The page's name, GPUs and layout; the run; the published speed. A row without a layout is the base
-# of the rows after it: the rate of the products of matrices is set so that this row agrees.
+# The page's name and layout; the run; the published speed. A row without a layout is the base of
+# the rows after it: the rate of the products of matrices is set so that this row agrees.
 PUBLISHED = [
-    ("torchtitan, 8B", 8, "FSDP", titan(B8, "FSDP", 1, TWO), 6667, "base"),
-    ("torchtitan, 8B", 128, "FSDP", titan(B8, "FSDP", 16, TWO), 6514, ""),
-    ("torchtitan, 8B, 32k tokens", 8, "FSDP", long(1), 3890, "base"),
-    ("torchtitan, 8B, 64k tokens", 8, "cp2", long(2), 2540, ""),
-    ("torchtitan, 8B, 128k tokens", 8, "cp4", long(4), 1071, ""),
-    ("torchtitan, 8B, 256k tokens", 8, "cp8", long(8), 548, ""),
-    ("torchtitan, 8B, Float8", 8, "FSDP", titan(B8, "FSDP", 1, TWO), 8532, "base"),
-    ("torchtitan, 70B, Float8", 256, "tp8", titan(B70, "TP", 32, TWO | AGAIN | TP8), 829, ""),
-    ("torchtitan, 405B, Float8", 512, "tp8 pp8", titan(B405, "3D", 64, IN_405B), 100, ""),
-    (
-        "torchtitan, 405B, Float8",
-        512,
-        "tp8 pp8, interleaved",
-        titan(B405, "3D", 64, IN_405B | INTERLEAVED),
-        128,
-        "",
-    ),
-    ("Llama 3, 405B", 8192, "tp8 pp16, interleaved", llama_3(1024, 2), 430, "base"),
-    ("Llama 3, 405B", 16384, "tp8 pp16, interleaved", llama_3(2048, 1), 400, ""),
-    (
-        "Megatron-LM, 39B",
-        512,
-        "tp8 pp2, interleaved",
-        megatron(48, 8192, 8, 2, 512, 1536),
-        138,
-        "base",
-    ),
-    ("Megatron-LM, 1.7B", 32, "DDP", megatron(24, 2304, 1, 1, 32, 512), 137, ""),
-    ("Megatron-LM, 3.6B", 64, "tp2", megatron(30, 3072, 2, 1, 64, 512), 138, ""),
-    ("Megatron-LM, 7.5B", 128, "tp4", megatron(36, 4096, 4, 1, 128, 512), 142, ""),
-    ("Megatron-LM, 18B", 256, "tp8", megatron(40, 6144, 8, 1, 256, 1024), 135, ""),
-    (
-        "Megatron-LM, 76B",
-        1024,
-        "tp8 pp4, interleaved",
-        megatron(60, 10240, 8, 4, 1024, 1792),
-        140,
-        "",
-    ),
-    (
-        "Megatron-LM, 146B",
-        1536,
-        "tp8 pp8, interleaved",
-        megatron(80, 12288, 8, 8, 1536, 2304),
-        148,
-        "",
-    ),
+    ("torchtitan, 8B", "FSDP", titan(B8, "FSDP", 1, TWO), 6667, "base"),
+    ("torchtitan, 8B", "FSDP", titan(B8, "FSDP", 16, TWO), 6514, ""),
+    ("torchtitan, 8B, 32k tokens", "FSDP", long(1), 3890, "base"),
+    ("torchtitan, 8B, 64k tokens", "cp2", long(2), 2540, ""),
+    ("torchtitan, 8B, 128k tokens", "cp4", long(4), 1071, ""),
+    ("torchtitan, 8B, 256k tokens", "cp8", long(8), 548, ""),
+    ("torchtitan, 8B, Float8", "FSDP", titan(B8, "FSDP", 1, TWO), 8532, "base"),
+    ("torchtitan, 70B, Float8", "tp8", titan(B70, "TP", 32, TWO | AGAIN | TP8), 829, ""),
+    ("torchtitan, 405B, Float8", "tp8 pp8", titan(B405, "3D", 64, IN_405B), 100, ""),
+    ("torchtitan, 405B, Float8", "tp8 pp8, interleaved", titan(B405, "3D", 64, IN_TURNS), 128, ""),
+    ("Llama 3, 405B", "tp8 pp16, interleaved", llama_3(1024, 2), 430, "base"),
+    ("Llama 3, 405B", "tp8 pp16, interleaved", llama_3(2048, 1), 400, ""),
+    ("Megatron-LM, 39B", "tp8 pp2, interleaved", megatron(48, 8192, 8, 2, 512, 1536), 138, "base"),
+    ("Megatron-LM, 1.7B", "DDP", megatron(24, 2304, 1, 1, 32, 512), 137, ""),
+    ("Megatron-LM, 3.6B", "tp2", megatron(30, 3072, 2, 1, 64, 512), 138, ""),
+    ("Megatron-LM, 7.5B", "tp4", megatron(36, 4096, 4, 1, 128, 512), 142, ""),
+    ("Megatron-LM, 18B", "tp8", megatron(40, 6144, 8, 1, 256, 1024), 135, ""),
+    ("Megatron-LM, 76B", "tp8 pp4, interleaved", megatron(60, 10240, 8, 4, 1024, 1792), 140, ""),
+    ("Megatron-LM, 146B", "tp8 pp8, interleaved", megatron(80, 12288, 8, 8, 1536, 2304), 148, ""),
     (
         "Megatron-LM, 310B",
-        1920,
         "tp8 pp16, interleaved",
         megatron(96, 16384, 8, 16, 1920, 2160),
         155,
         "held out",
     ),
-    ("llm-foundry, 30B", 8, "FSDP", foundry(M30, 1, 3, 21, A100), 916, "base"),
-    ("llm-foundry, 70B", 32, "FSDP", foundry(M70, 4, 2, 16, A100), 373, ""),
-    ("llm-foundry, 70B", 64, "FSDP", foundry(M70, 8, 8, 4, A100), 410, "held out"),
-    ("llm-foundry, 13B, 40 GB", 16, "FSDP", foundry(M13, 2, 10), 1993, "base"),
-    ("llm-foundry, 13B, 40 GB", 128, "FSDP", foundry(M13, 16, 16), 1972, ""),
-    ("llm-foundry, 30B, 40 GB", 128, "FSDP", foundry(M30, 16, 6), 865, ""),
-    ("llm-foundry, 70B, 40 GB", 64, "FSDP", foundry(M70, 8, 2), 276, ""),
-    ("llm-foundry, 70B, 40 GB", 128, "FSDP", foundry(M70, 16, 4), 376, ""),
+    ("llm-foundry, 30B", "FSDP", foundry(M30, 1, 3, 21, A100), 916, "base"),
+    ("llm-foundry, 70B", "FSDP", foundry(M70, 4, 2, 16, A100), 373, ""),
+    ("llm-foundry, 70B", "FSDP", foundry(M70, 8, 8, 4, A100), 410, "held out"),
+    ("llm-foundry, 13B, 40 GB", "FSDP", foundry(M13, 2, 10), 1993, "base"),
+    ("llm-foundry, 13B, 40 GB", "FSDP", foundry(M13, 16, 16), 1972, ""),
+    ("llm-foundry, 30B, 40 GB", "FSDP", foundry(M30, 16, 6), 865, ""),
+    ("llm-foundry, 70B, 40 GB", "FSDP", foundry(M70, 8, 2), 276, ""),
+    ("llm-foundry, 70B, 40 GB", "FSDP", foundry(M70, 16, 4), 376, ""),
 ]
 
 
@@ -450,12 +423,12 @@ def test_published_speeds():
     """The page's table: most rows are within 15 %, and the page names the others."""
     page = (REPOSITORY / "docs" / "scaling.md").read_text()
     far, count = [], 0
-    for name, devices, layout, run, published, note in PUBLISHED:
+    for name, layout, run, published, note in PUBLISHED:
         if note == "base":
             rate = rate_of(run, published)
         found = speed(run, rate)
         off = found / published - 1
-        cells = [name, f"{devices:,}", layout, f"{published:,}", f"{found:,.0f}"]
+        cells = [name, f"{8 * run[2]:,}", layout, f"{published:,}", f"{found:,.0f}"]
         cells.append("base" if note == "base" else f"{off:+.0%}".replace("%", " %"))
         row = f"| {' | '.join(cells)} |{' held out |' if note == 'held out' else ' |'}"
         assert row in page, row
@@ -463,12 +436,11 @@ def test_published_speeds():
             count += 1
             far += [name] if abs(off) > 0.15 else []
     assert len(far) < count / 4
-    base, other = (run for name, *_, run, _, _ in PUBLISHED if name == "Llama 3, 405B")
+    text = " ".join(page.split())
+    base, other = (run for name, _, run, *_ in PUBLISHED if name == "Llama 3, 405B")
     base, other = ((*run[:3], run[3] | {"stages_per_rank": 2}, run[4]) for run in (base, other))
-    assert f"16,384 GPUs is {speed(other, rate_of(base, 430)):.0f} TFLOP/s" in " ".join(
-        page.split()
-    )
-    assert f"{count - len(far)} of the {count} estimates are within 15 %" in " ".join(page.split())
+    assert f"16,384 GPUs is {speed(other, rate_of(base, 430)):.0f} TFLOP/s" in text
+    assert f"{count - len(far)} of the {count} estimates are within 15 %" in text
     for name in far:
         assert f"**{name}**" in page, name
 
@@ -495,28 +467,6 @@ def test_command_line(tmp_path):
 CHOOSER = REPOSITORY / "tools" / "choose-layout.py"
 sys.path.append(str(CHOOSER.parent))
 chooser = importlib.import_module("choose-layout")
-LLAMA_1B = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64}
-LLAMA_1B |= {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
-LLAMA_1B |= {"vocab_size": 128256, "tie_word_embeddings": True}
-LLAMA_1B |= {"max_position_embeddings": 131072}
-LLAMA_70B = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672}
-LLAMA_70B |= {"num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8}
-LLAMA_70B |= {"vocab_size": 128256, "max_position_embeddings": 131072}
-LLAMA_405B = {"model_type": "llama", "hidden_size": 16384, "intermediate_size": 53248}
-LLAMA_405B |= {"num_hidden_layers": 126, "num_attention_heads": 128, "num_key_value_heads": 8}
-LLAMA_405B |= {"vocab_size": 128256, "max_position_embeddings": 131072}
-
-
-@lru_cache
-def llama(size: str):
-    """The sizes of a Llama of 1B, 8B, 70B or 405B parameters."""
-    config = {"1B": LLAMA_1B, "70B": LLAMA_70B, "405B": LLAMA_405B}.get(size)
-    if config is None:
-        return LLAMA_8B
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "config.json")
-        path.write_text(json.dumps(config))
-        return tool.load_model(str(path))
 
 
 def choose(size: str, devices: int, *flags):
@@ -626,8 +576,7 @@ ROUGH = 0.25
 
 @pytest.mark.rest
 def test_rules_of_thumb_for_memory(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA_70B | {"max_position_embeddings": 8192}))
+    path = write_config(tmp_path, "70B", positions=8192)
     args, fit, _ = choose("70B", 64, "-m", path)
     for choice in fit[:3]:
         chooser.trace(choice, 64, args)
