@@ -110,8 +110,9 @@ def test_a_repaired_script_ends_with_the_weights_of_one_process(tool, tmp_path, 
     assert len(weights) == 2
     assert weights[0] == weights[1]
     assert float(weights[0]) == pytest.approx(weights_of_one_process(number), abs=1e-5)
+    # A rank leaves a dump if it has waited for a second.
     assert tool.report(tool.read_dumps(tmp_path / "dumps")) == 0
-    assert "All ranks have ended" in capsys.readouterr().out
+    assert re.search("All ranks have ended|No rank has waited", capsys.readouterr().out)
 
 
 # Rank 1 stops before an all-reduce of the loss.

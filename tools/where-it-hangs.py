@@ -312,7 +312,7 @@ def explain_messages(waiting):
 def report(dumps):
     """Prints what the dumps show. Returns the exit status."""
     if not dumps:
-        print("No rank has left a dump, so no rank has waited for long.")
+        print("No rank has waited long enough to leave a dump.")
         return 0
     size = max(dump["world_size"] for dump in dumps.values())
     for note in {dump["note"] for dump in dumps.values()} - {""}:
