@@ -38,6 +38,7 @@ import transformers
 from accelerate.utils import gather, reduce, wait_for_everyone
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from submitit import JobEnvironment
 from submitit.helpers import TorchDistributedEnvironment
 from torch.distributed.tensor import DTensor
@@ -70,6 +71,19 @@ class Fsdp:  # fsdp_config of TrainingArguments
     reshard_after_forward: bool = True  # free gathered layers after the forward pass
     activation_checkpointing: bool = False  # less memory, more computing
     cpu_offload: bool = False  # shards, gradients and AdamW state stay in CPU memory
+
+
+# Keys of other configurations, and what takes their place with FSDP2.
+NOT_IN_FSDP2 = {
+    "use_orig_params": "FSDP2 always trains the original parameters",
+    "sync_module_states": "each process loads all weights before FSDP2 shards them",
+    "limit_all_gathers": "FSDP2 needs no limit",
+    "forward_prefetch": "Accelerate has none; FSDP2 gathers the next layer early by itself",
+    "backward_prefetch": "FSDP2 always gathers the next layer early",
+    "sharding_strategy": "reshard_after_forward takes its place",
+    "auto_wrap_policy": "each layer of the model is a unit: TRANSFORMER_BASED_WRAP",
+    "min_num_params": "each layer of the model is a unit, whatever its size",
+}
 
 
 @dataclass
@@ -135,6 +149,11 @@ ConfigStore.instance().store("schema", Config)
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(config):
+    try:
+        # Hydra also accepts unknown names, after a plus sign, and the run would ignore them.
+        config = OmegaConf.merge(Config, OmegaConf.to_container(config))
+    except OmegaConfBaseException as error:
+        explain(error)
     try:
         train(OmegaConf.to_object(config))
     except Exception:
@@ -421,9 +440,18 @@ def fail(message):
     sys.exit(f"error: {message}")
 
 
+def explain(error):
+    """Exits with the message of Hydra, OmegaConf or Submitit in one line."""
+    # Some messages have several lines. Some have their reason in __cause__.
+    message = " ".join(f"{error} {error.__cause__ or ''}".split())
+    for key, counterpart in NOT_IN_FSDP2.items():
+        if f"{key}' not in 'Fsdp'" in message:  # the key may begin with fsdp_
+            message += f" ({counterpart})"
+    fail(message)
+
+
 if __name__ == "__main__":
     try:
         main()
     except Exception as error:
-        # Messages of Hydra and Submitit have several lines. Some have their reason in __cause__.
-        fail(" ".join(f"{error} {error.__cause__ or ''}".split()))
+        explain(error)

@@ -173,7 +173,11 @@ KINDS = {
         r"waits in group 1 \(\w+\) in all_reduce",
     ),
     "an error": (2, "1 / (rank - 1)", "rank 1 died first.*ZeroDivisionError: .*rank 0"),
-    "killed": (2, "rank == 0 or os.kill(os.getpid(), 9)", "rank 1 died first .it left no trace"),
+    "killed": (
+        2,
+        "rank == 0 or os.kill(os.getpid(), 9)",
+        "rank 1 died first .without an error of Python",
+    ),
     "other sizes": (2, "dist.all_reduce(torch.ones(1 + 99 * rank))", r"all_reduce at kind.py:11"),
     "spawn": (0, "rank == 0 or signal.pause()", "rank 1 stands at kind.py:11.*rank 0 waits in bar"),
 }

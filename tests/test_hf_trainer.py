@@ -11,12 +11,17 @@ from types import SimpleNamespace
 import hydra
 import pytest
 import test_slurm
+import torch
 import yaml
-from conftest import assert_one_sentence, assert_same_model
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from conftest import TINY_LLAMA, assert_one_sentence, assert_same_model
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from runner import CHAPTER_1, CHAPTER_9, REPOSITORY, Job, Run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import AutoModelForCausalLM
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM
 
 CONF = CHAPTER_9.parent / "conf"
 TOOLS = REPOSITORY / "tools"
@@ -191,6 +196,44 @@ def test_a_mistake_is_one_sentence(runs, override):
 def compose(*overrides, name="train"):
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         return hydra.compose(name, overrides=[*overrides], return_hydra_config=True)
+
+
+# Keys of other trainers, and a part of the message that refuses them
+OTHER_KEYS = {
+    "parallel.fsdp_config.use_orig_params": "always trains the original parameters",
+    "parallel.fsdp_config.fsdp_limit_all_gathers": "FSDP2 needs no limit",
+    "parallel.fsdp_config.forward_prefetch": "Accelerate has none",
+    "parallel.fsdp_config.sync_module_states": "each process loads all weights",
+    "parallel.fsdp_config.fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "parallel.fsdp_config.fsdp_min_num_params": "whatever its size",
+    "optimizer.lr": "'lr' not in 'Optimizer'",
+}
+
+
+@pytest.mark.parametrize("key", OTHER_KEYS)
+def test_a_key_without_effect_is_refused(chapter_9, key):
+    """Also after a plus sign, with which Hydra accepts every key."""
+    with pytest.raises(ConfigCompositionException) as refused:
+        compose(f"{key}=1")
+    with pytest.raises(SystemExit, match=OTHER_KEYS[key]):
+        chapter_9.explain(refused.value)
+    added = compose(f"+{key}=1")
+    config = OmegaConf.masked_copy(added, [group for group in added if group != "hydra"])
+    with pytest.raises(SystemExit, match=OTHER_KEYS[key]):
+        chapter_9.main.__wrapped__(config)
+
+
+def test_accelerate_has_no_wrapping_by_size():
+    """The reason that the chapter refuses it: Accelerate would also shard the list of layers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY_LLAMA))
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100_000
+    )
+    layers = model.model.layers
+    assert fsdp2_prepare_auto_wrap_policy(plugin, model)(layers)
+    with pytest.raises(ValueError, match="does not support containers"):
+        fully_shard(layers)
 
 
 def test_every_file_fits_the_types(chapter_9):

@@ -426,7 +426,7 @@ def report_death(folder):
         dump = {"state": "was ended", "stack": stack, "written": file.stat().st_mtime}
         dump |= {"world_size": int(begin[2]), "entries": [], "groups": {}}
         if not stack:
-            dump["error"] = "it left no trace: killed, as by the system when memory is full"
+            dump["error"] = "without an error of Python, as after os._exit or a signal"
         elif fatal := re.search("Fatal Python error: (.*)", content):
             dump["error"] = f"{fatal[1]}; the lines of C++ above say why"
         dumps[int(begin[1])] = dump
