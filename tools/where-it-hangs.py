@@ -10,8 +10,8 @@ a folder, it reads the dumps there: those of the preload, and those that NCCL le
 must call the same collective under the same number, so the first number where they differ is the
 place of the mistake.
 
-Exit status: 0 if nothing hangs, 1 if ranks wait for each other or one of them died, 2 if there is
-nothing to read.
+Exit status: 0 if nothing hangs, 1 if ranks wait for each other or one of them died, 2 if there are
+no ranks or no dumps.
 """
 
 import argparse
@@ -307,17 +307,21 @@ def report(dumps):
         ]
         print("\n" + explain(*(causes or found)[0], dumps, waiting_for))
         return 1
-    running = [dump for dump in dumps.values() if dump["state"] != "has ended"]
-    if not running:
+    ended = {rank for rank, dump in dumps.items() if dump["state"] == "has ended"}
+    if ended == dumps.keys():
         print("All ranks have ended, and made the same calls.")
         return 0
-    if missing:
-        print(f"\nThe others wait for {text(missing)}.")
+    busy = {rank for rank, dump in dumps.items() if stands(dump).startswith("stands")}
+    if busy == dumps.keys():
+        busy = set()
+    if gone := ended | missing | busy:
+        print(f"\nThe others wait for {text(gone)}.")
         return 1
     print(
         "\nAll ranks have made the same recorded calls, so compare the lines above. Gloo does not "
         "record send and recv. If all ranks are in one call, they may disagree on a source, a "
-        "destination or a tag, or the network does not answer."
+        "destination or a tag, or the network does not answer. If they compute or wait for data, "
+        "give more --seconds."
     )
     return 1
 
