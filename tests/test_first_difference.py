@@ -265,9 +265,8 @@ CLIP_A_PART = """    part = list(model.parameters())[rank::world_size]
     norm = torch.nn.utils.get_total_norm([p.grad for p in part])
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
 """
-ZERO = (
-    "dist.optim.ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)"
-)
+ZERO = "ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)"
+IMPORT = "if world_size > 1:\n    from torch.distributed.optim import ZeroRedundancyOptimizer\n"
 
 
 @pytest.mark.rest
@@ -277,19 +276,17 @@ ZERO = (
         (CLIP_A_PART, "optimizer", "equal before clipping only"),
         (CLIP, ZERO, "No difference: 6 parameters, 2 steps"),
     ],
+    ids=["a part", "ZeRO"],
 )
 def test_clipping(tool, tmp_path, capsys, clip, optimizer, sentence):
     script = tmp_path / "mlp.py"
     text = MLP.replace(STEP, clip + STEP)
-    line = f"if world_size > 1:\n    import torch.distributed.optim\n    optimizer = {optimizer}\n"
-    script.write_text(text.replace("schedule = ", line + "schedule = "))
+    lines = f"{IMPORT}    optimizer = {optimizer}\nschedule = "
+    script.write_text(text.replace("schedule = ", lines))
     recordings = [record(tmp_path / str(n), script, processes=n) for n in (0, 2)]
     output = answer(tool, capsys, *recordings)
     assert sentence in output.replace("\n", " ")
     assert "clipping was not seen" not in output
-
-
-# -- broken/, and the command ----------------------------------------------------------------------
 
 
 @pytest.mark.rest

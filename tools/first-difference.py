@@ -167,6 +167,7 @@ class Difference:
 
     def __init__(self, name, ours, theirs, usual):
         self.name = name
+        self.ranks = None  # of the port, if two of them are compared
         floor = 0.01 * usual * ours.numel() ** 0.5  # of a gradient that is zero but for rounding
         self.norm = max(ours.norm().item(), floor, 1e-30)
         self.relative = ((theirs - ours).norm() / self.norm).item()
@@ -183,15 +184,16 @@ def differences(matches, key, tolerance):
 
 
 def across_ranks(matches, key, tolerance):
-    """Parameters whose copies differ between ranks: (difference, first rank, other rank)."""
+    """Parameters whose copies differ between the first rank and another one."""
     usual = size([flat(ours[key], ours["before"]) for _, ours, _, _ in matches])
     found = []
     for name, ours, _, copies in matches:
         for copy in copies[1:]:
             vectors = [flat(x[key], ours["before"]) for x in (copies[0], copy)]
             difference = Difference(name, *vectors, usual)
+            difference.ranks = copies[0]["rank"], copy["rank"]
             if not difference.relative <= tolerance:
-                found.append((difference, copies[0]["rank"], copy["rank"]))
+                found.append(difference)
     return found
 
 
@@ -340,20 +342,14 @@ def cause(reference, port, step, matches, found, tolerance):
 def report(found, matches, what, sentence):
     """Prints a difference. Returns the exit status."""
     first = found[0]
+    where, ratio = "", "ratio port / reference"
+    if first.ranks:
+        one, other = first.ranks
+        where, ratio = f" on ranks {one} and {other}", f"ratio rank {other} / rank {one}"
     count = len({difference.name for difference in found})
-    print(f"The first difference: {what} of {first.name}")
-    print(f"  relative difference {first.relative:.2g}, ratio port / reference {first.ratio:.4g}")
+    print(f"The first difference: {what} of {first.name}{where}")
+    print(f"  relative difference {first.relative:.2g}, {ratio} {first.ratio:.4g}")
     print(f"  {count} of {len(names_of(matches))} parameters differ")
-    print(sentence)
-    return 1
-
-
-def report_ranks(differs, what, sentence):
-    """The same, for a difference between two ranks of the port."""
-    first, one, other = differs[0]
-    print(f"The first difference: {what} of {first.name} on ranks {one} and {other}")
-    ratio = f"ratio rank {other} / rank {one} {first.ratio:.4g}"
-    print(f"  relative difference {first.relative:.2g}, {ratio}")
     print(sentence)
     return 1
 
@@ -394,18 +390,20 @@ def compare_gradients(reference, port, step, matches, previous, tolerance):
     if found := differences(matches, "before", tolerance):
         sentence = SENTENCES["begin" if step == 1 else "between"]
         return report(found, matches, "the value before the step", sentence)
-    if differs := across_ranks(matches, "before", tolerance):
-        return report_ranks(differs, "the value before the step", SENTENCES["weights of ranks"])
+    if found := across_ranks(matches, "before", tolerance):
+        return report(found, matches, "the value before the step", SENTENCES["weights of ranks"])
     found = differences(matches, "gradient", tolerance)
     if found and read_the_same(reference, port, step):
         return report(found, matches, "the gradient", SENTENCES["same samples"])
-    if differs := across_ranks(matches, "gradient", tolerance):
+    if of_ranks := across_ranks(matches, "gradient", tolerance):
         if not across_ranks(matches, "clipped", tolerance):
-            return report_ranks(differs, "the gradient", SENTENCES["clipped alone"])
-        if all(difference.rest <= tolerance for difference, *_ in differs):
-            return report_ranks(differs, "the gradient", SENTENCES["scaled"])
-        of_kind = kind(matches, {difference.name for difference, *_ in differs})
-        return report_ranks(differs, "the gradient", of_kind or SENTENCES["not averaged"])
+            sentence = SENTENCES["clipped alone"]
+        elif all(difference.rest <= tolerance for difference in of_ranks):
+            sentence = SENTENCES["scaled"]
+        else:
+            names = {difference.name for difference in of_ranks}
+            sentence = kind(matches, names) or SENTENCES["not averaged"]
+        return report(of_ranks, matches, "the gradient", sentence)
     clipped = differences(matches, "clipped", tolerance)
     if found:
         if previous is None:
@@ -451,8 +449,8 @@ def compare_updates(matches, tolerance, step):
         updates.append((name, one, other, copies))
     if found := differences(updates, "update", tolerance):
         return report(found, matches, "the update", SENTENCES["state"])
-    if differs := across_ranks(updates, "after", tolerance):
-        return report_ranks(differs, "the value after the step", SENTENCES["state of ranks"])
+    if found := across_ranks(updates, "after", tolerance):
+        return report(found, matches, "the value after the step", SENTENCES["state of ranks"])
     return 0
 
 

@@ -31,17 +31,9 @@ from itertools import takewhile
 from pathlib import Path
 
 PRELOAD = Path(__file__).resolve().parent / "preload"
-# Frames of these files are no lines of the user's script.
-LIBRARIES = (
-    str(PRELOAD),
-    "/site-packages/",
-    "/dist-packages/",
-    "/lib/python3",
-    "<frozen",
-    "<string>",
-)
-
-FUNCTIONS = "torch/distributed/.*(distributed_c10d|_coll)"  # files with what a script calls
+# Frames of these files are no lines of the user's script, and these have what a script calls.
+LIBRARIES = ("tools/preload/", "-packages/", "lib/python3", "<frozen", "<string>")
+FUNCTIONS = "torch/distributed/.*(distributed_c10d|_coll)"
 
 
 def fail(sentence):
@@ -335,7 +327,6 @@ def run(command, folder, seconds):
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PRELOAD), os.environ.get("PYTHONPATH")]))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left
     process = subprocess.Popen(shlex.split(command), env=env)
-    end = time.time() + 6 * seconds
     try:
         while process.poll() is None:
             time.sleep(0.2)
@@ -347,7 +338,7 @@ def run(command, folder, seconds):
                 asked = dumps_of_stacks(folder, dumps)
                 dumps |= {rank: dump for rank, dump in asked.items() if dump["stack"]}
                 return report(dict(sorted(dumps.items())))
-            if time.time() > end and not has_ranks(folder):
+            if no_ranks_for(folder) > 6 * seconds:
                 return report_no_ranks(folder, seconds)
         if process.returncode:
             print(f"The command ended with status {process.returncode}.")
@@ -413,9 +404,12 @@ def stack_of(content):
     return [(file, int(number), function) for file, number, function in reversed(lines)]
 
 
-def has_ranks(folder):
-    stacks = [file.read_text() for file in folder.glob("stacks-*")]
-    return any(folder.glob("rank-*")) or any(text.startswith("rank") for text in stacks)
+def no_ranks_for(folder):
+    """For how many seconds there are no ranks, and no process has imported anything."""
+    files = [*folder.glob("stacks-*")]
+    if any(folder.glob("rank-*")) or any(file.read_text().startswith("rank") for file in files):
+        return 0
+    return time.time() - max((file.stat().st_mtime for file in files), default=time.time())
 
 
 def report_no_ranks(folder, seconds):

@@ -122,6 +122,7 @@ def watch(stacks):
         # Before its first collective, a script works as long as it imports packages.
         if (now := newest() or len(sys.modules)) != seen:
             seen, since = now, time.time()
+            os.utime(stacks.name)  # the tool sees that this process works
         elif who and time.time() - since >= (SECONDS if newest() else 3 * SECONDS):
             write("waits", who, since=since)
             waited_in = seen
