@@ -338,7 +338,7 @@ def run(command, folder, seconds):
                 asked = dumps_of_stacks(folder, dumps)
                 dumps |= {rank: dump for rank, dump in asked.items() if dump["stack"]}
                 return report(dict(sorted(dumps.items())))
-            if no_ranks_for(folder) > 6 * seconds:
+            if idle_for(folder) > 6 * seconds and not has_ranks(folder):
                 return report_no_ranks(folder, seconds)
         if process.returncode:
             print(f"The command ended with status {process.returncode}.")
@@ -363,8 +363,9 @@ def all_wait(folder, seconds):
     waiting = [dump for dump in dumps if dump["state"] == "waits"]
     recent = [dump for dump in waiting if time.time() - dump["written"] < seconds]
     complete = dumps and len(dumps) == max(dump["world_size"] for dump in dumps)
-    missing_for = max((time.time() - dump["since"] for dump in recent), default=0)
-    return (complete or missing_for > 6 * seconds) and waiting and len(recent) == len(waiting)
+    waited = max((time.time() - dump["since"] for dump in recent), default=0)
+    is_stuck = complete or min(waited, idle_for(folder)) > 6 * seconds
+    return is_stuck and waiting and len(recent) == len(waiting)
 
 
 def ask_for_stacks(folder, dumps):
@@ -404,12 +405,15 @@ def stack_of(content):
     return [(file, int(number), function) for file, number, function in reversed(lines)]
 
 
-def no_ranks_for(folder):
-    """For how many seconds there are no ranks, and no process has imported anything."""
-    files = [*folder.glob("stacks-*")]
-    if any(folder.glob("rank-*")) or any(file.read_text().startswith("rank") for file in files):
-        return 0
+def idle_for(folder):
+    """For how many seconds no process has imported a package."""
+    files = folder.glob("stacks-*")
     return time.time() - max((file.stat().st_mtime for file in files), default=time.time())
+
+
+def has_ranks(folder):
+    stacks = [file.read_text() for file in folder.glob("stacks-*")]
+    return any(folder.glob("rank-*")) or any(text.startswith("rank") for text in stacks)
 
 
 def report_no_ranks(folder, seconds):

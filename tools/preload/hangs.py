@@ -120,10 +120,12 @@ def watch(stacks):
                 stacks.write(f"rank {known[0]} of {known[1]}\n")
         who = identity()
         # Before its first collective, a script works as long as it imports packages.
-        if (now := newest() or len(sys.modules)) != seen:
+        calls = newest()
+        if (now := calls or len(sys.modules)) != seen:
             seen, since = now, time.time()
-            os.utime(stacks.name)  # the tool sees that this process works
-        elif who and time.time() - since >= (SECONDS if newest() else 3 * SECONDS):
+            if not calls:
+                os.utime(stacks.name)  # so that the tool sees it
+        elif who and time.time() - since >= (SECONDS if calls else 3 * SECONDS):
             write("waits", who, since=since)
             waited_in = seen
 
