@@ -486,6 +486,14 @@ def test_a_run_does_not_go_on_with_other_rows(train, shards, tmp_path):
     assert "error: index_hash was" in run.output
 
 
+def test_preflight_looks_at_rows(shards, tmp_path):
+    flags = ["10", "-m", TINY_LLAMA, "-d", shards, "--from-scratch", "-s", 32]
+    for more, error in ([], "give --eval-dataset"), (["--eval-freq", 0, "-s", 64], "32 tokens"):
+        run = Run(REPOSITORY / "tools/preflight.py", [*flags, *more], tmp_path / error)
+        assert run.wait() == 1
+        assert re.search(f"  error: .*{error}", run.output)
+
+
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_rows_of_mds_with_texts(write, tmp_path, compression):
     """A folder of MDS gives the rows of the same texts in a JSON file, also after a stop."""
