@@ -97,6 +97,10 @@ def line_of(frames):
     return frames[0] if frames else None
 
 
+def is_done(entry):
+    return entry.get("retired") or entry["state"] == "completed"
+
+
 class Call:
     """A collective that a rank has begun."""
 
@@ -104,7 +108,7 @@ class Call:
         self.operation = entry["profiling_name"].split(":")[-1].lstrip("_")
         self.sizes = entry["input_sizes"]
         self.line = line_of([(f["filename"], f["line"], f["name"]) for f in entry["frames"]])
-        self.done = entry.get("retired") or entry["state"] == "completed"
+        self.done = is_done(entry)
 
     def __str__(self):
         shapes = ", ".join("×".join(map(str, size)) or "1" for size in self.sizes)
@@ -182,7 +186,7 @@ def stands(dump):
         return f"went to {calls[-1]} at {line}" if calls else f"stands at {line}"
     if not dump["entries"]:
         return "has vanished" if "error" in dump else "stands at an unknown line"
-    waiting = [*takewhile(lambda entry: not Call(entry).done, reversed(dump["entries"]))]
+    waiting = [*takewhile(lambda entry: not is_done(entry), reversed(dump["entries"]))]
     verb, entry = ("waits in", waiting[-1]) if waiting else ("last called", dump["entries"][-1])
     return f"{verb} {Call(entry)}, in group {' '.join(entry['process_group'])}"
 
@@ -269,7 +273,8 @@ def report(dumps):
     if missing:
         print(f"No dump of {text(missing)}: dead, stopped, or on another node.")
     for rank, dump in dumps.items():
-        print(f"rank {rank} {stands(dump)}", *filter(None, [dump.get("error")]), sep=": ")
+        error = f": {dump['error']}" if "error" in dump else ""
+        print(f"rank {rank} {stands(dump)}{error}")
     names = {tuple(entry["process_group"]) for d in dumps.values() for entry in d["entries"]}
     groups = [Group(name, description, dumps) for name, description in sorted(names)]
     found = [(group, group.first_difference()) for group in groups]
@@ -286,9 +291,9 @@ def report(dumps):
     died = sorted((rank for rank in dumps if "error" in dumps[rank]), key=lambda r: order(dumps[r]))
     if died and (has_own_error(dumps[died[0]]) or not found):
         first = dumps[died[0]]
-        others = [f" rank {r} {stands(dumps[r])}" for r in dumps if r != died[0]]
-        print(f"\nrank {died[0]} died first ({first['error']}): it {stands(first)}.", end="")
-        print(";".join(others))
+        others = "; ".join(f"rank {r} {stands(dumps[r])}" for r in dumps if r != died[0])
+        sentence = f"rank {died[0]} died first ({first['error']}): it {stands(first)}. {others}"
+        print(f"\n{sentence.strip()}")
         return 1
     if found:
         # A rank that waits nowhere is the cause of the others.
@@ -304,9 +309,8 @@ def report(dumps):
         print("All ranks have ended, and made the same calls.")
         return 0
     busy = {rank for rank, dump in dumps.items() if stands(dump).startswith("stands")}
-    if busy == dumps.keys():
-        busy = set()
-    if gone := ended | missing | busy:
+    gone = ended | missing | busy
+    if gone and gone != missing | dumps.keys():
         print(f"\nThe others wait for {text(gone)}.")
         return 1
     print(
@@ -358,13 +362,20 @@ def end_all(folder):
 
 
 def all_wait(folder, seconds):
-    """Do all ranks wait, or some for so long that the others will leave no dump?"""
+    """Do all ranks wait, or some for so long that the others will leave no dump?
+
+    Ranks that are in no call, such as in an evaluation, get six times as long.
+    """
     dumps = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
     waiting = [dump for dump in dumps if dump["state"] == "waits"]
     recent = [dump for dump in waiting if time.time() - dump["written"] < seconds]
     complete = dumps and len(dumps) == max(dump["world_size"] for dump in dumps)
+    in_call = any(
+        stands(dump).startswith("went to") or not all(map(is_done, dump["entries"]))
+        for dump in recent
+    )
     waited = max((time.time() - dump["since"] for dump in recent), default=0)
-    is_stuck = complete or min(waited, idle_for(folder)) > 6 * seconds
+    is_stuck = (complete and in_call) or min(waited, idle_for(folder)) > 6 * seconds
     return is_stuck and waiting and len(recent) == len(waiting)
 
 

@@ -32,18 +32,16 @@ waited_in = None  # the newest collective of the last dump
 has_died = False
 all_groups = {}
 
-# Private functions of PyTorch: the second one, of CUDA builds, has the collectives of NCCL.
-PRIVATE_DUMPS = ["_dump_fr_trace", "_dump_nccl_trace"]
-
 
 def entries(with_lines):
     """The recorded collectives, oldest first."""
     # Until this module is there, the script still imports torch (see sitecustomize.py).
     if not hasattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache"):
         return []
+    # Private functions of PyTorch. The second one, of CUDA builds, has the collectives of NCCL.
     module = sys.modules["torch"]._C._distributed_c10d
-    functions = [getattr(module, name) for name in PRIVATE_DUMPS if hasattr(module, name)]
-    dumps = [pickle.loads(function(True, with_lines, False)) for function in functions]
+    names = [name for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(module, name)]
+    dumps = [pickle.loads(getattr(module, name)(True, with_lines, False)) for name in names]
     found = [entry for dump in dumps for entry in dump.get("entries", [])]
     return sorted(found, key=lambda entry: entry["time_created_ns"])
 
