@@ -358,7 +358,8 @@ def compare(reference, port):
     """Prints the first difference. Returns the exit status."""
     low = {"autocast", "bfloat16", "float16"} & (reference.precisions | port.precisions)
     if low:
-        print(f"Warning: not in fp32 ({', '.join(sorted(low))}). Small differences are not seen.")
+        print(f"Warning: not in fp32 ({', '.join(sorted(low))}). Small differences are not seen,")
+        print("and updates are not compared.")
     if reference.is_random or port.is_random:
         print("Warning: the forward pass draws random numbers, as dropout does. They differ")
         print("between runs: turn dropout off.")
