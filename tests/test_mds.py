@@ -1,6 +1,7 @@
 """MDS shards: the tool writes the rows of chapter 4, and chapter 10 reads them on any ranks."""
 
 import json
+import re
 import shutil
 import signal
 import time
