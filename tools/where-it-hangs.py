@@ -10,12 +10,11 @@ a folder, it reads the dumps there: those of the preload, and those that NCCL le
 must call the same collective under the same number, so the first number where they differ is the
 place of the mistake.
 
-Exit status: 0 if nothing hangs, 1 if ranks wait for each other or one of them died, 2 if there is
-nothing to read.
+Exit status: 0 if nothing hangs, 1 if ranks wait for each other or one of them died, 2 if there are
+no ranks or no dumps.
 """
 
 import argparse
-import ast
 import json
 import os
 import pickle
@@ -28,11 +27,13 @@ import tempfile
 import time
 from collections import defaultdict
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 PRELOAD = Path(__file__).resolve().parent / "preload"
-# Frames of these files are no lines of the user's script.
-LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
+# Frames of these files are no lines of the user's script, and these have what a script calls.
+LIBRARIES = ("tools/preload/", "-packages/", "lib/python3", "<frozen", "<string>")
+FUNCTIONS = "torch/distributed/.*(distributed_c10d|_coll)"
 
 
 def fail(sentence):
@@ -96,15 +97,18 @@ def line_of(frames):
     return frames[0] if frames else None
 
 
+def is_done(entry):
+    return entry.get("retired") or entry["state"] == "completed"
+
+
 class Call:
     """A collective that a rank has begun."""
 
     def __init__(self, entry):
         self.operation = entry["profiling_name"].split(":")[-1].lstrip("_")
         self.sizes = entry["input_sizes"]
-        self.frames = [(f["filename"], f["line"], f["name"]) for f in entry["frames"]]
-        self.line = line_of(self.frames)
-        self.done = entry.get("retired") or entry["state"] == "completed"
+        self.line = line_of([(f["filename"], f["line"], f["name"]) for f in entry["frames"]])
+        self.done = is_done(entry)
 
     def __str__(self):
         shapes = ", ".join("×".join(map(str, size)) or "1" for size in self.sizes)
@@ -132,7 +136,6 @@ class Group:
         self.name, self.description = name, description
         self.calls = defaultdict(dict)
         members = {rank for dump in dumps.values() for rank in dump["groups"].get(name, [])}
-        self.has_members = bool(members)  # else only the ranks are known that have called it
         for rank, dump in dumps.items():
             for entry in dump["entries"]:
                 if entry["process_group"][0] == name and is_collective(entry):
@@ -164,37 +167,6 @@ def differing_sizes(call):
     return str(call.sizes) if same else ""
 
 
-MESSAGE = r"(send|recv) (\d+)(->|<-)(\d+)$"  # as NCCL records it, with the ranks of a group
-
-
-class Message(Call):
-    """A send or recv. `ranks`: the global ranks of its group, or nothing if they are unknown."""
-
-    def __init__(self, entry, ranks):
-        super().__init__(entry)
-        kind, own, arrow, peer = re.search(MESSAGE, self.operation).groups()
-        if ranks:
-            own, peer = ranks[int(own)], ranks[int(peer)]
-        self.is_recv = kind == "recv"
-        self.peer = int(peer)
-        self.operation = f"{kind} {own}{arrow}{peer}"
-
-
-def waiting_messages(dump):
-    """The messages that a rank has begun, and that are not done."""
-    waiting = []
-    for entry in dump["entries"]:
-        if entry["profiling_name"].endswith(":coalesced"):
-            # The messages of a batch have no state. The batch has one for all of them.
-            if Call(entry).done:
-                waiting = [(state, message) for state, message in waiting if state != "scheduled"]
-        elif entry["is_p2p"] and re.search(MESSAGE, entry["profiling_name"]):
-            message = Message(entry, sorted(dump["groups"].get(entry["process_group"][0], [])))
-            if not message.done:
-                waiting.append((entry["state"], message))
-    return [message for _, message in waiting]
-
-
 # -- The report ------------------------------------------------------------------------------------
 
 
@@ -204,21 +176,29 @@ def text(ranks):
 
 
 def stands(dump):
-    """Where the main thread of a rank is. Without its stack: the last call."""
+    """The line of the main thread, and its call of torch.distributed. Without a stack: the last."""
     if dump["state"] == "has ended":
         return "has ended"
-    if not dump["stack"] and "error" in dump:
-        return f"died: {dump['error']}"
-    if dump["stack"] or not dump["entries"]:
-        return f"stands at {place(line_of(dump['stack'][::-1]))}"
-    if messages := waiting_messages(dump):
-        return f"waits in {messages[0]}"
-    return f"last called {Call(dump['entries'][-1])}"
+    if dump["stack"]:
+        line = place(line_of(dump["stack"][::-1]))
+        calls = [name for file, _, name in dump["stack"] if re.search(FUNCTIONS, file)]
+        calls = [name for name in calls if not name.startswith(("_", "wait", "wrapper"))]
+        return f"went to {calls[-1]} at {line}" if calls else f"stands at {line}"
+    if not dump["entries"]:
+        return "has vanished" if "error" in dump else "stands at an unknown line"
+    waiting = [*takewhile(lambda entry: not is_done(entry), reversed(dump["entries"]))]
+    verb, entry = ("waits in", waiting[-1]) if waiting else ("last called", dump["entries"][-1])
+    return f"{verb} {Call(entry)}, in group {' '.join(entry['process_group'])}"
 
 
 def has_own_error(dump):
-    """Has the rank died, and not because another one has closed its connection?"""
-    return "error" in dump and not re.search("[Cc]onnection|peer", dump["error"])
+    """Has the rank died, and not because another one did not answer?"""
+    return "error" in dump and not re.search("[Cc]onnection|peer|[Tt]imed out", dump["error"])
+
+
+def order(dump):
+    """An error comes before a process that has only vanished, and before lost connections."""
+    return not has_own_error(dump), not dump["stack"], dump["written"]
 
 
 def show(group, number, dumps):
@@ -228,25 +208,8 @@ def show(group, number, dumps):
     print(f"  {number - 1:6}  all   {common}" if common else "          no common call")
     for rank in group.ranks:
         call = group.calls[rank].get(number)
-        print(f"> {number:6}  rank {rank}: {call or 'no call, ' + stands(dumps[rank])}")
-
-
-def left_the_loop(call, line):
-    """Is the call outside of the innermost loop around this line, as far as the file tells?"""
-    if line is None:
-        return False
-    file, number, _ = line
-    try:
-        tree = ast.parse(Path(file).read_text())
-    except (OSError, ValueError, SyntaxError):
-        return False  # the dumps may come from another machine
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
-    around = [loop for loop in loops if loop.lineno <= number <= loop.end_lineno]
-    if not around:
-        return False
-    loop = max(around, key=lambda loop: loop.lineno)
-    numbers = [number for frame_file, number, _ in call.frames if frame_file == file]
-    return not any(loop.lineno <= number <= loop.end_lineno for number in numbers)
+        no_call = "unknown" if dumps[rank]["state"] == "was asked" else "no call"
+        print(f"> {number:6}  rank {rank}: {call or f'{no_call}, {stands(dumps[rank])}'}")
 
 
 def explain(group, number, dumps, waiting_for):
@@ -273,40 +236,29 @@ def explain(group, number, dumps, waiting_for):
     rounds = before(usual_rank, line)
     verb = "wait" if len(same_call[usual]) > 1 else "waits"
     wait = f"{others} {verb} in {operation} at {place(line)}"
-    if odd is None and rank in waiting_for:
+    after = f" after {rounds} calls" if rounds else ""
+    if odd is None and (busy := [r for r in same_call[None] if r not in waiting_for]):
+        where = ", ".join(f"rank {r} {stands(dumps[r])}" for r in busy)
+        is_unknown = any(dumps[r]["state"] == "was asked" for r in busy)
+        end = "its calls are unknown" if is_unknown else "never made this call"
+        return f"{where}, and {end}; {wait}{after}."
+    if odd is None:
         other, other_number = waiting_for[rank]
         call = other.calls[rank][other_number]
+        missing = [r for r in other.ranks if other_number not in other.calls[r]]
+        without = f", which {text(missing)} did not call" if missing else ""
         return (
-            f"{who} waits in group {other.name} ({other.description}) in {call}; {wait} in group "
-            f"{group.name} ({group.description}): the ranks call the groups in another order."
+            f"{who} waits in group {other.name} ({other.description}) in {call}{without}; {wait} "
+            f"in group {group.name} ({group.description}): a call is left out, or the ranks call "
+            "the groups in another order."
         )
-    if odd is None:
-        after = f" after {rounds} calls" if rounds else ""
-        return f"{who} {stands(dumps[rank])}, and never made this call; {wait}{after}."
     call = group.calls[rank][number]
     if odd[:2] == usual[:2]:
         sizes = f"{call.sizes} and {group.calls[usual_rank][number].sizes}"
         return f"{who} and {others} make the same call with other sizes, {sizes}: {place(line)}."
     now = f"{call.operation} at {place(call.line)}"
     after = f" after {rounds} calls of {place(line)}" if rounds else ""
-    if rounds and left_the_loop(call, line):
-        return f"{who} left the loop{after}, and is in {now}; {wait}."
     return f"{who} went to {now}{after}; {wait}."
-
-
-def explain_messages(waiting):
-    """Who waits for whom, if ranks wait in messages. `waiting`: by rank, its messages."""
-    sentences = []
-    for rank, messages in waiting.items():
-        first = messages[0]
-        verb = "send" if first.is_recv else "receive"
-        sentences.append(f"rank {rank} waits in {first}, until rank {first.peer} {verb}s")
-    kinds = {message.is_recv for messages in waiting.values() for message in messages}
-    all_wait = all(messages[0].peer in waiting for messages in waiting.values())
-    end = ""
-    if all_wait and len(kinds) == 1:
-        end = " None of these ranks sends." if kinds == {True} else " None of these ranks receives."
-    return "; ".join(sentences) + "." + end
 
 
 def report(dumps):
@@ -319,9 +271,10 @@ def report(dumps):
         print(f"Note: {note}")
     missing = set(range(size)) - dumps.keys()
     if missing:
-        print(f"No dump of {text(missing)}: dead, on another node, or busy without waiting.")
+        print(f"No dump of {text(missing)}: dead, stopped, or on another node.")
     for rank, dump in dumps.items():
-        print(f"rank {rank} {stands(dump)}")
+        error = f": {dump['error']}" if "error" in dump else ""
+        print(f"rank {rank} {stands(dump)}{error}")
     names = {tuple(entry["process_group"]) for d in dumps.values() for entry in d["entries"]}
     groups = [Group(name, description, dumps) for name, description in sorted(names)]
     found = [(group, group.first_difference()) for group in groups]
@@ -335,36 +288,37 @@ def report(dumps):
         for rank in group.ranks
         if (call := group.calls[rank].get(number)) and not call.done
     }
-    died = [rank for rank, dump in dumps.items() if has_own_error(dump)]
-    if died:
-        first = min(died, key=lambda rank: dumps[rank]["written"])
-        print(f"\nrank {first} died first: {dumps[first]['error']}. The others wait for it.")
+    died = sorted((rank for rank in dumps if "error" in dumps[rank]), key=lambda r: order(dumps[r]))
+    if died and (has_own_error(dumps[died[0]]) or not found):
+        first = dumps[died[0]]
+        others = "; ".join(f"rank {r} {stands(dumps[r])}" for r in dumps if r != died[0])
+        sentence = f"rank {died[0]} died first ({first['error']}): it {stands(first)}. {others}"
+        print(f"\n{sentence.strip()}")
         return 1
     if found:
-        print("\n" + explain(*found[0], dumps, waiting_for))
+        # A rank that waits nowhere is the cause of the others.
+        causes = [
+            (group, number)
+            for group, number in found
+            if any(r not in waiting_for and number not in group.calls[r] for r in group.ranks)
+        ]
+        print("\n" + explain(*(causes or found)[0], dumps, waiting_for))
         return 1
-    running = [dump for dump in dumps.values() if dump["state"] != "has ended"]
-    if not running:
+    ended = {rank for rank, dump in dumps.items() if dump["state"] == "has ended"}
+    if ended == dumps.keys():
         print("All ranks have ended, and made the same calls.")
         return 0
-    unknown = [group for group in groups if group.ranks and not group.has_members]
-    for group in unknown:
-        print(f"\n{group}, and perhaps others")
-        for rank, calls in sorted(group.calls.items()):
-            print(f"  rank {rank}, last call: {calls[max(calls)]}")
-    if unknown:
-        print(
-            "\nThe dumps do not tell which ranks belong to these process groups. A rank that "
-            "should have called one, and never has, is not seen: compare the lines above."
-        )
+    busy = {rank for rank, dump in dumps.items() if stands(dump).startswith("stands")}
+    gone = ended | missing | busy
+    if gone and gone != missing | dumps.keys():
+        print(f"\nThe others wait for {text(gone)}.")
         return 1
-    if waiting := {r: found for r, dump in dumps.items() if (found := waiting_messages(dump))}:
-        print("\n" + explain_messages(waiting))
-        return 1
-    print("\nAll ranks have made the same collective calls. Compare the lines above:", end=" ")
-    if not any(e["profiling_name"].startswith("nccl:") for d in running for e in d["entries"]):
-        print("messages of a pipeline (send and recv) leave no record on CPUs, and", end=" ")
-    print("all ranks at one line mean a network that does not answer.")
+    print(
+        "\nAll ranks have made the same recorded calls, so compare the lines above. Gloo does not "
+        "record send and recv. If all ranks are in one call, they may disagree on a source, a "
+        "destination or a tag, or the network does not answer. If they compute or wait for data, "
+        "give more --seconds."
+    )
     return 1
 
 
@@ -375,17 +329,26 @@ def run(command, folder, seconds):
     """Runs the command until all ranks wait or it ends. Returns the exit status."""
     env = os.environ | {"HANG_DUMPS": str(folder), "HANG_SECONDS": str(seconds)}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PRELOAD), os.environ.get("PYTHONPATH")]))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no process is left
     process = subprocess.Popen(shlex.split(command), env=env)
     try:
         while process.poll() is None:
             time.sleep(0.2)
             if all_wait(folder, seconds):
                 dumps = read_dumps(folder)
+                ask_for_stacks(folder, dumps)
                 process.send_signal(signal.SIGSTOP)  # so that it writes no report about its workers
                 end_all(folder)
-                return report(dumps)
-        print(f"The command ended with status {process.returncode}: it does not hang.")
-        return report_death(folder) if process.returncode else 0
+                asked = dumps_of_stacks(folder, dumps)
+                dumps |= {rank: dump for rank, dump in asked.items() if dump["stack"]}
+                return report(dict(sorted(dumps.items())))
+            if idle_for(folder) > 6 * seconds and not has_ranks(folder):
+                return report_no_ranks(folder, seconds)
+        if process.returncode:
+            print(f"The command ended with status {process.returncode}.")
+            return report_death(folder)
+        print("The command ended with status 0: it does not hang.")
+        return 0
     finally:
         end_all(folder)
 
@@ -399,13 +362,81 @@ def end_all(folder):
 
 
 def all_wait(folder, seconds):
-    """Do all ranks wait, or some for so long that the others will leave no dump?"""
+    """Do all ranks wait, or some for so long that the others will leave no dump?
+
+    Ranks that are in no call, such as in an evaluation, get six times as long.
+    """
     dumps = [json.loads(file.read_text()) for file in folder.glob("rank-*.json")]
     waiting = [dump for dump in dumps if dump["state"] == "waits"]
     recent = [dump for dump in waiting if time.time() - dump["written"] < seconds]
     complete = dumps and len(dumps) == max(dump["world_size"] for dump in dumps)
-    missing_for = max((time.time() - dump["since"] for dump in recent), default=0)
-    return (complete or missing_for > 6 * seconds) and waiting and len(recent) == len(waiting)
+    in_call = any(
+        stands(dump).startswith("went to") or not all(map(is_done, dump["entries"]))
+        for dump in recent
+    )
+    waited = max((time.time() - dump["since"] for dump in recent), default=0)
+    is_stuck = (complete and in_call) or min(waited, idle_for(folder)) > 6 * seconds
+    return is_stuck and waiting and len(recent) == len(waiting)
+
+
+def ask_for_stacks(folder, dumps):
+    """A rank that holds the lock of Python, or makes other calls, leaves no dump, but a stack."""
+    known = {dump["pid"] for dump in dumps.values()}
+    for file in folder.glob("stacks-*"):
+        pid = int(file.name.removeprefix("stacks-"))
+        if pid not in known:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR2)
+    time.sleep(0.5)
+
+
+def dumps_of_stacks(folder, known):
+    """Dumps of ranks that have none, from their stacks. Without a stack, a process has died."""
+    found = {}
+    for file in folder.glob("stacks-*"):
+        content = file.read_text()
+        begin = re.match(r"rank (\d+) of (\d+)\n", content)
+        if not begin or int(begin[1]) in known:
+            continue
+        dump = {"state": "was asked", "note": "", "written": file.stat().st_mtime}
+        dump |= {"world_size": int(begin[2]), "entries": [], "groups": {}}
+        dump["stack"] = stack_of(content)
+        if not dump["stack"]:
+            dump["error"] = "without an error of Python, as after os._exit or a signal"
+        elif fatal := re.search("Fatal Python error: (.*)", content):
+            dump["error"] = f"{fatal[1]}; the lines of C++ above say why"
+        found[int(begin[1])] = dump
+    return found
+
+
+def stack_of(content):
+    """The main thread, which faulthandler writes last."""
+    main_thread = re.split(r"\n(?:Current t|T)hread .*\n", content)[-1]
+    lines = re.findall(r'  File "(.*)", line (\d+) in (.*)', main_thread)
+    return [(file, int(number), function) for file, number, function in reversed(lines)]
+
+
+def idle_for(folder):
+    """For how many seconds no process has imported a package."""
+    files = folder.glob("stacks-*")
+    return time.time() - max((file.stat().st_mtime for file in files), default=time.time())
+
+
+def has_ranks(folder):
+    stacks = [file.read_text() for file in folder.glob("stacks-*")]
+    return any(folder.glob("rank-*")) or any(text.startswith("rank") for text in stacks)
+
+
+def report_no_ranks(folder, seconds):
+    ask_for_stacks(folder, {})
+    for file in sorted(folder.glob("stacks-*")):
+        if stack := stack_of(file.read_text()):
+            print(f"A process stands at {place(line_of(stack[::-1]))}")
+    print(
+        f"No process has joined a process group in {6 * seconds:g} seconds. Ranks are processes of "
+        "torchrun or torch.multiprocessing. If they prepare data first, give more --seconds."
+    )
+    return 2
 
 
 def report_death(folder):
@@ -414,44 +445,8 @@ def report_death(folder):
     Gloo answers some calls that do not match with an abort of the process.
     """
     dumps = read_dumps(folder)
-    for file in sorted(folder.glob("stacks-*"), key=lambda file: file.stat().st_mtime):
-        content = file.read_text()
-        begin = re.match(r"rank (\d+) of (\d+)\n", content)
-        known = dumps.get(int(begin[1])) if begin else None
-        if not begin or (known and known["state"] != "waits"):
-            continue
-        main_thread = re.split(r"\n(?:Current t|T)hread .*\n", content)[-1]
-        lines = re.findall(r'  File "(.*)", line (\d+) in (.*)', main_thread)
-        stack = [(file, int(number), function) for file, number, function in reversed(lines)]
-        dump = {"state": "was ended", "stack": stack, "written": file.stat().st_mtime}
-        dump |= {"world_size": int(begin[2]), "entries": [], "groups": {}}
-        if not stack:
-            dump["error"] = "without an error of Python, as after os._exit or a signal"
-        elif fatal := re.search("Fatal Python error: (.*)", content):
-            dump["error"] = f"{fatal[1]}; the lines of C++ above say why"
-        dumps[int(begin[1])] = dump
-    if not dumps:
-        return 0
-    if not any(map(has_own_error, dumps.values())) and all("pid" in d for d in dumps.values()):
-        return report(dumps)
-    for rank, dump in sorted(dumps.items()):
-        print(f"rank {rank} {went_to(dump)}")
-    first = min(dumps, key=lambda rank: (not has_own_error(dumps[rank]), dumps[rank]["written"]))
-    others = "; ".join(f"rank {r} {went_to(d)}" for r, d in sorted(dumps.items()) if r != first)
-    error = dumps[first].get("error", "it ended, and others had not")
-    where = f": it {went_to(dumps[first])}" if dumps[first]["stack"] else ""
-    print(f"\nrank {first} died first ({error}){where}. {others}")
-    return 1
-
-
-def went_to(dump):
-    """The call of torch.distributed in which the main thread is, and the line of the script."""
-    line = line_of(dump["stack"][::-1])
-    calls = [name for file, _, name in dump["stack"] if re.search(r"distributed_c10d|_coll", file)]
-    calls = [name for name in calls if not name.startswith(("_", "wait", "wrapper"))]
-    if calls and dump["state"] != "has ended":
-        return f"went to {calls[-1]} at {place(line)}"
-    return stands(dump)
+    ended = {rank: dump for rank, dump in dumps.items() if dump["state"] != "waits"}
+    return report(dict(sorted((ended | dumps_of_stacks(folder, ended)).items())))
 
 
 def main():

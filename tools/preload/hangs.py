@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -31,41 +32,30 @@ waited_in = None  # the newest collective of the last dump
 has_died = False
 all_groups = {}
 
-# Private names of PyTorch. `torch._C._distributed_c10d` has the first two: the second one, of CUDA
-# builds, has the collectives of NCCL. `torch.distributed.distributed_c10d._world` has the others.
-PRIVATE_DUMPS = ["_dump_fr_trace", "_dump_nccl_trace"]
-PRIVATE_GROUPS = ["pg_names", "pg_group_ranks"]
-
 
 def entries(with_lines):
-    """The recorded collectives, oldest first, and a sentence if PyTorch has no recorder."""
-    torch = sys.modules.get("torch")
-    module = getattr(getattr(torch, "_C", None), "_distributed_c10d", None)
-    if module is None:
-        return [], ""  # not yet imported, or a build without torch.distributed
-    functions = [getattr(module, name, None) for name in PRIVATE_DUMPS]
-    if not any(functions):
-        return [], f"this PyTorch has no {' or '.join(PRIVATE_DUMPS)}: stacks only"
-    found = []
-    for function in filter(None, functions):
-        found += pickle.loads(function(True, with_lines, False)).get("entries", [])
-    return sorted(found, key=lambda entry: entry["time_created_ns"]), ""
+    """The recorded collectives, oldest first."""
+    # Until this module is there, the script still imports torch (see sitecustomize.py).
+    if not hasattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache"):
+        return []
+    # Private functions of PyTorch. The second one, of CUDA builds, has the collectives of NCCL.
+    module = sys.modules["torch"]._C._distributed_c10d
+    names = [name for name in ("_dump_fr_trace", "_dump_nccl_trace") if hasattr(module, name)]
+    dumps = [pickle.loads(getattr(module, name)(True, with_lines, False)) for name in names]
+    found = [entry for dump in dumps for entry in dump.get("entries", [])]
+    return sorted(found, key=lambda entry: entry["time_created_ns"])
 
 
 def groups():
-    """The ranks of each process group, by its name, and a sentence if PyTorch does not tell."""
+    """Notes the ranks of each process group, by its name. The script may destroy groups later."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
-        return {}, ""  # the script has not imported torch.distributed
-    tables = [getattr(getattr(c10d, "_world", None), name, None) for name in PRIVATE_GROUPS]
-    if None in tables:
-        missing = " or ".join(PRIVATE_GROUPS)
-        return {}, f"this PyTorch has no {missing}: the ranks of process groups are unknown"
-    names, ranks = tables
-    members = [(group, sorted(of_group)) for group, of_group in list(ranks.items())]
-    # A rank that is no member of a group has an entry, too, but no name for it.
-    all_groups.update({names[group]: ranks for group, ranks in members if group in names})
-    return all_groups, ""  # also those that the script has destroyed since
+        return
+    names = c10d._world.pg_names
+    for group, ranks in list(c10d._world.pg_group_ranks.items()):
+        # A rank that is no member of a group has an entry, too, but no name for it.
+        if group in names:
+            all_groups[names[group]] = sorted(ranks)
 
 
 def frame_of_init():
@@ -92,30 +82,27 @@ def identity():
 
 
 def write(state, who, stack=None, **more):
-    """If PyTorch fails to tell its calls, a note says so, and the stack is there."""
-    recorded, of_groups = [], {}
+    """If PyTorch does not tell its calls, a note says so, and the stack is there."""
+    dump = {"rank": who[0], "world_size": who[1], "state": state, "note": ""}
+    dump |= {"entries": [], "groups": all_groups}
     try:
-        recorded, note = entries(with_lines=True)
-        of_groups, group_note = groups()
-        note = "; ".join(filter(None, [note, group_note]))
+        dump["entries"] = entries(with_lines=True)
+        groups()
     except Exception as error:
-        note = f"the calls of rank {who[0]} cannot be read: {error!r}"
+        dump["note"] = f"the calls of rank {who[0]} cannot be read: {error!r}"
     if stack is None:
         stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-    dump = {"rank": who[0], "world_size": who[1], "state": state, "note": note}
     dump |= {"pid": os.getpid(), "started": STARTED, "written": time.time()}
-    dump |= {"stack": [list(line)[:3] for line in stack], "groups": of_groups, "entries": recorded}
+    dump |= {"stack": [list(line)[:3] for line in stack]}
     temporary = FOLDER / f"incomplete-{who[0]}"
     temporary.write_text(json.dumps(dump | more))
     temporary.replace(FOLDER / f"rank-{who[0]}.json")  # a reader never sees half a file
 
 
 def newest():
-    try:
-        recorded, _ = entries(with_lines=False)
-    except Exception:
-        return []  # while the script imports torch
-    return [(entry["process_group"], entry["record_id"]) for entry in recorded[-1:]]
+    with suppress(Exception):
+        return [(entry["process_group"], entry["record_id"]) for entry in entries(False)[-1:]]
+    return []
 
 
 def watch(stacks):
@@ -130,12 +117,13 @@ def watch(stacks):
             if not known and identity() and known:
                 stacks.write(f"rank {known[0]} of {known[1]}\n")
         who = identity()
-        # Until this module is there, the script still imports torch (see sitecustomize.py).
-        is_ready = hasattr(sys.modules.get("torch._inductor.codecache"), "PyCodeCache")
-        if (now := newest()) != seen or not is_ready:
+        # Before its first collective, a script works as long as it imports packages.
+        calls = newest()
+        if (now := calls or len(sys.modules)) != seen:
             seen, since = now, time.time()
-        # Before the first collective, a script imports packages, which may take long.
-        elif who and time.time() - since >= (SECONDS if seen else 3 * SECONDS):
+            if not calls:
+                os.utime(stacks.name)  # so that the tool sees it
+        elif who and time.time() - since >= (SECONDS if calls else 3 * SECONDS):
             write("waits", who, since=since)
             waited_in = seen
 
@@ -147,6 +135,7 @@ def start():
         stacks.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\n")
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGTERM, stacks, chain=True)
+    faulthandler.register(signal.SIGUSR2, stacks)  # the tool asks for stacks
     threading.Thread(target=watch, args=[stacks], daemon=True).start()
 
 
@@ -156,9 +145,14 @@ def at_error(kind, error, trace):
     who = identity() or (getattr(error, "error_index", None), 0)
     if who[0] is not None:
         has_died = True
-        last = [line for line in str(error).splitlines() if line.strip()][-1:]
-        message = ": ".join([kind.__name__, *last])
-        write("has died", who, traceback.extract_tb(trace), error=message)
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        stack = traceback.extract_tb(trace)
+        if hasattr(error, "error_index"):  # its text has the traceback of the rank
+            inner = re.findall(r'  File "(.*)", line (\d+), in (.*)', str(error))
+            stack = [(file, int(number), function) for file, number, function in inner]
+            lines = lines[-1:]
+        message = ": ".join([kind.__name__, *lines[:1]])
+        write("has died", who, stack, error=message)
     original_hook(kind, error, trace)
 
 

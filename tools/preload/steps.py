@@ -37,6 +37,7 @@ rows = []  # of this step: the number of samples of each forward pass
 labels = []  # of this step: the number of labels of each mean of cross-entropies
 evaluated = False  # the model was called without gradients
 steps_done = {}  # by id of an optimizer
+stepping = None  # the optimizer whose step has begun: an optimizer may call another one
 
 
 def rank():
@@ -205,6 +206,10 @@ def settings_of(group):
 
 
 def before_step(optimizer, args, options):
+    global stepping
+    if stepping:
+        return
+    stepping = optimizer
     done = steps_done.setdefault(id(optimizer), 0)
     if done == STEPS:
         finish()
@@ -228,6 +233,10 @@ def before_step(optimizer, args, options):
 
 
 def after_step(optimizer, args, options):
+    global stepping
+    if stepping is not optimizer:
+        return
+    stepping = None
     steps_done[id(optimizer)] += 1
     recorded = optimizer.__dict__.pop("first_difference")
     entries = []
