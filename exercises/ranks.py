@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -132,9 +133,9 @@ def multiplications(name: str, args) -> int:
 
 # Where the check can look -------------------------------------------------------------------------
 
-MESSAGES = "the check sees the collectives of torch.distributed only, and one thread of each rank"
+MESSAGES = "use collectives of torch.distributed, in this process and thread: no others are seen"
 NUMBERS = "keep numbers in tensors: the check cannot see them in lists, arrays, files and pickles"
-OUTSIDE = r"subprocess\.|socket\.|mmap\.|_thread\.start|os\.(system|fork|exec|posix_spawn)"
+PROCESSES = r"subprocess\.|socket\.|mmap\.|os\.(system|fork|exec|posix_spawn)"
 
 
 def calls(path: str) -> list[tuple[str, int]]:
@@ -156,12 +157,14 @@ def own_line(path: str) -> int:
 
 
 def refuse_what_is_outside(path: str) -> None:
-    """Python reports each start of a process or thread, each socket, and each file that opens."""
+    """Python reports each process that starts, each socket, and each file that opens."""
 
     def hear(event: str, args) -> None:
         writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
-        if (writes or re.match(OUTSIDE, event)) and calls(path):
-            raise NotImplementedError(NUMBERS if writes else MESSAGES)
+        if (writes or event == "ctypes.string_at") and calls(path):
+            raise NotImplementedError(NUMBERS)
+        if re.match(PROCESSES, event) and calls(path):
+            raise NotImplementedError(MESSAGES)
 
     sys.dont_write_bytecode = True  # an import is no such file
     sys.addaudithook(hear)
@@ -255,11 +258,11 @@ class Watch(TorchDispatchMode):
 
     def look_at_memory(self, between: bool, arriving=()) -> None:
         """A thread of gloo holds the tensors of a collective for a moment after the wait. So if
-        there are too many bytes, this looks again for half a second."""
+        there are too many bytes, this looks again for two seconds."""
         if not self.limit or self.excess:
             return
         limit = self.limit(self.events, between)
-        end = time.monotonic() + 0.5
+        end = time.monotonic() + 2
         while sum(sizes := self.sizes_now(limit, arriving)) > limit and time.monotonic() < end:
             time.sleep(0.01)
         self.most = max(self.most, sum(sizes))
@@ -330,9 +333,10 @@ class Watch(TorchDispatchMode):
         return original(tensor)
 
     def refuse(self, original, *args, **options):
-        """For what takes numbers out of tensors, or sends them in another way."""
+        """For what takes numbers out of tensors, or out of what the check sees."""
         if calls(self.path):
-            raise NotImplementedError(MESSAGES if isinstance(args[0], dist.Store) else NUMBERS)
+            is_tensor = isinstance(args[0], torch.Tensor)
+            raise NotImplementedError(NUMBERS if is_tensor else MESSAGES)
         return original(*args, **options)
 
     def __enter__(self):
@@ -343,6 +347,7 @@ class Watch(TorchDispatchMode):
             (self.follow, dist.Work, "get_future"),
             (self.follow, torch.futures.Future.__base__, "then"),
             (self.to_list, torch.Tensor, "tolist"),
+            (self.refuse, threading.Thread, "start"),
         ]
         places += [(self.refuse, torch.Tensor, x) for x in ("numpy", "__dlpack__", "__reduce_ex__")]
         places += [(self.refuse, dist.Store, x) for x in ("set", "multi_set", "append", "add")]
