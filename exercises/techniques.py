@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 NUMBER = 8  # bytes of a number in fp64, and of an index
 
@@ -133,6 +134,9 @@ DDP = Technique(
 # FSDP --------------------------------------------------------------------------------------------
 
 
+COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce"
+
+
 def fsdp_sizes(n):
     shard = 8 * 8 * n * NUMBER
     activation = 2 * 8 * n * NUMBER
@@ -153,9 +157,6 @@ def fsdp_memory(function, rank, n, events, between):
     return always + 2 * weight + 6 * 4 * shard
 
 
-COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce"
-
-
 def fsdp_order(function, events, rank, n):
     order = [event for event in events if event in COLLECTIVES]
     forward, backward = order[:4], order[4:]
@@ -163,12 +164,10 @@ def fsdp_order(function, events, rank, n):
         return "the backward pass gathers no weight: the forward pass has to free each weight"
     if order == 8 * ["all_gather"] + 4 * ["reduce_scatter"]:
         return "the gradients are sent after the whole backward pass, and not layer by layer"
-    # How many weights of the backward pass have been gathered, but their gradients not yet sent
-    ahead = [
-        backward[:i].count("all_gather") - backward[:i].count("reduce_scatter") for i in range(9)
-    ]
-    right = sorted(backward) == 4 * ["all_gather"] + 4 * ["reduce_scatter"]
-    if forward != 4 * ["all_gather"] or not right or not set(ahead) <= {0, 1, 2}:
+    # How many weights of the backward pass are gathered, and their gradients are not sent
+    ahead = set(accumulate(1 if event == "all_gather" else -1 for event in backward))
+    pairs = sorted(backward) == 4 * ["all_gather"] + 4 * ["reduce_scatter"]
+    if forward != 4 * ["all_gather"] or not pairs or not ahead <= {0, 1, 2}:
         return (
             "expected: 4 all-gathers forward; backward, for each layer an all-gather and a "
             "reduce-scatter, and at most the next all-gather before this reduce-scatter. "
