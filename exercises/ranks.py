@@ -399,19 +399,18 @@ def reference(connection, script: str, n: int, seed: int) -> None:
     connection.recv()
 
 
-def a_rank(connection, files, rank: int, n: int, port: int, solution: str, path: str, memory):
+def a_rank(connection, files, rank: int, n: int, solution: str, path: str, memory):
     """One rank. It ends when the process that has started it ends it."""
     os.dup2(os.open(files / f"printed-{rank}", os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say when they end a process
     sys.stderr = sys.stdout
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of old names of collectives, on each rank
+    port, parts = connection.recv()
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n}
-    # The store is that of the process that has started this one
     variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    variables["TORCHELASTIC_USE_AGENT_STORE"] = True
+    variables["TORCHELASTIC_USE_AGENT_STORE"] = True  # so no rank makes a store of its own
     os.environ.update({name: str(value) for name, value in variables.items()})
-    parts = connection.recv()
     refuse_what_is_outside(path)
     try:
         names = {"__file__": path, "__name__": "solution"}
@@ -488,20 +487,22 @@ def run(text: str, path: Path, compute_parts, n: int, seconds: float, memory=Non
     """Runs the solution on `n` ranks. `compute_parts` gives data, when the ranks have started.
     `memory` is the limit of a technique: (function, rank, ranks, events, between) -> bytes."""
     solution = given_and_yours(text)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = []
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder)
         for rank in range(n):
             here, there = processes.Pipe()
-            args = (there, files, rank, n, store.port, solution, str(path), memory)
+            args = (there, files, rank, n, solution, str(path), memory)
             process = processes.Process(target=a_rank, args=args, daemon=True)
             process.start()
             there.close()
             ranks.append((process, here))
         parts = compute_parts()
+        # The ranks meet at this store. It has threads, so it begins when no process forks any more.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, (_, connection) in enumerate(ranks):
-            connection.send([(function, data[rank]) for function, data, _ in parts])
+            own_parts = [(function, data[rank]) for function, data, _ in parts]
+            connection.send((store.port, own_parts))
         outcome = collect(ranks, solution, seconds)
         for process, _ in ranks:
             process.kill()
