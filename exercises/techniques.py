@@ -236,9 +236,13 @@ FSDP = Technique(
             "    return torch.cat(whole)",
             "    return torch.cat(whole[::-1])",
         ),
-        "the weights are the old weights: the optimizer made no step": (
-            "torch.optim.AdamW([shards]).step()",
-            "",
+        "a gathered weight is transposed: a shard has rows of the weight": (
+            "    return torch.cat(whole)",
+            "    return torch.cat(whole).T",
+        ),
+        "the gradient of a weight is transposed: it is `x.T @ grad`, and not `grad.T @ x`": (
+            "x[layer].T @ grad",
+            "grad.T @ x[layer]",
         ),
         "`grad` has to go back through each layer: multiply it by the weight": (
             "        grad = grad @ weight.T\n",
