@@ -348,6 +348,7 @@ class Watch(TorchDispatchMode):
             (self.follow, torch.futures.Future.__base__, "then"),
             (self.to_list, torch.Tensor, "tolist"),
             (self.refuse, threading.Thread, "start"),
+            (self.refuse, multiprocessing.process.BaseProcess, "start"),
         ]
         places += [(self.refuse, torch.Tensor, x) for x in ("numpy", "__dlpack__", "__reduce_ex__")]
         places += [(self.refuse, dist.Store, x) for x in ("set", "multi_set", "append", "add")]
@@ -407,9 +408,8 @@ def a_rank(connection, files, rank: int, n: int, solution: str, path: str, memor
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of old names of collectives, on each rank
     port, parts = connection.recv()
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    variables["TORCHELASTIC_USE_AGENT_STORE"] = True  # so no rank makes a store of its own
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}  # a store is there
     os.environ.update({name: str(value) for name, value in variables.items()})
     refuse_what_is_outside(path)
     try:
@@ -547,10 +547,10 @@ def collect(ranks, solution: str, seconds: float) -> Outcome:
 def how_it_ended(process, note, rank: int, solution: str) -> str:
     process.join()
     text = f"rank {rank} has ended without a result"
-    state, name, *lines = note
-    if state in ("began", "waits"):
-        text += f". Its last collective is the {name} of line {lines[0]}"
-        text += f": {code_in(solution, lines[0])}"
+    _, name, *lines = note
+    if lines:
+        code = code_in(solution, lines[0])
+        text += f". Its last collective is the {name} of line {lines[0]}: {code}"
     if process.exitcode == -signal.SIGABRT:  # the library that sends tensors ends the process
         text += "\nPyTorch has ended it. In a collective, the tensors of all ranks must have the "
         text += "size that the other ranks expect"
