@@ -216,7 +216,7 @@ class Watch(TorchDispatchMode):
         if not function.is_view and not name.endswith("_like"):  # these read no numbers
             self.find_early_use(tensors_in(args))
         result = function(*args, **kwargs)
-        if "empty" in name and result.is_floating_point():
+        if "empty" in name and result.is_floating_point() and not result.is_sparse:
             result.fill_(torch.nan)  # so a number that is never written is seen
         if products := multiplications(name, args):
             self.products += products
@@ -388,7 +388,7 @@ def reference(connection, script: str, n: int, seed: int) -> None:
     alone["init_process_group"] = lambda *_: None
     with mock.patch.multiple(dist, **alone), mock.patch.dict(os.environ, WORLD_SIZE=str(n)):
         names = {"__file__": "by-hand", "__name__": "reference"}
-        exec(script[: script.index("\ntorch.manual_seed(0)")], names)  # nothing runs
+        exec(script[: script.index("\ntorch.manual_seed(0)")], names)  # no call
         torch.manual_seed(seed)  # other numbers than those of the script
         parts = names["one_process"]()
     each = []
