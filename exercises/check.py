@@ -12,17 +12,19 @@ import pickle
 import re
 import secrets
 import sys
+import textwrap
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import torch
 from ranks import Outcome, compute_reference, given_and_yours, run
-from techniques import TECHNIQUES, Blank, Mistake, Technique
+from techniques import TECHNIQUES, Blank, Technique
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 NAMES = [f"{name}-{level}" for name, technique in TECHNIQUES.items() for level in technique.levels]
 UNTOUCHED = "raise NotImplementedError  # blank"
+WRAP = {"break_long_words": False, "break_on_hyphens": False}
 TOLERANCE = 1e-9  # of the largest number; all numbers are in fp64
 
 
@@ -44,18 +46,10 @@ def without(text: str, blank: Blank, number: int) -> str:
     if not ends:
         raise LookupError(f"no line begins with {blank.last!r}")
     indent = re.match(" *", blank.first)[0]
-    comment = wrapped(f"Blank {number}. {blank.task}", f"{indent}# ")
+    task = f"Blank {number}. {blank.task}"
+    comment = [f"{indent}# {line}" for line in textwrap.wrap(task, 98 - len(indent), **WRAP)]
     placeholder = f"{indent}{UNTOUCHED} {number}: write your lines in place of this line"
     return "\n".join([*lines[: begins[0]], *comment, placeholder, *lines[ends[0] + 1 :], ""])
-
-
-def wrapped(text: str, prefix: str) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        if len(prefix) + len(lines[-1]) + 1 + len(word) > 100:
-            lines.append("")
-        lines[-1] += f" {word}" if lines[-1] else word
-    return [prefix + line for line in lines]
 
 
 def complete(exercise: str) -> str:
@@ -114,7 +108,8 @@ def judge(name: str, n: int, outcome: Outcome) -> list[Line]:
         checks = [
             results_line(parts, expected, n),
             bytes_line(technique, parts, right),
-            memory_line(technique, function, parts, n),
+            memory_line(technique, parts),
+            products_line(technique, function, parts, data),
             order_line(technique, function, parts, n),
         ]
         all_wrong = checks[0][1] is False and checks[2][1] is False
@@ -136,9 +131,10 @@ def results_line(parts, expected, n):
                 other = expected[other_rank][name]
                 if not wrong_result(part.results.get(name), other, n):
                     wrong = f"these are the numbers of rank {other_rank}"
+            if wrong and name == "weights" and "gradients" in right:  # these are right
+                wrong = "the gradients are right, and the update is wrong: look at the optimizer, "
+                wrong += "its options, and how many steps it makes"
             if wrong:
-                if name == "weights" and "gradients" in right:  # these are right
-                    wrong += "; the gradients are right, so look at the update"
                 return "gradients", False, f'rank {rank}, "{name}": {part.early or wrong}'
     return "gradients", True, f"equal to one process: {', '.join(expected[0])}"
 
@@ -146,26 +142,47 @@ def results_line(parts, expected, n):
 def wrong_result(tensor, right: torch.Tensor, n: int) -> str:
     if tensor is None:
         return "the function does not return this tensor"
+    if tensor.dim() > 1 and close_to(tensor.mT, right) and not close_to(tensor, right):
+        return "the transpose is right"
     if tensor.shape != right.shape:
         return f"the shape is {tuple(tensor.shape)}, expected {tuple(right.shape)}"
-    difference = (tensor - right).abs().max().item()
-    largest = right.abs().max().item()
-    if difference <= TOLERANCE * largest:
+    if close_to(tensor, right):
         return ""
     if not tensor.any():
         return "all numbers are 0: nothing was written into this tensor"
+    if tensor.isnan().any():
+        return "some numbers are nan: nothing was written there, or they were divided by 0"
     factor = ((tensor * right).sum() / (right * right).sum()).item()
-    if (tensor - factor * right).abs().max().item() <= TOLERANCE * abs(factor) * largest:
+    if close_to(tensor / factor, right):
         return too_large(factor, n)
-    if tensor.dim() == 2 and close_to(tensor.T, right):
-        return "the transpose is right"
-    for dim in range(tensor.dim()):
-        parts = right.chunk(n, dim)
-        if close_to(tensor, torch.cat(parts[::-1], dim)) or any(
-            close_to(tensor, torch.cat(parts[k:] + parts[:k], dim)) for k in range(1, len(parts))
-        ):
-            return f"the parts of the ranks are in another order along dimension {dim}"
-    return f"the largest difference to one process is {difference:.1e}: print it, and its parts"
+    for dim, size in enumerate(tensor.shape):
+        for count in (n, size if size <= 8 else n):
+            order = order_of_parts(tensor.chunk(count, dim), right.chunk(count, dim))
+            if order:
+                return f"the parts along dimension {dim} are in the order {order}"
+    return what_differs(tensor, right)
+
+
+def order_of_parts(parts, right_parts) -> str:
+    """Where each part should be, if the tensor has all the right parts."""
+    order = []
+    for part in parts:
+        order += [i for i, right in enumerate(right_parts) if close_to(part, right)]
+    return ", ".join(map(str, order)) if sorted(order) == list(range(len(parts))) else ""
+
+
+def what_differs(tensor, right: torch.Tensor) -> str:
+    fits = [close_to(part, right_part) for part, right_part in zip(tensor, right, strict=True)]
+    if any(fits):
+        first = fits.index(False)
+        return (
+            f"{sum(fits)} of {len(fits)} parts along dimension 0 are right, the first wrong one is "
+            f"{first}: print what it is made from"
+        )
+    return (
+        f"the largest difference to one process is {(tensor - right).abs().max():.1e}: on each "
+        "rank, print what goes into a collective, and what comes out"
+    )
 
 
 def close_to(tensor, right) -> bool:
@@ -174,42 +191,32 @@ def close_to(tensor, right) -> bool:
 
 
 def too_large(factor: float, n: int) -> str:
-    if factor < 0:
-        return f"{factor:.4g} times one process"
-    if factor > 1:
-        cause = ": the sum was not divided by the number of ranks" if close(factor, n) else ""
-        return f"{factor:.4g} times too large{cause}"
-    cause = ": divided by the number of ranks once too often" if close(factor, 1 / n) else ""
-    return f"{1 / factor:.4g} times too small{cause}"
-
-
-def close(a: float, b: float) -> bool:
-    return abs(a - b) < 1e-6
+    if abs(factor - n) < 1e-6:
+        return f"{n} times too large: the sum was not divided by the number of ranks"
+    if abs(factor - 1 / n) < 1e-6:
+        return f"{n} times too small: divided by the number of ranks once too often"
+    return f"{factor:.4g} times one process"
 
 
 def bytes_line(technique, parts, expected):
     for rank, (part, right) in enumerate(zip(parts, expected, strict=True)):
         if part.sent != right:
-            text = f"rank {rank} sent {part.sent}, the formula has {right}"
-            return "bytes", False, f"{text} ({technique.bytes_text})"
+            text = f"rank {rank} sent {part.sent}, the formula has {right} ({technique.bytes_text})"
+            cause = "something was not sent" if part.sent < right else "less is enough"
+            return "bytes", False, f"{text}: {cause}"
     return "bytes", True, f"rank 0 sent {parts[0].sent}: {technique.bytes_text}"
 
 
-def memory_line(technique, function, parts, n):
-    for rank, part in enumerate(parts):
-        limit = technique.peak(function, n) if technique.peak else float("inf")
-        if sum(part.peak) > limit:
-            text = f"rank {rank} has {as_sum(part.peak)} bytes at one moment, the limit is {limit}"
-            return "memory", False, f"{text}: {technique.memory_text}"
+def memory_line(technique, parts):
     if isinstance(technique.memory, str):
         return "memory", None, technique.memory
     for rank, part in enumerate(parts):
-        for number, sizes in enumerate(part.alive):
-            limit = technique.memory(function, rank, n, number, sizes)
-            if sum(sizes) > limit:
-                text = f"rank {rank} has {as_sum(sizes)} bytes when collective {number + 1} begins"
-                return "memory", False, f"{text}, the formula {limit}: {technique.memory_text}"
-    return "memory", True, f"rank 0 has {max(map(sum, parts[0].alive), default=0)} bytes at most"
+        if part.excess:
+            sizes, limit, line = part.excess
+            where = f"on line {line}" if line else "when the function has returned"
+            text = f"rank {rank} has {as_sum(sizes)} bytes {where}, the limit is {limit}"
+            return "memory", False, f"{text}: {technique.memory_text}"
+    return "memory", True, f"rank 0 has {parts[0].most} bytes at most"
 
 
 def as_sum(sizes: list[int]) -> str:
@@ -217,6 +224,15 @@ def as_sum(sizes: list[int]) -> str:
     groups = sorted(Counter(sizes).items(), reverse=True)
     terms = [f"{count} x {size}" if count > 1 else f"{size}" for size, count in groups]
     return f"{' + '.join(terms)} = {sum(sizes)}"
+
+
+def products_line(technique, function, parts, data):
+    for rank, part in enumerate(parts):
+        limit = technique.products(function, rank, data)
+        if part.products > limit:
+            text = f"rank {rank} multiplies {part.products} times, and {limit} are enough"
+            return "products", False, f"{text}: look for a pass that runs twice"
+    return "products", True, f"rank 0 multiplies {parts[0].products} times in matrix products"
 
 
 def order_line(technique, function, parts, n):
@@ -232,33 +248,34 @@ def order_line(technique, function, parts, n):
 # Known mistakes ----------------------------------------------------------------------------------
 
 
-def replaced(text: str, mistake: Mistake) -> str:
-    if text.count(mistake.code) != 1:
-        raise LookupError(f"{text.count(mistake.code)} times {mistake.code!r}")
-    return text.replace(mistake.code, mistake.instead)
+def replaced(text: str, code: str, instead: str) -> str:
+    if text.count(code) != 1:
+        raise LookupError(f"{text.count(code)} times {code!r}")
+    return text.replace(code, instead)
 
 
 @cache
-def outcome_of_mistake(name: str, number: int) -> Outcome:
+def outcome_of_mistake(name: str, sentence: str) -> Outcome:
     """A known mistake, made in the original and run on two processes."""
-    text = replaced(original(name), TECHNIQUES[name].mistakes[number])
+    text = replaced(original(name), *TECHNIQUES[name].mistakes[sentence])
     return run_exercise(name, text, Path(name), 2, seconds=20)
 
 
 def known_mistake(name: str, outcome: Outcome) -> str:
-    """The sentence of a mistake with the same wrong results, bytes, memory and order."""
+    """The sentence of a mistake with the same wrong results, bytes and order."""
     wrong = failures(name, outcome)
-    for number, mistake in enumerate(TECHNIQUES[name].mistakes):
-        other = outcome_of_mistake(name, number)
+    for sentence in TECHNIQUES[name].mistakes:
+        other = outcome_of_mistake(name, sentence)
         if not other.problem and wrong == failures(name, other) and alike(outcome, other):
-            return mistake.sentence
+            return sentence
     return ""
 
 
 def failures(name: str, outcome: Outcome) -> set:
-    """The failed checks with their texts. `alike` compares the results."""
+    """The failed checks. `alike` compares the results."""
     lines = [line for line in judge(name, 2, outcome) if line.good is False]
-    return {(x.function, x.check, "" if x.check == "gradients" else x.text) for x in lines}
+    texts = {"bytes", "order"}  # with texts that do not depend on who has written the lines
+    return {(x.function, x.check, x.text if x.check in texts else "") for x in lines}
 
 
 def alike(a: Outcome, b: Outcome) -> bool:
@@ -292,7 +309,7 @@ def grade(name: str, text: str, path: Path, seconds: float):
         yield from report(lines)
         if not fine[n]:
             break
-    if not fine[n] and n == 4 and not is_race(outcome) and not only_memory(lines):
+    if not fine[n] and n == 4 and not is_race(outcome) and not only_waste(lines):
         yield (
             "4 ranks are wrong and 2 are right: a rank number is written down somewhere, or the "
             "number of ranks"
@@ -310,8 +327,9 @@ def is_race(outcome: Outcome) -> bool:
     return any(part.changed_later or part.early or "late gradient" in part.events for part in parts)
 
 
-def only_memory(lines: list[Line]) -> bool:
-    return {line.check for line in lines if line.good is False} == {"memory"}
+def only_waste(lines: list[Line]) -> bool:
+    wrong = {line.check for line in lines if line.good is False}
+    return bool(wrong) and wrong <= {"memory", "products"}
 
 
 def report(lines: list[Line]):

@@ -5,20 +5,19 @@ and the results of one process. It begins when the ranks have started, so no ran
 memory. Nothing here judges: `check.py` does.
 """
 
-import faulthandler
 import inspect
-import json
 import multiprocessing
 import os
 import pickle
 import re
 import signal
-import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -44,8 +43,9 @@ class Part:
     early: str  # a sentence if the function did not wait for numbers. Empty if it did.
     sent: int  # bytes, counted at the collectives
     said: int  # bytes, as the list `sent` of the solution has them
-    alive: list[list[int]]  # when a collective begins: the bytes of each tensor in memory
-    peak: list[int]  # the same at the fullest moment of the whole function
+    most: int  # bytes in memory at the fullest moment
+    excess: tuple  # if these are too many: the bytes of each tensor, the limit, and the line
+    products: int  # multiplications in matrix products
     events: list[str]  # collectives, waits, matrix products, backward passes, late gradients
 
 
@@ -66,17 +66,15 @@ def given_and_yours(text: str) -> str:
     return text[: found.start()]
 
 
-def definitions(text: str) -> str:
-    """A script up to its last function: nothing runs."""
-    return text[: text.index("\ntorch.manual_seed(0)")]
-
-
 # Bytes -------------------------------------------------------------------------------------------
 
 
 def tensors_in(value) -> list[torch.Tensor]:
+    """Also those that a list has, or a sparse tensor."""
     if isinstance(value, torch.Tensor):
-        return [value]
+        if value.layout == torch.strided:
+            return [value]
+        return [value._indices(), value._values()] if value.is_sparse else [value.values()]
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in tensors_in(item)]
     return []
@@ -123,127 +121,175 @@ def overlap(a: range, b: range) -> bool:
     return a.start < b.stop and b.start < a.stop
 
 
-def no_limit(*_) -> float:
-    return float("inf")
+def multiplications(name: str, args) -> int:
+    """Of a matrix product. 0 for other operations."""
+    if name in ("addmm", "addmv", "baddbmm"):
+        args = args[1:]
+    elif name not in ("mm", "mv", "bmm", "dot"):
+        return 0
+    first, second = args[:2]
+    return first.numel() * (second.shape[-1] if second.dim() > 1 else 1)
+
+
+# Where the check can look -------------------------------------------------------------------------
+
+MESSAGES = "use collectives of torch.distributed, in this process and thread: no others are seen"
+NUMBERS = "keep numbers in tensors: the check cannot see them in lists, arrays, files and pickles"
+PROCESSES = r"subprocess\.|socket\.|mmap\.|os\.(system|fork|exec|posix_spawn)"
+
+
+def calls(path: str) -> list[tuple[str, int]]:
+    """File and line of each function that runs now, the last one first, back to the solution.
+    Nothing if the solution has not called them."""
+    found = []
+    frame = inspect.currentframe()
+    while frame:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        if frame.f_code.co_filename == path:
+            return found
+        frame = frame.f_back
+    return []
 
 
 def own_line(path: str) -> int:
     """The line of the solution that runs now."""
-    frame = inspect.currentframe()
-    while frame and frame.f_code.co_filename != path:
-        frame = frame.f_back
-    return frame.f_lineno if frame else 0
+    return calls(path)[-1][1] if calls(path) else 0
 
 
-# What the check cannot see
-HIDDEN = [
-    (dist.ProcessGroup, "_get_backend", "use the collectives of torch.distributed: these count"),
-    (torch.Tensor, "numpy", "keep numbers in tensors: the check cannot see arrays of NumPy"),
-    (torch, "from_numpy", "keep numbers in tensors: the check cannot see arrays of NumPy"),
-]
+def refuse_what_is_outside(path: str) -> None:
+    """Python reports each process that starts, each socket, and each file that opens."""
+
+    def hear(event: str, args) -> None:
+        writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR)
+        if (writes or event == "ctypes.string_at") and calls(path):
+            raise NotImplementedError(NUMBERS)
+        if re.match(PROCESSES, event) and calls(path):
+            raise NotImplementedError(MESSAGES)
+
+    sys.dont_write_bytecode = True  # an import is no such file
+    sys.addaudithook(hear)
 
 
-class Note:
-    """A file that says what a rank does, for the case that the rank hangs or is ended."""
+def messages_sent() -> int:
+    """The process groups count what they send, also what no operation of PyTorch has asked for."""
+    groups = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
-    def __init__(self, file: Path):
-        self.file = file
 
-    def write(self, state: str, name: str, line: int = 0) -> None:
-        # A rank may be ended while it writes. Then the note before stays whole.
-        new = self.file.with_suffix(".new")
-        new.write_text(json.dumps([state, name, line]))
-        new.rename(self.file)
-
-    def read(self) -> tuple[str, str, int]:
-        return tuple(json.loads(self.file.read_text())) if self.file.exists() else ("", "", 0)
+def is_blank(storage: torch.UntypedStorage) -> bool:
+    """Whether the memory has one number only, as `zeros` and `empty` give it."""
+    numbers = torch.empty(0, dtype=torch.int64).set_(storage)
+    return bool((numbers == numbers[:1]).all())
 
 
 class Watch(TorchDispatchMode):
     """Sees every operation of PyTorch, also those of hooks and of the backward pass."""
 
-    def __init__(self, rank: int, n: int, given, limit, path: str, note: Note):
+    def __init__(self, rank: int, n: int, given, limit, path: str, connection):
         super().__init__()
-        self.rank, self.n, self.path, self.note = rank, n, path, note
-        self.limit = limit  # (collective, sizes of tensors) -> the most bytes
-        self.given = given
-        self.given_storages = {tensor.untyped_storage()._cdata for tensor in given}
-        self.storages = {}  # weak references to the memory of tensors, and its bytes
-        self.empty = set()  # those that nothing was written into
-        self.alive, self.events, self.peak = [], [], []
-        self.sent = 0
+        self.rank, self.n, self.path, self.connection = rank, n, path, connection
+        self.limit = limit  # (events, whether it is between two collectives) -> the most bytes
+        storages = [tensor.untyped_storage() for tensor in given]
+        self.given = {storage._cdata: storage.nbytes() for storage in storages}
+        self.storages = {}  # weak references to the memory of tensors
+        self.most, self.excess = 0, ()
+        self.events = []
+        self.sent = self.products = self.numbers_read = 0
+        self.messages = messages_sent()
         self.on_the_way = {}  # requests: name, line, and the places where numbers arrive
+        self.requests = weakref.WeakKeyDictionary()  # of futures
         self.early = ""
         self.sent_places = []  # of the tensors whose all-reduce began in this backward pass
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.refuse_unseen_messages()
         if function.namespace == "_c10d_functional":
-            raise NotImplementedError("use the collectives of torch.distributed")
+            raise NotImplementedError(MESSAGES)
         if function.namespace == "c10d":
-            return self.start_collective(function, args, kwargs or {})
+            return self.start_collective(function, args, kwargs)
         name = function._opname
-        if name in ("mm", "bmm", "addmm"):
-            self.events.append("compute")
-        elif name == "add_" and any(overlap(place(args[0]), sent) for sent in self.sent_places):
+        if name == "add_" and any(overlap(place(args[0]), sent) for sent in self.sent_places):
             self.events.append("late gradient")  # autograd adds a gradient to `.grad`
+        if name == "_local_scalar_dense":
+            self.read_numbers(1)
         if not function.is_view and not name.endswith("_like"):  # these read no numbers
             self.find_early_use(tensors_in(args))
-        result = function(*args, **(kwargs or {}))
-        if name.endswith("_"):
-            self.empty -= {x.untyped_storage()._cdata for x in tensors_in(args[:1])}
-        for tensor in tensors_in(result):
+        result = function(*args, **kwargs)
+        if "empty" in name and result.is_floating_point() and not result.is_sparse:
+            result.fill_(torch.nan)  # so a number that is never written is seen
+        if products := multiplications(name, args):
+            self.products += products
+            self.events.append("compute")
+        for tensor in tensors_in(args) + tensors_in(result):
             storage = tensor.untyped_storage()
-            if name in ("empty", "zeros", "empty_like", "zeros_like", "new_empty", "new_zeros"):
-                self.empty.add(storage._cdata)
-            if storage._cdata not in self.given_storages:
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        sizes = self.sizes_now()
-        if sum(sizes) > sum(self.peak):
-            self.peak = sizes
+            self.storages[storage._cdata] = StorageWeakRef(storage)
+        self.look_at_memory(between=True)
         return result
 
-    def sizes_now(self) -> list[int]:
-        """Of tensors with numbers. The gradients of what was given belong to the rank."""
-        self.storages = {key: x for key, x in self.storages.items() if not x[0].expired()}
-        own = {x.grad.untyped_storage()._cdata for x in self.given if x.grad is not None}
-        return [s for key, (_, s) in self.storages.items() if key not in own | self.empty]
-
-    def refuse_if_own(self, original, advice: str, *args, **options):
-        """Takes the place of a function that the solution itself must not call."""
-        if inspect.currentframe().f_back.f_back.f_code.co_filename == self.path:
-            raise NotImplementedError(advice)
-        return original(*args, **options)
-
     def start_collective(self, function, args, kwargs):
+        if dist.distributed_c10d.__file__ not in [file for file, _ in calls(self.path)]:
+            raise NotImplementedError(MESSAGES)
         name, sent = collective(function._opname, args, self.rank, self.n)
         self.sent += sent
         self.events.append(name)
-        self.empty -= {x.untyped_storage()._cdata for x in tensors_in(args)}
-        self.alive.append(self.sizes_in_memory())
+        self.look_at_memory(between=False, arriving=tensors_in(args))
         if name == "all_reduce":
             self.sent_places += map(place, tensors_in(args[0]))
         line = own_line(self.path)
-        self.note.write("began", name, line)
+        self.note("began", name, line)
         if self.rank == self.n - 1:
             time.sleep(0.01)  # a slow rank: who does not wait for it, has wrong numbers
         result = function(*args, **kwargs)
+        self.messages = messages_sent()
         if name != "send":  # a message that leaves may be read
             request = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
             self.on_the_way[request] = name, line, [place(x) for x in tensors_in(args[0])]
         return result
 
-    def sizes_in_memory(self) -> list[int]:
+    def note(self, *note) -> None:
+        """What this rank does, for the case that it hangs or is ended: a state, a name, the line
+        where a collective began, and the line that waits for it."""
+        self.connection.send(("note", note))
+
+    def refuse_unseen_messages(self) -> None:
+        if self.messages != messages_sent():
+            raise NotImplementedError(MESSAGES)
+
+    def look_at_memory(self, between: bool, arriving=()) -> None:
         """A thread of gloo holds the tensors of a collective for a moment after the wait. So if
-        there are too many bytes, this looks again for half a second."""
-        end = time.monotonic() + 0.5
-        while True:
-            sizes = self.sizes_now()
-            if sum(sizes) <= self.limit(len(self.alive), sizes):
-                return sizes
-            if time.monotonic() > end:
-                self.limit = no_limit  # one look is enough
-                return sizes
+        there are too many bytes, this looks again for two seconds."""
+        if not self.limit or self.excess:
+            return
+        limit = self.limit(self.events, between)
+        end = time.monotonic() + 2
+        while sum(sizes := self.sizes_now(limit, arriving)) > limit and time.monotonic() < end:
             time.sleep(0.01)
+        self.most = max(self.most, sum(sizes))
+        if sum(sizes) > limit:
+            self.excess = sizes, limit, own_line(self.path)
+
+    def sizes_now(self, limit: int, arriving) -> list[int]:
+        """Of tensors that are new or larger. Blank ones count if that is within the limit."""
+        alive = {}
+        for key, reference in self.storages.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None and storage.nbytes() > self.given.get(key, 0):
+                alive[key] = storage
+        self.storages = {key: self.storages[key] for key in alive}
+        more = {key: x.nbytes() - self.given.get(key, 0) for key, x in alive.items()}
+        if sum(more.values()) <= limit:
+            return list(more.values())
+        used = {tensor.untyped_storage()._cdata for tensor in arriving}
+        return [size for key, size in more.items() if key in used or not is_blank(alive[key])]
+
+    def read_numbers(self, count: int) -> None:
+        """In `fsdp`, a list of numbers could hide a weight. To print a tensor is allowed."""
+        files = [file for file, _ in calls(self.path)]
+        if self.limit and not any(file.endswith("_tensor_str.py") for file in files):
+            self.numbers_read += count
+            if self.numbers_read > 200:
+                raise NotImplementedError(NUMBERS)
 
     def find_early_use(self, tensors) -> None:
         for name, line, places in self.on_the_way.values():
@@ -253,19 +299,27 @@ class Watch(TorchDispatchMode):
                     "still writes into it: wait for its request before"
                 )
 
-    def wait_for(self, request, original, *args):
-        """Takes the place of `request.wait`."""
-        line = own_line(self.path)
-        name, begun, _ = self.on_the_way.get(request, ("send", line, None))
-        self.note.write("waits", name, begun)
+    # Functions that take the place of others. `original` is the other function.
+
+    def wait_for(self, original, waiting, *args):
+        """For `wait` of a request, or of its future."""
+        request = self.requests.get(waiting, waiting)
+        name, begun, _ = self.on_the_way.pop(request, ("send", own_line(self.path), None))
+        self.note("waits", name, begun, own_line(self.path))
         self.events.append("wait")
-        result = original(request, *args)
-        self.on_the_way.pop(request, None)
-        self.note.write("began", name, begun)
+        with torch._C._DisableTorchDispatch():  # gloo may move the numbers that have arrived
+            result = original(waiting, *args)
+        self.note("began", name, begun)
+        return result
+
+    def follow(self, original, waiting, *args):
+        """For `get_future` and `then`: who waits for their result, waits for the request."""
+        result = original(waiting, *args)
+        self.requests[result] = self.requests.get(waiting, waiting)
         return result
 
     def run_backward(self, original, *args, **options):
-        """Takes the place of the function that runs every backward pass."""
+        """For the function that runs every backward pass."""
         self.events += ["backward begins"] + ["graph kept"] * bool(args[2])
         self.sent_places.clear()
         try:
@@ -274,34 +328,47 @@ class Watch(TorchDispatchMode):
             self.events.append("backward ends")
             self.sent_places.clear()
 
+    def to_list(self, original, tensor):
+        self.read_numbers(tensor.numel())
+        return original(tensor)
+
+    def refuse(self, original, *args, **options):
+        """For what takes numbers out of tensors, or out of what the check sees."""
+        if calls(self.path):
+            is_tensor = isinstance(args[0], torch.Tensor)
+            raise NotImplementedError(NUMBERS if is_tensor else MESSAGES)
+        return original(*args, **options)
+
     def __enter__(self):
-        backward, wait = torch.autograd._engine_run_backward, dist.Work.wait
-        self.patches = [
-            mock.patch.object(
-                torch.autograd,
-                "_engine_run_backward",
-                lambda *args, **options: self.run_backward(backward, *args, **options),
-            ),
-            mock.patch.object(
-                dist.Work, "wait", lambda request, *args: self.wait_for(request, wait, *args)
-            ),
+        places = [
+            (self.run_backward, torch.autograd, "_engine_run_backward"),
+            (self.wait_for, dist.Work, "wait"),
+            (self.wait_for, torch.futures.Future.__base__, "wait"),
+            (self.follow, dist.Work, "get_future"),
+            (self.follow, torch.futures.Future.__base__, "then"),
+            (self.to_list, torch.Tensor, "tolist"),
+            (self.refuse, threading.Thread, "start"),
+            (self.refuse, multiprocessing.process.BaseProcess, "start"),
         ]
-        for owner, name, advice in HIDDEN:
-            refuse = partial(self.refuse_if_own, getattr(owner, name), advice)
-            hide = mock.patch.object(owner, name, lambda *a, f=refuse, **o: f(*a, **o))
-            self.patches.append(hide)
-        for patch in self.patches:
+        places += [(self.refuse, torch.Tensor, x) for x in ("numpy", "__dlpack__", "__reduce_ex__")]
+        places += [(self.refuse, dist.Store, x) for x in ("set", "multi_set", "append", "add")]
+        self.patches = []
+        for instead, owner, name in places:
+            call = partial(instead, getattr(owner, name))
+            patch = mock.patch.object(owner, name, lambda *a, f=call, **o: f(*a, **o))
+            self.patches.append(patch)
             patch.start()
         return super().__enter__()
 
     def __exit__(self, *error):
+        super().__exit__(*error)
         for patch in self.patches:
             patch.stop()
+        self.look_at_memory(between=True)
         for name, line, _ in self.on_the_way.values():
             self.early = (
                 self.early or f"the request of the {name} of line {line} was not waited for"
             )
-        return super().__exit__(*error)
 
 
 # Processes ---------------------------------------------------------------------------------------
@@ -321,7 +388,7 @@ def reference(connection, script: str, n: int, seed: int) -> None:
     alone["init_process_group"] = lambda *_: None
     with mock.patch.multiple(dist, **alone), mock.patch.dict(os.environ, WORLD_SIZE=str(n)):
         names = {"__file__": "by-hand", "__name__": "reference"}
-        exec(definitions(script), names)
+        exec(script[: script.index("\ntorch.manual_seed(0)")], names)  # no call
         torch.manual_seed(seed)  # other numbers than those of the script
         parts = names["one_process"]()
     each = []
@@ -333,27 +400,25 @@ def reference(connection, script: str, n: int, seed: int) -> None:
     connection.recv()
 
 
-def a_rank(connection, files, rank: int, n: int, port: int, solution: str, path: str, memory):
+def a_rank(connection, files, rank: int, n: int, solution: str, path: str, memory):
     """One rank. It ends when the process that has started it ends it."""
     os.dup2(os.open(files / f"printed-{rank}", os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say when they end a process
     sys.stderr = sys.stdout
-    note = Note(files / f"note-{rank}")
-    stack = (files / f"stack-{rank}").open("w")
-    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of old names of collectives, on each rank
-    addresses = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, **addresses}
+    port, parts = connection.recv()
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "MASTER_ADDR": "127.0.0.1"}
+    variables |= {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}  # a store is there
     os.environ.update({name: str(value) for name, value in variables.items()})
-    parts = connection.recv()
+    refuse_what_is_outside(path)
     try:
         names = {"__file__": path, "__name__": "solution"}
         exec(compile(solution, path, "exec"), names)
         for function, data in parts:
             own = pickle.loads(data)
-            limit = partial(memory, function, rank, n) if memory else no_limit
-            watch = Watch(rank, n, tensors_in(own), limit, path, note)
+            limit = partial(memory, function, rank, n) if memory else None
+            watch = Watch(rank, n, tensors_in(own), limit, path, connection)
             connection.send((function, run_part(names, function, own, watch)))
         connection.send(("", None))
     except BaseException as error:
@@ -367,32 +432,26 @@ def run_part(names, function: str, data, watch: Watch) -> bytes:
         raise LookupError(f"your file has no function `{function}` any more")
     with watch:
         results = names[function](*data)
-    watch.note.write("returned", function)
+    watch.refuse_unseen_messages()
+    watch.note("returned", function)
     if not isinstance(results, dict):
         raise TypeError(f"`{function}` has to return a dictionary, such as the one at its end")
     returned = {name: x.detach() for name, x in results.items() if isinstance(x, torch.Tensor)}
     copies = {name: x.clone() for name, x in returned.items()}
     dist.barrier()  # every message has been sent now
     time.sleep(0.05)
-    changed = any(not same(copies[name], x) for name, x in returned.items())
+    pairs = [(copies[name].nan_to_num(), x.nan_to_num()) for name, x in returned.items()]
+    changed = not all(torch.equal(before, after) for before, after in pairs)
     said = sum(names["sent"])
     names["sent"].clear()
-    seen = watch.early, watch.sent, said, watch.alive, watch.peak, watch.events
-    return pickle.dumps(Part(copies, changed, *seen))
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
-
-
-def own_lines(frames, path: str) -> list[int]:
-    return [line for file, line in frames if file == path]
+    counted = watch.sent, said, watch.most, watch.excess, watch.products
+    return pickle.dumps(Part(copies, changed, watch.early, *counted, watch.events))
 
 
 def describe(error: BaseException, solution: str, path: str, rank: int) -> str:
     """An exception, with the learner's own line."""
-    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    lines = own_lines(frames, path)
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
     where = f"rank {rank}"
     if lines:
         where += f", line {lines[-1]}: {code_in(solution, lines[-1])}"
@@ -401,22 +460,12 @@ def describe(error: BaseException, solution: str, path: str, rank: int) -> str:
         text = f"{where}\na rank cannot send to itself, or receive from itself: use another rank"
     if isinstance(error, AttributeError) and "'NoneType' object" in str(error):
         text += "\na function has returned nothing: return what the comment of its blank asks for"
-        for number, line in enumerate(solution.splitlines(), start=1):
-            found = re.match(r"def (\w+)\(", line)
-            if lines and found and f"{found[1]}(" in code_in(solution, lines[-1]):
-                text += f"\nthis may be the function of line {number}: `{line}`"
     return text
 
 
 def code_in(solution: str, line: int) -> str:
     lines = solution.splitlines()
     return f"`{lines[line - 1].strip()}`" if 0 < line <= len(lines) else "``"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def compute_reference(script: str, n: int, seed: int):
@@ -433,23 +482,25 @@ def compute_reference(script: str, n: int, seed: int):
 
 def run(text: str, path: Path, compute_parts, n: int, seconds: float, memory=None) -> Outcome:
     """Runs the solution on `n` ranks. `compute_parts` gives data, when the ranks have started.
-    `memory` is the limit of a technique: (function, rank, ranks, collective, sizes) -> bytes."""
+    `memory` is the limit of a technique: (function, rank, ranks, events, between) -> bytes."""
     solution = given_and_yours(text)
-    port = free_port()
     ranks = []
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder)
         for rank in range(n):
             here, there = processes.Pipe()
-            args = (there, files, rank, n, port, solution, str(path), memory)
+            args = (there, files, rank, n, solution, str(path), memory)
             process = processes.Process(target=a_rank, args=args, daemon=True)
             process.start()
             there.close()
             ranks.append((process, here))
         parts = compute_parts()
+        # The ranks meet at this store. It has threads, so it begins when no process forks any more.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, (_, connection) in enumerate(ranks):
-            connection.send([(function, data[rank]) for function, data, _ in parts])
-        outcome = collect(ranks, files, solution, path, seconds)
+            own_parts = [(function, data[rank]) for function, data, _ in parts]
+            connection.send((store.port, own_parts))
+        outcome = collect(ranks, solution, seconds)
         for process, _ in ranks:
             process.kill()
         for process, _ in ranks:
@@ -460,22 +511,26 @@ def run(text: str, path: Path, compute_parts, n: int, seconds: float, memory=Non
     return outcome
 
 
-def collect(ranks, files, solution: str, path: Path, seconds: float) -> Outcome:
+def collect(ranks, solution: str, seconds: float) -> Outcome:
     outcome = Outcome()
+    notes = [("", "")] * len(ranks)
     open_ends = {connection: rank for rank, (_, connection) in enumerate(ranks)}
     end = time.monotonic() + seconds
     while open_ends:
         ready = wait(list(open_ends), timeout=max(0, end - time.monotonic()))
         if not ready:
-            outcome.problem = who_waits(ranks, files, open_ends.values(), solution, path, seconds)
+            outcome.problem = who_waits(notes, open_ends.values(), solution, seconds)
             return outcome
         for connection in ready:
             rank = open_ends[connection]
             try:
                 function, report = connection.recv()
             except (EOFError, ConnectionResetError):
-                outcome.problem = how_it_ended(ranks[rank][0], files, rank, solution)
+                outcome.problem = how_it_ended(ranks[rank][0], notes[rank], rank, solution)
                 return outcome
+            if function == "note":
+                notes[rank] = report
+                continue
             if function == "problem":
                 outcome.problem = report
                 if "by peer" not in report:
@@ -489,41 +544,33 @@ def collect(ranks, files, solution: str, path: Path, seconds: float) -> Outcome:
     return outcome
 
 
-def how_it_ended(process, files, rank: int, solution: str) -> str:
+def how_it_ended(process, note, rank: int, solution: str) -> str:
     process.join()
     text = f"rank {rank} has ended without a result"
-    state, name, line = Note(files / f"note-{rank}").read()
-    if state in ("began", "waits"):
-        text += f". Its last collective is the {name} of line {line}: {code_in(solution, line)}"
+    _, name, *lines = note
+    if lines:
+        code = code_in(solution, lines[0])
+        text += f". Its last collective is the {name} of line {lines[0]}: {code}"
     if process.exitcode == -signal.SIGABRT:  # the library that sends tensors ends the process
         text += "\nPyTorch has ended it. In a collective, the tensors of all ranks must have the "
         text += "size that the other ranks expect"
     return text
 
 
-def who_waits(ranks, files, waiting, solution: str, path: Path, seconds: float) -> str:
-    """Which rank is where, from the stack and the note of each rank."""
+def who_waits(notes, waiting, solution: str, seconds: float) -> str:
+    """Which rank is where."""
     sentences = [f"not ready after {seconds:g} s, so the processes were ended:"]
-    for rank in sorted(waiting):
-        os.kill(ranks[rank][0].pid, signal.SIGUSR1)
-    time.sleep(0.5)
-    for rank in range(len(ranks)):
+    for rank, (state, name, *lines) in enumerate(notes):
+        where = [f"line {line}: {code_in(solution, line)}" for line in lines]
         if rank not in waiting:
             sentences.append(f"rank {rank} is ready")
-            continue
-        state, name, begun = Note(files / f"note-{rank}").read()
-        stack = (files / f"stack-{rank}").read_text()
-        frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', stack)
-        lines = own_lines([(file, int(line)) for file, line, _ in frames], str(path))
-        if state == "returned" and not lines:
+        elif state == "returned":
             sentences.append(f"rank {rank} has returned from `{name}`, and waits for the others")
-        elif not lines:
-            sentences.append(f"rank {rank} has not called a function of yours")
-        elif state != "waits":
-            sentences.append(f"rank {rank} is on line {lines[0]}: {code_in(solution, lines[0])}")
+        elif state == "began":
+            sentences.append(f"rank {rank} computes, after the {name} on {where[0]}")
+        elif state == "waits":
+            begun = f", which began on {where[0]}" if lines[0] != lines[1] else ""
+            sentences.append(f"rank {rank} waits in {name} on {where[1]}{begun}")
         else:
-            where = f"line {lines[0]}: {code_in(solution, lines[0])}"
-            if begun != lines[0]:
-                where += f", which began on line {begun}: {code_in(solution, begun)}"
-            sentences.append(f"rank {rank} waits in {name} on {where}")
+            sentences.append(f"rank {rank} has begun no collective")
     return "\n".join(sentences)

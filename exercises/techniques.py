@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 NUMBER = 8  # bytes of a number in fp64, and of an index
 
@@ -16,17 +17,6 @@ class Blank:
 
 
 @dataclass
-class Mistake:
-    """Code of a script, what takes its place, and the sentence for a solution that does the same.
-
-    The check runs them all, and compares their results with those of a wrong solution."""
-
-    code: str
-    instead: str
-    sentence: str
-
-
-@dataclass
 class Technique:
     """`memory` and `order` are functions, or a sentence that says why the check cannot tell."""
 
@@ -34,13 +24,15 @@ class Technique:
     answer: int  # on 2 processes
     bytes_text: str
     bytes_sent: Callable  # (function, rank, ranks, data of all ranks) -> bytes
-    memory: Callable | str  # (function, rank, ranks, collective, sizes of tensors) -> most bytes
-    order: Callable | str  # (function, events, rank, ranks) -> a sentence if it is wrong
+    products: Callable  # (function, rank, data of all ranks) -> the most multiplications
+    memory: Callable | str  # (function, rank, ranks, events, between collectives) -> most bytes
     levels: dict[int, list[Blank]]
-    mistakes: list[Mistake]
+    # A sentence, the code of a script, and the code that takes its place. The check runs them all,
+    # and compares their results with those of a wrong solution.
+    mistakes: dict[str, tuple[str, str]]
+    order: Callable | str = "not told: nothing of this script must overlap"
     processes: tuple = (2, 4)
     memory_text: str = ""  # why these bytes are enough
-    peak: Callable | None = None  # (function, ranks) -> most bytes at any moment, roughly
 
 
 # DDP ---------------------------------------------------------------------------------------------
@@ -97,6 +89,7 @@ DDP = Technique(
     answer=8192,
     bytes_text="2 (N - 1) / N times the gradients",
     bytes_sent=lambda function, rank, n, data: 2 * (n - 1) * GRADIENTS // n,
+    products=lambda function, rank, data: (4 + 7) * 8 * 16 * 16,
     memory="not told: with DDP, each rank has all weights and all gradients",
     order=ddp_order,
     levels={
@@ -121,50 +114,27 @@ DDP = Technique(
             ),
         ],
     },
-    mistakes=[
-        Mistake(
-            "    loss_of(samples, weights).backward()\n",
-            "    for weight in weights:\n"
-            "        (weight._post_accumulate_grad_hooks or {}).clear()\n"
-            "    loss_of(samples, weights).backward()\n"
-            "    send_bucket(None)\n    send_bucket(None)\n",
-            "no all-reduce begins during the backward pass",
-        ),
-        Mistake(
-            "average(gradient).wait()",
-            "pass",
-            "these are the gradients of each rank's own samples: nothing was sent",
-        ),
-        Mistake(
+    mistakes={
+        "a tensor was averaged, but not the bucket: the gradients are those of own samples": (
             "average(buckets.pop())",
             "average(torch.zeros(2))",
-            "a tensor was averaged, but not the bucket: the gradients are those of own samples",
         ),
-        Mistake(
+        "the mean is in another tensor: the all-reduce has to write into `tensor`": (
             "all_reduce(tensor, dist.ReduceOp.AVG",
             "all_reduce(tensor / world_size, dist.ReduceOp.SUM",
-            "the mean is in another tensor: the all-reduce has to write into `tensor`",
         ),
-        Mistake(
+        "one of the two buckets was never sent": (
             "    weights[0].register_post_accumulate_grad_hook(send_bucket)",
             "    pass",
-            "one of the two buckets was never sent",
         ),
-        Mistake(
-            "average(buckets.pop())",
-            "average(buckets.pop(0))",
-            "an all-reduce begins before both gradients of its bucket are complete",
-        ),
-        Mistake(
-            "dist.ReduceOp.AVG",
-            "dist.ReduceOp.SUM",
-            "the sum was not divided by the number of ranks",
-        ),
-    ],
+    },
 )
 
 
 # FSDP --------------------------------------------------------------------------------------------
+
+
+COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce"
 
 
 def fsdp_sizes(n):
@@ -173,37 +143,40 @@ def fsdp_sizes(n):
     return shard, n * shard, activation
 
 
-def fsdp_memory(function, rank, n, collective, sizes):
+def fsdp_memory(function, rank, n, events, between):
     """The output of each layer, two gradients of outputs, and one shard that may be copied. Forward
-    a whole weight while the next one arrives. Backward also the gradient of the weight, and the
-    gradients of 4 shards."""
+    a whole weight while the next one arrives, and between collectives a copy of it. Backward also
+    the gradients of two weights, and of the shards. After it, AdamW's moments and its sums."""
     shard, weight, activation = fsdp_sizes(n)
     always = 6 * activation + shard
-    if collective < 4:
-        return always + 2 * weight
-    return always + 3 * weight + 4 * shard
-
-
-def fsdp_peak(function, n):
-    """When AdamW updates the 4 shards: gradients, two moments and what it computes with."""
-    shard, _, activation = fsdp_sizes(n)
-    return 28 * shard + 6 * activation
+    begun = len([event for event in events if event in COLLECTIVES])
+    if begun <= 4:
+        return always + (2 + between) * weight
+    if begun < 12:
+        return always + (4 + between) * weight + 4 * shard
+    return always + 2 * weight + 6 * 4 * shard
 
 
 def fsdp_order(function, events, rank, n):
-    order = [event for event in events if event in ("all_gather", "reduce_scatter", "all_reduce")]
-    # The gather of the next layer may begin before the gradient of this layer is sent.
-    ahead = [sum(1 if event == "all_gather" else -1 for event in order[4:k]) for k in range(4, 13)]
-    if order[:4] == 4 * ["all_gather"] and len(order) == 12 and set(ahead) <= {0, 1, 2}:
-        return None if ahead[-1] == 0 else "a gather or a reduce-scatter is missing"
+    order = [event for event in events if event in COLLECTIVES]
+    forward, backward = order[:4], order[4:]
     if order == 4 * ["all_gather"] + 4 * ["reduce_scatter"]:
         return "the backward pass gathers no weight: the forward pass has to free each weight"
     if order == 8 * ["all_gather"] + 4 * ["reduce_scatter"]:
         return "the gradients are sent after the whole backward pass, and not layer by layer"
-    return (
-        "expected: 4 all-gathers forward; backward, for each layer an all-gather and a "
-        f"reduce-scatter. Yours: {', '.join(order) or 'no collective'}"
-    )
+    # How many weights of the backward pass are gathered, and their gradients are not sent
+    ahead = set(accumulate(1 if event == "all_gather" else -1 for event in backward))
+    pairs = sorted(backward) == 4 * ["all_gather"] + 4 * ["reduce_scatter"]
+    if forward != 4 * ["all_gather"] or not pairs or not ahead <= {0, 1, 2}:
+        return (
+            "expected: 4 all-gathers forward; backward, for each layer an all-gather and a "
+            "reduce-scatter, and at most the next all-gather before this reduce-scatter. "
+            f"Yours: {', '.join(order) or 'no collective'}"
+        )
+    fifth = [i for i, event in enumerate(events) if event == "all_gather"][4]
+    if events[:fifth].count("compute") > 4:
+        return "the forward pass computes a layer more than once"
+    return None
 
 
 GATHER = Blank(
@@ -226,10 +199,11 @@ FSDP = Technique(
     answer=12288,
     bytes_text="3 (N - 1) shards for each of 4 layers",
     bytes_sent=lambda function, rank, n, data: 4 * 3 * (n - 1) * fsdp_sizes(n)[0],
+    # Of each layer: forward, two in the backward pass, and the output once more
+    products=lambda function, rank, data: 4 * 4 * 2 * data[rank][0].shape[-1] ** 2,
     memory=fsdp_memory,
-    peak=fsdp_peak,
-    memory_text="one whole weight and the next one, and in the backward pass a gradient, too. Free "
-    "a weight when its layer has computed",
+    memory_text="one whole weight and the next one, in the backward pass a gradient, too, and then "
+    "AdamW's moments of the shards. Free a weight when its layer has computed",
     order=fsdp_order,
     levels={
         1: [
@@ -257,78 +231,36 @@ FSDP = Technique(
             ),
         ],
     },
-    mistakes=[
-        Mistake(
-            "    for shard in shards:\n        weight = all_gather(shard)\n"
-            "        x.append(x[-1] @ weight)\n        del weight\n",
-            "    replica = [all_gather(shard) for shard in shards]\n"
-            "    for weight in replica:\n        x.append(x[-1] @ weight)\n"
-            "    del replica, weight\n",
-            "all weights are gathered before the first layer computes: every rank has a replica",
-        ),
-        Mistake(
-            "    dist.all_gather(whole, shard)",
-            "    whole = world_size * [shard]",
-            "the weight is put together from the shard of this rank alone",
-        ),
-        Mistake(
+    mistakes={
+        "the shards are joined in a wrong order": (
             "    return torch.cat(whole)",
             "    return torch.cat(whole[::-1])",
-            "the shards are joined in a wrong order",
         ),
-        Mistake(
-            "        dist.reduce_scatter(",
-            "        shards.grad[layer] = weight_grad.chunk(world_size)[rank]  # ",
-            "these are the gradients of each rank's own samples: they were not added up",
-        ),
-        Mistake(
-            "        dist.reduce_scatter(shards.grad[layer], list(weight_grad.chunk(world_size)))",
-            "        dist.all_reduce(weight_grad)\n"
-            "        shards.grad[layer] = weight_grad.chunk(world_size)[rank]",
-            "an all-reduce gives each rank the rows of all shards: a reduce-scatter sends half",
-        ),
-        Mistake(
-            "list(weight_grad.chunk(world_size))",
-            "list(weight_grad.chunk(world_size))[::-1]",
-            "a rank got the rows of another rank's shard",
-        ),
-        Mistake(
-            "(world_size * x[-1].numel())",
-            "x[-1].numel()",
-            "the sum was not divided by the number of ranks",
-        ),
-        Mistake(
-            "torch.optim.AdamW([shards]).step()",
-            "",
-            "the weights are the old weights: the optimizer made no step",
-        ),
-        Mistake(
+        "a gathered weight is transposed: a shard has rows of the weight": (
             "    return torch.cat(whole)",
-            "    globals().setdefault('kept', []).append(torch.cat(whole))\n    return kept[-1]",
-            "no weight was freed: every rank has the whole weights of several layers",
+            "    return torch.cat(whole).T",
         ),
-        Mistake(
+        "the gradient of a weight is transposed: it is `x.T @ grad`, and not `grad.T @ x`": (
+            "x[layer].T @ grad",
+            "grad.T @ x[layer]",
+        ),
+        "`grad` has to go back through each layer: multiply it by the weight": (
             "        grad = grad @ weight.T\n",
             "",
-            "each layer used the gradient of the last output: `grad` has to go back through each "
-            "layer, so multiply it by the weight",
         ),
-        Mistake(
+        "on the way back through a layer, `grad` is multiplied by the transposed weight": (
             "grad = grad @ weight.T",
             "grad = grad @ weight",
-            "on the way back through a layer, `grad` is multiplied by the transposed weight",
         ),
-        Mistake(
+        "the gradient of a weight needs the input of its layer, and not the output": (
             "x[layer].T @ grad",
             "x[layer + 1].T @ grad",
-            "the gradient of a weight needs the input of its layer, and not the output",
         ),
-        Mistake(
+        "the backward pass begins with the last layer": (
             "in reversed(range(len(shards)))",
             "in range(len(shards))",
-            "the backward pass begins with the last layer",
         ),
-    ],
+    },
 )
 
 
@@ -340,11 +272,12 @@ TENSOR_PARALLEL = Technique(
     answer=2048,
     bytes_text="4 (N - 1) times the tokens of a rank",
     bytes_sent=lambda function, rank, n, data: 4 * (n - 1) * 4 * 16 * NUMBER,
-    memory="not told at collectives: a rank gets its own columns and rows only",
-    memory_text="each rank computes with its own columns and rows only",
+    products=lambda function, rank, data: (2 + 4) * 4 * len(data) * 16 * 8,
     # One and a half times the memory of the original, for tokens and for what belongs to the rank
-    peak=lambda function, n: (4608 if function == "all_tokens" else 3456) * n + 3840,
-    order="not told: nothing of this technique must overlap",
+    memory=lambda function, rank, n, events, between: (
+        (4608 if function == "all_tokens" else 3456) * n + 3840
+    ),
+    memory_text="each rank computes with its own columns and rows only",
     levels={
         1: [
             Blank(
@@ -372,53 +305,28 @@ TENSOR_PARALLEL = Technique(
             ),
         ],
     },
-    mistakes=[
-        Mistake(
+    mistakes={
+        "the output of a rank is its own summand: the summands were not added up": (
             "add_up=all_reduce",
             "add_up=torch.nn.Identity()",
-            "the output of a rank is its own summand: the summands were not added up",
         ),
-        Mistake(
+        "the gradient of x has the summand of this rank only: add up in the backward pass, too": (
             '{"x": add_up(grad_tokens)',
             '{"x": grad_tokens',
-            "the gradient of x has the summand of this rank only: add up in the backward pass, too",
         ),
-        Mistake(
-            "    dist.all_gather(parts, part)",
-            "    parts = world_size * [part]",
-            "a rank joined its own tokens several times: the tokens of the other ranks are missing",
-        ),
-        Mistake(
-            "    dist.reduce_scatter(",
-            "    part = summand.chunk(world_size)[rank]  # ",
-            "the rows of this rank were cut out, but nothing was added up over the ranks",
-        ),
-        Mistake(
+        "an all-reduce gives each rank the rows of all ranks: a reduce-scatter sends half": (
             "    dist.reduce_scatter(part, list(summand.chunk(world_size)))",
             "    dist.all_reduce(summand)\n    part = summand.chunk(world_size)[rank]",
-            "an all-reduce gives each rank the rows of all ranks: a reduce-scatter sends half",
         ),
-        Mistake(
-            "    dist.reduce_scatter(part, list(summand.chunk(world_size)))",
-            "    dist.all_reduce(summand)\n    part = summand.chunk(world_size)[0]",
-            "every rank has the rows of rank 0. And an all-reduce sends twice as much as needed",
-        ),
-        Mistake(
+        "parts are in a wrong order: in both collectives, part 0 of the list belongs to rank 0": (
             "list(summand.chunk(world_size))",
             "list(summand.chunk(world_size))[::-1]",
-            "parts are in a wrong order: in both collectives, part 0 of the list belongs to rank 0",
         ),
-        Mistake(
-            "list(summand.chunk(world_size))",
-            "list(summand.chunk(world_size)), dist.ReduceOp.AVG",
-            "the summands were averaged over the ranks, and not added up",
-        ),
-        Mistake(
+        "the gradient of the square of y is 2 y, not y": (
             "grad_y = spread(2 * y)",
             "grad_y = spread(y)",
-            "the gradient of the square of y is 2 y, not y",
         ),
-    ],
+    },
 )
 
 
@@ -444,11 +352,11 @@ def passes(events) -> str:
     return found
 
 
-def pipeline_memory(function, rank, n, collective, sizes):
+def pipeline_memory(function, rank, n, events, between):
     """Rank 0 keeps outputs, and rank 1 keeps inputs and outputs. Two messages, and the gradient of
-    the weight (16 x 16)."""
+    the weight (16 x 16). While a pass computes, three tensors more."""
     kept = 4 if function == "gpipe" else 2 - rank
-    return (kept * (1 + rank) + 2) * MICRO_BATCH + 16 * 16 * NUMBER
+    return (kept * (1 + rank) + 2 + 3 * between) * MICRO_BATCH + 16 * 16 * NUMBER
 
 
 def pipeline_order(function, events, rank, n):
@@ -476,6 +384,7 @@ PIPELINE = Technique(
     answer=2,
     bytes_text="4 micro-batches",
     bytes_sent=lambda function, rank, n, data: 4 * MICRO_BATCH,
+    products=lambda function, rank, data: 4 * (1 + 2) * 32 * 16 * 16,
     memory=pipeline_memory,
     memory_text="forget inputs, outputs and requests after the backward pass",
     order=pipeline_order,
@@ -519,38 +428,20 @@ PIPELINE = Technique(
             ),
         ],
     },
-    mistakes=[
-        Mistake(
+    mistakes={
+        "the message went into another tensor, and not into the one that is used": (
             "return tensor.requires_grad_()",
             "return torch.zeros(32, 16).requires_grad_()",
-            "the message went into another tensor, and not into the one that is used",
         ),
-        Mistake(
+        "rank 0 starts its backward pass without the gradient that rank 1 has sent": (
             "y.pop(n).backward(receive())",
             "receive(), y.pop(n).sum().backward()",
-            "rank 0 starts its backward pass without the gradient that rank 1 has sent",
         ),
-        Mistake(
+        "the loss is the mean over the whole batch, and not over one micro-batch": (
             "(4 * y.pop(n).numel())",
             "y.pop(n).numel()",
-            "the loss is the mean over the whole batch, and not over one micro-batch",
         ),
-        Mistake(
-            'orders = ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]',
-            'orders = 2 * ["F0 F1 F2 F3 B0 B1 B2 B3"]',
-            "this is GPipe, and not 1F1B",
-        ),
-        Mistake(
-            "            requests.pop(n).wait()",
-            "            requests[n].wait()",
-            "more micro-batches are in memory than this order needs",
-        ),
-        Mistake(
-            "            sent.append(x.pop(n).nbytes)",
-            "            sent.append(x[n].nbytes)",
-            "more micro-batches are in memory than this order needs",
-        ),
-    ],
+    },
 )
 
 
@@ -562,8 +453,8 @@ GRADIENT_COMPRESSION = Technique(
     answer=2560,
     bytes_text="5 (N - 1) times 32 numbers and 32 indices",
     bytes_sent=lambda function, rank, n, data: 5 * (n - 1) * 32 * 2 * NUMBER,
+    products=lambda function, rank, data: 5 * (2 + 3) * 8 * 16 * 16,
     memory="not told: each rank has all weights, all gradients and all residuals",
-    order="not told: nothing of this script must overlap",
     levels={
         1: [
             Blank(
@@ -585,28 +476,24 @@ GRADIENT_COMPRESSION = Technique(
             ),
         ],
     },
-    mistakes=[
-        Mistake(
+    mistakes={
+        "the values of this rank were added at the indices of the other ranks": (
             "all_gather(values)",
             "torch.cat(world_size * [values])",
-            "the values of this rank were added at the indices of the other ranks",
         ),
-        Mistake(
+        "numbers that were sent stay in the residual, so they are sent again": (
             "        residual[indices] = 0",
             "        pass",
-            "numbers that were sent stay in the residual, so they are sent again",
         ),
-        Mistake(
+        "numbers that were not sent are lost: the residual forgets them in the next step": (
             "        residual += gradient_of",
             "        residual = gradient_of",
-            "numbers that were not sent are lost: the residual forgets them in the next step",
         ),
-        Mistake(
+        "the sum was not divided by the number of ranks": (
             "average = total / world_size",
             "average = total",
-            "the sum was not divided by the number of ranks",
         ),
-    ],
+    },
 )
 
 
@@ -618,8 +505,8 @@ LOCAL_STEPS = Technique(
     answer=6144,
     bytes_text="3 x 2 (N - 1) / N times the weights",
     bytes_sent=lambda function, rank, n, data: 3 * 2 * (n - 1) * 16 * 16 * NUMBER // n,
+    products=lambda function, rank, data: 3 * 4 * (1 + 1) * 8 * 16 * 16,
     memory="not told: each rank has all weights, the shared weights and the momentum",
-    order="not told: nothing of this script must overlap",
     levels={
         1: [
             Blank(
@@ -640,33 +527,24 @@ LOCAL_STEPS = Technique(
             ),
         ],
     },
-    mistakes=[
-        Mistake(
+    mistakes={
+        "the sum was not divided by the number of ranks": (
             "dist.all_reduce(gradient, dist.ReduceOp.AVG)",
             "dist.all_reduce(gradient)",
-            "the sum was not divided by the number of ranks",
         ),
-        Mistake(
-            "dist.all_reduce(gradient, dist.ReduceOp.AVG)",
-            "",
-            "each rank has updated the weights alone: nothing was sent",
-        ),
-        Mistake(
+        "the sign is wrong: a gradient is the start of the round minus its end": (
             "gradient = shared - weights.detach()",
             "gradient = weights.detach() - shared",
-            "the sign is wrong: a gradient is the start of the round minus its end",
         ),
-        Mistake(
+        "the next round does not begin with the shared weights": (
             "        weights.data.copy_(shared)",
             "        pass",
-            "the next round does not begin with the shared weights",
         ),
-        Mistake(
+        "this is momentum without Nesterov's step ahead": (
             "shared -= 0.7 * (gradient + 0.9 * momentum)",
             "shared -= 0.7 * momentum",
-            "this is momentum without Nesterov's step ahead",
         ),
-    ],
+    },
 )
 
 
@@ -680,8 +558,8 @@ CONTEXT_PARALLEL = Technique(
     answer=4096,
     bytes_text="8 (N - 1) times two heads of the tokens of a rank",
     bytes_sent=lambda function, rank, n, data: 8 * (n - 1) * OWN_HEADS,
+    products=lambda function, rank, data: (2 + 5) * 2 * (4 * len(data)) ** 2 * 8,
     memory="not told: all tokens of some heads are as many bytes as some tokens of all heads",
-    order="not told: nothing of this script must overlap",
     levels={
         1: [
             Blank(
@@ -706,29 +584,30 @@ CONTEXT_PARALLEL = Technique(
             ),
         ],
     },
-    mistakes=[
-        Mistake(
-            "    dist.all_to_all_single(received, parts)",
-            "    received = parts",
-            "a rank kept its own parts: nothing was exchanged",
-        ),
-        Mistake(
+    mistakes={
+        "the gradient of the output has to be exchanged, too, and it is 2 y": (
             "output.backward(exchange(grad_y, split=HEADS, join=TOKENS))",
             "output.backward(output.detach())",
-            "the gradient of the output has to be exchanged, too, and it is 2 y",
         ),
-        Mistake(
+        "the causal mask is missing: a token sees the tokens after it": (
             "is_causal=True)\n    y =",
             "is_causal=False)\n    y =",
-            "the causal mask is missing: a token sees the tokens after it",
         ),
-    ],
+    },
 )
 
 
 # Ring attention ----------------------------------------------------------------------------------
 
 BLOCK = 6 * 8 * NUMBER
+
+
+def ring_order(function, events, rank, n):
+    if set(events) & {"all_gather", "all_reduce", "reduce_scatter"}:
+        return "blocks go around the ring: send and receive them, and gather nothing"
+    return None
+
+
 RING_ATTENTION = Technique(
     question="A block of keys has 6 x 8 numbers of 8 bytes, and a block of values, too. Keys and "
     "values go around the ring once forward, and once backward together with their two gradients. "
@@ -736,8 +615,9 @@ RING_ATTENTION = Technique(
     answer=4608,
     bytes_text="N times 2 blocks forward, and N times 4 blocks backward",
     bytes_sent=lambda function, rank, n, data: (2 + 4) * n * BLOCK,
+    products=lambda function, rank, data: (2 + 6) * len(data) * 6 * 6 * 8,
     memory="not told: here, the messages are as large as the blocks that a rank must not keep",
-    order="not told: nothing of this script must overlap",
+    order=ring_order,
     levels={
         1: [
             Blank(
@@ -759,23 +639,16 @@ RING_ATTENTION = Technique(
             ),
         ],
     },
-    mistakes=[
-        Mistake(
-            "        k, v = pass_on(torch.stack([k, v]))",
-            "        pass",
-            "a rank used its own keys and values only",
-        ),
-        Mistake(
+    mistakes={
+        "the output of the earlier blocks was not scaled down when a block was added": (
             "output * (log_sum - new_log_sum).exp()",
             "output",
-            "the output of the earlier blocks was not scaled down when a block was added",
         ),
-        Mistake(
+        "the gradients of keys and values have to travel with their block": (
             "        k, v, grad_k, grad_v = pass_on(",
             "        k, v, _, _ = pass_on(",
-            "the gradients of keys and values have to travel with their block",
         ),
-    ],
+    },
 )
 
 
@@ -790,15 +663,19 @@ def expert_bytes(function, rank, n, data):
     return (n - 1) * NUMBER + 2 * (away + guests) * 16 * NUMBER
 
 
+def own_tokens(rank, data):
+    return sum(choices.tolist().count(rank) for _, _, choices in data)
+
+
 EXPERT_PARALLEL = Technique(
     question="Each token goes to its expert and back, in the forward and in the backward pass. How "
     "often does a rank exchange something in `compute`, with the counts?",
     answer=5,
     bytes_text="(N - 1) counts, and two rows of 16 for each token that leaves or arrives",
     bytes_sent=expert_bytes,
+    products=lambda function, rank, data: 3 * own_tokens(rank, data) * 16 * 16,
     memory="not told: a rank gets its own expert and its own tokens only, and how many tokens "
     "arrive is not known before",
-    order="not told: nothing of this script must overlap",
     levels={
         1: [
             Blank(
@@ -829,23 +706,12 @@ EXPERT_PARALLEL = Technique(
             ),
         ],
     },
-    mistakes=[
-        Mistake(
-            "    dist.all_to_all_single(received, rows, receive_counts, send_counts)",
-            "    received[: len(rows)] = rows[: len(received)]; received[len(rows) :] = 0",
-            "a rank kept its own rows: nothing was exchanged",
-        ),
-        Mistake(
+    mistakes={
+        "the results came back sorted by expert: they have to go to the places of their tokens": (
             "    y[order] = exchange(",
             "    y[:] = exchange(",
-            "the results came back sorted by expert: they have to go to the places of their tokens",
         ),
-        Mistake(
-            "    grad[order] = exchange(",
-            "    grad[:] = exchange(",
-            "the gradients came back sorted by expert: put them to the places of their tokens",
-        ),
-    ],
+    },
 )
 
 
