@@ -89,3 +89,41 @@ def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
         ],
     }
     assert tool.rows(step["communicating"]) == [0, 1, 0]
+
+
+def test_kernels_of_a_gpu_belong_to_the_phase_that_launches_them():
+    """A trace in the format of `export_chrome_trace`, in microseconds. Kernels run after Python."""
+
+    def event(kind, name, begin, end, correlation=None):
+        args = {} if correlation is None else {"correlation": correlation}
+        return {"cat": kind, "name": name, "ts": begin, "dur": end - begin, "args": args}
+
+    trace = [{"name": "process_name", "ph": "M"}]
+    for first in (0, 1000):  # two steps, the second of them while the GPU is still in the first
+        marks = {"data": (0, 5), "forward": (10, 20), "backward": (30, 40), "update": (50, 60)}
+        trace += [event("user_annotation", tool.PHASE + k, first + b, first + e)
+                  for k, (b, e) in marks.items()]  # fmt: skip
+        for number, (launch, name, begin, end) in enumerate([
+            (2, "Memcpy HtoD", 100, 110),
+            (12, "gemm", 200, 300),
+            (31, "gemm", 300, 400),
+            (32, "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 350, 450),
+            (33, "ncclDevKernel_AllGather_RING_LL", 460, 470),
+            (52, "adamw", 1150, 1200),
+        ]):  # fmt: skip
+            launched = event("cuda_runtime", "cudaLaunchKernel", first + launch, first + launch + 1)
+            launched["args"]["correlation"] = first + number
+            kind = "gpu_memcpy" if "Memcpy" in name else "kernel"
+            trace += [launched, event(kind, name, first + begin, first + end, first + number)]
+    first, second = tool.read_trace(trace)
+    shifted = [(k, begin - 1_000_000, end - 1_000_000) for k, begin, end in second["computing"]]
+    assert shifted == first["computing"] == [
+        *(("data", 100_000, 110_000), ("forward", 200_000, 300_000)),
+        *(("backward", 300_000, 400_000), ("update", 1_150_000, 1_200_000)),
+    ]  # fmt: skip
+    assert first["communicating"] == [
+        ("reduce-scatter", 350_000, 450_000),
+        ("all-gather", 460_000, 470_000),
+    ]
+    assert (first["begin"], first["end"]) == (100_000, 1_200_000)
+    assert tool.hidden_share([first, second]) == 50 / 110

@@ -12,9 +12,9 @@ from test_readme import MODELS, WHICH, assert_flags_are_understood, page
 from transformers import AutoConfig
 
 TEXT = page(WHICH)
-PRINTED = r"^```\n\.venv/bin/python (tools/\S+ [^\n]*)\n```\n\n```text\n(.*?)```$"
+PRINTED = r"^```\npython (tools/\S+ [^\n]*)\n```\n\n```text\n(.*?)```$"
 COMMANDS = re.findall(PRINTED, TEXT, re.MULTILINE | re.DOTALL)
-LAUNCH = r"^(?:\.venv/bin/torchrun .*?|cd \S+ && \.\./\.venv/bin/python )"
+LAUNCH = r"^(?:torchrun .*?|cd \S+ && python )"
 SENT = re.findall(LAUNCH + r"(\d\d-\S+/)?train-llm\.py (.*)$", TEXT, re.M)
 
 

@@ -4,16 +4,19 @@
     python tools/step-timeline.py 07-pipeline-parallel -b 1 --gradient-accumulation-steps 8
     python tools/step-timeline.py 03-fsdp --processes 4 -o step.svg
 
-The chapter runs unmodified on CPU processes, as its `--demo` unless flags of the chapter say
-otherwise. torch.profiler watches it. The picture, PNG or SVG, shows the fastest step after the
-first two, because other programs disturb some steps. Two lanes per rank:
+The chapter runs unmodified, as its `--demo` unless flags of the chapter say otherwise: on GPUs, if
+there is one for each process, and else on CPUs. torch.profiler watches it. The picture, PNG or SVG,
+shows the fastest step after the first two, because other programs disturb some steps. Two lanes per
+rank:
 
-computing      Operators of the process's main thread, without waiting. Gaps too short to be seen
-               are closed.
-communicating  Collectives and messages, from the call until the data has arrived. So a long bar may
-               mean that another rank is late. Bars above each other are under way together.
+computing      On a CPU, operators of the process's main thread, without waiting. On a GPU, all
+               kernels and copies but those of NCCL. Gaps too short to be seen are closed.
+communicating  Collectives and messages, on a CPU from the call until the data has arrived, on a GPU
+               the kernels of NCCL. So a long bar may mean that another rank is late. Bars above
+               each other are under way together.
 
 The tool also prints how much of the time of communication is hidden: the rank computes meanwhile.
+It has not run on GPUs yet. Its test reads a trace in the format that torch.profiler exports.
 """
 
 import argparse
@@ -47,19 +50,23 @@ CALLS = {
     "gloo:send": {"send": "send"},
     "gloo:recv": {"recv": "receive"},
 }
+# Parts of the names of NCCL's kernels, such as ncclDevKernel_AllReduce_Sum_f32_RING_LL
+NCCL = {"AllReduce": "all-reduce", "AllGather": "all-gather", "ReduceScatter": "reduce-scatter"}
+NCCL |= {"SendRecv": "send, receive", "Broadcast": "broadcast", "Reduce_": "reduce"}
 # Colours of tools/plot-runs.py for phases; Okabe and Ito's others for collectives
 COLORS = {"data": "#999999", "forward": "#56b4e9", "backward": "#0072b2", "update": "#cc79a7"}
 COLORS |= {"else": "#d0d0d0"}
 COLORS |= {"all-reduce": "#d55e00", "all-gather": "#e69f00", "reduce-scatter": "#009e73"}
 COLORS |= {"send": "#b07800", "receive": "#f0e442", "broadcast": "#000000", "reduce": "#882255"}
-COLORS |= {"all-to-all": "#6a3d9a"}
+COLORS |= {"all-to-all": "#6a3d9a", "send, receive": "#b07800"}
 LOOK = {"font.size": 12, "figure.facecolor": "white", "svg.hashsalt": "step"}
 LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False}
 
 
 def watch(folder: Path, script: Path, flags: list[str]) -> None:
     """In each process of the chapter: runs it, and writes down what the profiler has seen."""
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch import cuda
+    from torch.profiler import profile, record_function
 
     sys.argv = [str(script), *flags]
     spec = importlib.util.spec_from_file_location("chapter", script)
@@ -76,14 +83,18 @@ def watch(folder: Path, script: Path, flags: list[str]) -> None:
 
     chapter.timed = timed
     chapter.DEMO["experiment_name"] = None  # a run without a name writes nothing
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile() as profiler:  # of the CPU, and of a GPU if there is one
         chapter.main()
+    file = folder / f"{os.environ['RANK']}.json"
+    if cuda.is_available():
+        profiler.export_chrome_trace(str(file))
+        return
     events = [
         (event.name(), event.start_ns(), event.end_ns(), event.start_thread_id())
         for event in profiler.profiler.kineto_results.events()
         if event.name().startswith(WATCHED)
     ]
-    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(events))
+    file.write_text(json.dumps(events))
 
 
 def outermost(events) -> list[tuple]:
@@ -155,6 +166,44 @@ def read_steps(events: list[tuple]) -> list[dict]:
             within = {k: [s for s in v if begin <= s[1] < end] for k, v in lanes.items()}
             steps.append({"begin": begin, "end": end} | within)
             begin = None
+    return steps
+
+
+def read_trace(events: list[dict]) -> list[dict]:
+    """The same as `read_steps`, from the `traceEvents` of a GPU that torch.profiler has exported.
+
+    A kernel runs later than the call that launches it. Both have the same `correlation`. The call
+    tells the step and the phase, because Python makes it within the annotation of a phase.
+    """
+
+    def span(event: dict) -> tuple[int, int]:
+        begin = round(1000 * event["ts"])  # microseconds
+        return begin, begin + round(1000 * event["dur"])
+
+    timed = [event for event in events if "dur" in event]
+    marks = [e for e in timed if e["cat"] == "user_annotation" and e["name"].startswith(PHASE)]
+    phases = outermost((event["name"], *span(event), 0) for event in marks)
+    ends = [end for name, _, end, _ in phases if name == PHASE + "update"]
+    calls = [event for event in timed if event["cat"] in ("cuda_runtime", "cuda_driver")]
+    launches = {event["args"].get("correlation"): span(event)[0] for event in calls}
+    steps = [{"computing": [], "communicating": []} for _ in ends]
+    for event in timed:
+        launch = launches.get(event.get("args", {}).get("correlation"))
+        is_work = event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")
+        if not is_work or launch is None or launch < phases[0][1] or launch > ends[-1]:
+            continue
+        step = steps[bisect(ends, launch)]
+        if event["name"].startswith("nccl"):
+            kinds = [kind for part, kind in NCCL.items() if part in event["name"]]
+            step["communicating"].append(((kinds or ["else"])[0], *span(event)))
+        else:
+            phase, *_ = around(phases, launch) or (PHASE + "else",)
+            step["computing"].append((phase.removeprefix(PHASE), *span(event)))
+    for step in steps:
+        for lane in ("computing", "communicating"):
+            step[lane].sort(key=itemgetter(1))
+        step["begin"] = step["computing"][0][1]
+        step["end"] = max(end for _, _, end in step["computing"])
     return steps
 
 
@@ -269,20 +318,30 @@ def main() -> None:
     output = args.output or Path(f"step-{name}.png")
     if output.suffix not in (".png", ".svg"):
         parser.error(f"--output {output} must end in .png or .svg")
+    from torch import cuda
+
     if not importlib.util.find_spec("matplotlib"):  # before the run, which takes a while
         sys.exit('error: this tool needs matplotlib: pip install -c constraints.txt ".[tools]"')
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(args.processes), __file__, "--watch", folder]
         command += [str(REPOSITORY / name / "train-llm.py"), *FLAGS, *flags]
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+        env = dict(os.environ)
+        on_gpus = cuda.device_count() >= args.processes
+        if not on_gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ""
         done = subprocess.run(command, env=env, stderr=subprocess.PIPE, text=True)
         if done.returncode:
             errors = [line for line in done.stderr.splitlines() if "error: " in line]
             sys.exit(errors[0] if errors else done.stderr)
         files = [Path(folder) / f"{rank}.json" for rank in range(args.processes)]
-        number, ranks = choose([read_steps(json.loads(file.read_text())) for file in files])
-    title = f"{name} on {args.processes} CPU processes: optimizer step {number}"
+        seen = [json.loads(file.read_text()) for file in files]
+    if on_gpus:
+        number, ranks = choose([read_trace(trace["traceEvents"]) for trace in seen])
+    else:
+        number, ranks = choose([read_steps(events) for events in seen])
+    devices = "GPUs" if on_gpus else "CPU processes"
+    title = f"{name} on {args.processes} {devices}: optimizer step {number}"
     try:
         save(draw(title, ranks), output)
     except OSError as error:
