@@ -584,31 +584,29 @@ def tokenize(rows, tokenizer, options, size):
 
 def pack(rows, size, several):
     """Samples of `size` tokens. Each has one or several whole conversations, then padding."""
-    samples = []  # the conversations of each sample
-    free = []  # the free tokens of each sample
+    samples = []
     # CHAT 9: The longest conversations come first, each into the fullest sample that has room.
-    lengths = [len(ids) for ids in rows["input_ids"]]
-    with_answers = np.flatnonzero(lengths)
-    for n in sorted(with_answers, key=lambda n: -lengths[n]):
-        fitting = [i for i in range(len(samples)) if several and free[i] >= lengths[n]]
+    conversations = zip(rows["input_ids"], rows["labels"], strict=True)
+    for ids, labels in sorted(conversations, key=lambda pair: -len(pair[0])):
+        if not ids:  # none of its answers fits
+            continue
+        most = size - len(ids)  # tokens of a sample that has room
+        fitting = [sample for sample in samples if several and len(sample["labels"]) <= most]
         if not fitting:
-            fitting = [len(samples)]
-            samples.append([])
-            free.append(size)
-        best = min(fitting, key=lambda i: free[i])
-        samples[best].append(n)
-        free[best] -= lengths[n]
-    result = defaultdict(list)
-    for sample, room in zip(samples, free, strict=True):
-        ids = np.concatenate([rows["input_ids"][n] for n in sample])
-        labels = np.concatenate([rows["labels"][n] for n in sample])
-        # Positions begin at 0 in each conversation, as in a server, and in the padding.
-        positions = [np.arange(length) for length in [*(lengths[n] for n in sample), room]]
-        result["input_ids"].append(np.pad(ids, (0, room)))
-        result["labels"].append(np.pad(labels, (0, room), constant_values=-100))
-        result["position_ids"].append(np.concatenate(positions))
-        result["answer_tokens"].append(np.count_nonzero(labels >= 0))
-    return result
+            fitting = [{"input_ids": [], "labels": [], "position_ids": []}]
+            samples += fitting
+        fullest = max(fitting, key=lambda sample: len(sample["labels"]))
+        fullest["input_ids"] += ids
+        fullest["labels"] += labels
+        fullest["position_ids"] += range(len(ids))  # begins at 0, as in a server
+    for sample in samples:
+        sample["answer_tokens"] = sum(label >= 0 for label in sample["labels"])
+        padding = size - len(sample["labels"])
+        sample["input_ids"] += padding * [0]
+        sample["labels"] += padding * [-100]
+        sample["position_ids"] += range(padding)
+    names = ["input_ids", "labels", "position_ids", "answer_tokens"]
+    return {name: [sample[name] for sample in samples] for name in names}
 
 
 def sample_order(args, train_samples):
@@ -664,8 +662,7 @@ def evaluate(model, samples, args, device):
         # A rank without a batch evaluates sample 0, with weight 0.
         batch = model_inputs(samples[indices or [0]], device)
         # CHAT 10: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
-        one = torch.ones((), device=device)
-        loss = model(**batch, num_items_in_batch=one, use_cache=False).loss
+        loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
         loss_sum += loss * bool(indices)
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size

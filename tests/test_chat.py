@@ -219,10 +219,10 @@ def test_samples_have_every_conversation_once(chat):
         for ids, labels, positions in zip(
             packed["input_ids"], packed["labels"], packed["position_ids"], strict=True
         ):
-            begins = [*(positions == 0).nonzero()[0], 64]
-            parts = [ids[a:b].tolist() for a, b in pairwise(begins)]
+            begins = [i for i, position in enumerate(positions) if position == 0]
+            parts = [ids[a:b] for a, b in pairwise([*begins, 64])]
             found += [part for part in parts if part[0]]
-            assert labels.tolist() == [n or -100 for n in ids]
+            assert labels == [n or -100 for n in ids]
             assert several or len(parts) <= 2
         assert sorted(found) == [row for row in rows if row]
         if several:
