@@ -32,7 +32,7 @@ from datetime import timedelta
 from glob import escape, glob
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle CPU threads sleep instead of spinning
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle OpenMP threads sleep, not spin
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
@@ -67,7 +67,7 @@ stop_signals = []  # signals that ask this run to stop
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 def main():
     sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
-    if RANK > 0:  # DDP: all ranks have the same log
+    if RANK > 0:  # DDP: the others would print the same
         sys.stdout = open(os.devnull, "w")
     args = parse_args()
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
@@ -85,11 +85,12 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
+    # DDP: One rank of each node tokenizes. The others wait in a group of their own, since the usual
+    # one would give up after 10 to 30 minutes, and then read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
-    train_tokens, eval_tokens = load_tokens(args, tokenizer)
+    train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     if LOCAL_RANK == 0:
         dist.barrier(patient_group)
     train_samples = len(train_tokens) // args.seq_length
@@ -98,7 +99,8 @@ def main():
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     order = sample_order(args, train_samples)
     run_folder, checkpoint, state = open_run(args, train_samples)
-    # DDP: Another script, flag or file on one node would spoil the training without any error.
+    # DDP: Another script, flag or file on one node would spoil the training without any error, so
+    # compare all ranks.
     setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
     setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
     setup["script"] = Path(__file__).read_text()
@@ -110,19 +112,20 @@ def main():
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
-    # DDP: Otherwise, torch.compile would cut a compiled layer in pieces, wherever a bucket is full.
-    torch._dynamo.config.optimize_ddp = False
     # DDP 4: The wrapper averages gradients over the ranks, so all ranks make the same update.
-    # It begins with rank 0's weights. In the backward pass, as soon as a bucket of gradients is
-    # complete, it averages the bucket while the GPU computes the next gradients.
+    # It begins with rank 0's weights. It has the parameters of `model`, and gathers gradients in
+    # buckets of 25 MB. As soon as a bucket is complete in the backward pass, it averages the bucket
+    # while the GPU computes the next gradients.
     ddp_model = DistributedDataParallel(
         model,
-        gradient_as_bucket_view=True,
+        gradient_as_bucket_view=True,  # gradients are parts of the buckets, and no copies
         forward_sync_buffers=False,  # buffers, such as the rotary frequencies, never change
         # COMPRESSION: PowerSGD keeps residuals per bucket. DDP makes new buckets in step 2, unless
         # it looks for unused parameters.
         find_unused_parameters=args.compress == "powersgd",
     )
+    # DDP: Otherwise, torch.compile would cut a compiled layer in pieces, wherever a bucket is full.
+    torch._dynamo.config.optimize_ddp = False
     compression = Compression(model, args, checkpoint)
     if args.compress != "none":
         # COMPRESSION 1: The hook averages a bucket in place of DDP, so it decides what is sent.
@@ -131,8 +134,7 @@ def main():
         ddp_model.register_comm_hook(compression, Compression.hook)
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
-    # A resumed run may have another batch size. `order` has the samples of all epochs, so count
-    # the steps that are left.
+    # The steps done, and those that are left: a resumed run may have another batch size.
     total_steps = state.step + (len(order) - state.samples) // global_batch
     if state.samples != state.step * global_batch:
         say("warning: the global batch has changed, so steps and learning rate change, too")
@@ -144,8 +146,8 @@ def main():
     # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
     # sums that need more precision (norms, softmax, the loss) in fp32.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
-    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and so gradients.
-    # Before the update, it divides the gradients again. With other dtypes it does nothing.
+    # fp16 rounds gradients below 3e-8 to zero. The scaler makes the loss larger, and so gradients,
+    # and divides the gradients again before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
@@ -153,15 +155,15 @@ def main():
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-        # The restored rate is for the old --max-steps. Repeat the last step for the new one.
-        scheduler.last_epoch -= 1  # which counts steps
+        # Step back and forward again, so that the learning rate follows a changed --max-steps.
+        scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     memory_file = None
     if run_folder:
         # COMPRESSION: The memory differs from rank to rank, so each rank writes its own file.
         memory_file = run_folder / f"memory-{RANK}-of-{WORLD_SIZE}.pt"
     # DDP 5: Rank 0 alone writes files and logs, since the other ranks would write the same.
-    run_folder = run_folder if RANK == 0 else None
+    run_folder = run_folder if RANK == 0 else None  # None: write nothing
     run_log = None
     if run_folder:
         facts = describe_run(model, optimizer, device)
@@ -182,13 +184,13 @@ def main():
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: no rank waits for its GPU
+        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU, so the GPU need not stop
         dist.all_reduce(stop, dist.ReduceOp.MAX)
         stop_signal = stop.item()  # after a signal, this step is the last
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        log_now = step % args.log_freq == 0 or save_now
+        log_now = step % args.log_freq == 0 or save_now  # logging also checks what is saved
         times = defaultdict(float)  # of the phases of this step
         # Python only queues work for a GPU, and runs ahead. To time a phase, logged steps wait.
         wait = log_now and device.type != "cpu"
@@ -200,7 +202,7 @@ def main():
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
             # DDP 7: Only the last micro-batch averages gradients, because once per step is enough.
-            # Earlier micro-batches add to the gradients of their rank, as in ddp_model.no_sync().
+            # Earlier ones add to the gradients of their rank, as in `with ddp_model.no_sync()`.
             ddp_model.require_backward_grad_sync = micro_step == accumulation - 1
             with timed("data", times, wait):
                 indices = order[first : first + args.batch_size]
@@ -217,17 +219,17 @@ def main():
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
         with timed("update", times, wait):
-            # Divide by the scale of fp16 first. Then clip the complete gradient, so that no bad
+            # Undo the scaling of fp16. Then clip the gradient of the whole step, so that no bad
             # batch spoils the weights.
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
-            scaler.update()
+            scaler.update()  # the scale, after infinite gradients
             scheduler.step()  # once per optimizer step, not per micro-batch
-            # DDP: With accumulation, gradients have to stay in DDP's buckets, so set them to zero
-            # there. A single micro-batch is faster without: DDP copies its gradients into them.
+            # DDP: Gradients that add up have to stay in DDP's buckets, so set them to zero there.
+            # With a single micro-batch it is faster to free them. DDP then copies new ones.
             optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch
@@ -247,7 +249,7 @@ def main():
                 "grad_norm": grad_norm.item(),
                 "tokens_per_second": tokens_per_second,
                 "time/total_ms": 1e3 * seconds,
-                **times,
+                **times,  # of this step alone
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
                 **compression.metrics(step - logged_step),  # COMPRESSION: the bytes sent
             }
@@ -275,7 +277,6 @@ def main():
             hashes = gather([torch.hash_tensor(p).item() for p in model.parameters()])
             assert all(other == hashes[0] for other in hashes), "the ranks have different weights"
         if run_folder and save_now:
-            # A saved step is a logged step, so its numbers have passed the check above.
             save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
 
     if run_folder and not stop_signal:
@@ -283,8 +284,8 @@ def main():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
-    del ddp_model  # DDP: a wrapper that outlives the process group may block in its destructor
-    dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
+    del ddp_model  # DDP: freed after the process group, it may hang
+    dist.destroy_process_group()  # DDP: not after an error, since it may wait for a dead rank
     if stop_signal:
         say(f"Stopped after step {step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -300,8 +301,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks whether position ids begin at 0 again, as where a sample has
-    # several texts. This makes Python wait for the GPU. Here they never do, so skip it.
+    # In each pass, Transformers checks whether the positions in a sample begin at 0 again, and this
+    # check makes Python wait for the GPU. Here they never do, so skip the check.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -313,8 +314,8 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Compile each layer, because a model that is compiled as a whole builds a causal mask,
-        # which the fast attention refuses. Layers of one kind also share their compiled code.
+        # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
+        # fast attention takes no mask. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # The loss converts the logits, the largest tensor of a step, to fp32. Compiled, it needs
@@ -326,15 +327,15 @@ def build_model(args, device, checkpoint):
 def load_model(args, checkpoint):
     """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
     # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
-    # Near 0.02, bf16 numbers are 1e-4 apart, so bf16 would round this change away.
+    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:  # it has parts for images that text cannot train
+    if config.get_text_config() is not config:  # text is only a part of the model
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # Draw again from the seed, because constructors have drawn numbers, too, and how many
-        # depends on the version.
+        # Seed and draw again, because it depends on the version of Transformers how many numbers
+        # the constructors have drawn.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -531,16 +532,16 @@ def load_documents(args):
     name = os.path.expanduser(args.dataset_name)
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
     if not file_format and "*" not in name and not os.path.exists(name):
-        return datasets.load_dataset(name, args.dataset_subset)
+        return datasets.load_dataset(name, args.dataset_subset)  # on the Hub
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         endings = ", ".join(FORMATS)
         sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        # `datasets` caches by the arguments. With `changed`, it reads a file again after a change.
-        changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
-        arguments = {"files": files, "changed": changed}
+        # `datasets` caches by the arguments. With `versions`, it reads a changed file again.
+        versions = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
+        arguments = {"files": files, "versions": versions}
         documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
         undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
         if undecoded:
@@ -550,8 +551,11 @@ def load_documents(args):
     return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
 
 
-def read_text(files, changed):
-    """A document ends at <|endoftext|>, at the end of its file, or where it becomes too long."""
+def read_text(files, versions):
+    """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
+
+    A document that is too long is cut. \ufffd stands for a character that cannot be decoded.
+    """
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
         with opened(file, "rb") as stream:
@@ -560,6 +564,7 @@ def read_text(files, changed):
         with opened(file, "rt", encoding=encoding, errors="replace") as stream:
             rest = ""
             while text := stream.read(LONGEST_DOCUMENT):
+                # The last part goes on in the next text.
                 *documents, rest = (rest + text).split("<|endoftext|>")
                 if len(rest) >= LONGEST_DOCUMENT:
                     documents.append(rest)
@@ -621,7 +626,7 @@ def read_batch(tokens, indices, args, device):
     if device.type == "cuda":
         # Python goes on while the GPU copies from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device).long()
+    return batch.to(device).long()  # as embeddings want it
 
 
 @torch.no_grad()
@@ -643,7 +648,7 @@ def evaluate(model, tokens, args, device):
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must have these flags as before. Others would make it another training.
+# A resumed run must keep the values of these flags. Others would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
@@ -692,15 +697,15 @@ def new_folder(folder):
     remove(temporary)
     temporary.mkdir()
     yield temporary
-    for file in temporary.glob("*.safetensors"):  # safetensors keeps them private
-        shutil.copymode(temporary / "tokenizer_config.json", file)
+    for file in temporary.glob("*.safetensors"):  # safetensors lets only their owner read them
+        shutil.copymode(temporary / "tokenizer_config.json", file)  # so set the usual permissions
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
     temporary.rename(folder)
 
 
 def remove(folder):
-    """Removes a folder, or a link to a folder, if it exists."""
+    """Removes a folder, or a link to a folder on another disk, if it exists."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -732,7 +737,7 @@ def join_process_group():
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    torch.cuda.set_device(LOCAL_RANK)  # DDP: first, because otherwise each rank uses GPU 0 too
+    torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next line, which else uses GPU 0
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl")
     return torch.device("cuda", LOCAL_RANK)
@@ -760,10 +765,7 @@ def of_all_ranks(metrics):
 
 @contextmanager
 def timed(phase, times, wait):
-    """Adds the milliseconds of a block to `times`.
-
-    Python only queues work for a GPU. So logged steps wait here until the GPU has done the work.
-    """
+    """Adds the milliseconds of a block to `times`, with `wait` those of the GPU's work."""
     begin = time.perf_counter()
     yield
     if wait:
@@ -856,7 +858,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and the run still has to save
+    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and then nobody reads the lines
         tqdm.write(message)
 
 
@@ -923,7 +925,7 @@ def parse_args():
     add("--min-compress", type=int, default=4097, help="gradients with fewer numbers stay whole")
     add("--powersgd-rank", type=int, default=4, help="columns of the matrices of powersgd")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Parse three times: for --config, then for --demo, then for all flags, which override both.
+    # Parse three times: to find --config, to find --demo, and then all flags, which override both.
     if config := parser.parse_args().config:
         parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
@@ -958,7 +960,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
     finally:
-        # DDP: If all ranks fail, one per node is enough to say why. A rank prints its sentence
-        # when it ends, and torchrun ends all others then. So let local rank 0 be the first.
+        # DDP: If all ranks fail, it is enough that local rank 0 says why. So the others wait, and
+        # torchrun ends them when local rank 0 has ended with its sentence.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
             time.sleep(5)

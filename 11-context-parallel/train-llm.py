@@ -28,7 +28,7 @@ from datetime import timedelta
 from glob import escape, glob
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle CPU threads sleep instead of spinning
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle OpenMP threads sleep, not spin
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
@@ -66,7 +66,7 @@ stop_signals = []  # signals that ask this run to stop
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 def main():
     sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
-    if RANK > 0:  # DDP: all ranks have the same log
+    if RANK > 0:  # DDP: the others would print the same
         sys.stdout = open(os.devnull, "w")
     args = parse_args()
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
@@ -87,11 +87,12 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of each node tokenizes. The others wait, perhaps for hours, and read its cache.
+    # DDP: One rank of each node tokenizes. The others wait in a group of their own, since the usual
+    # one would give up after 10 to 30 minutes, and then read its cache.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
-    train_tokens, eval_tokens = load_tokens(args, tokenizer)
+    train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     if LOCAL_RANK == 0:
         dist.barrier(patient_group)
     train_samples = len(train_tokens) // args.seq_length
@@ -100,7 +101,8 @@ def main():
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     order = sample_order(args, train_samples)
     run_folder, checkpoint, state = open_run(args, train_samples)
-    # DDP: Another script, flag or file on one node would spoil the training without any error.
+    # DDP: Another script, flag or file on one node would spoil the training without any error, so
+    # compare all ranks.
     setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
     setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
     setup["script"] = Path(__file__).read_text()
@@ -114,8 +116,7 @@ def main():
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
-    # A resumed run may have another batch size. `order` has the samples of all epochs, so count
-    # the steps that are left.
+    # The steps done, and those that are left: a resumed run may have another batch size.
     total_steps = state.step + (len(order) - state.samples) // global_batch
     if state.samples != state.step * global_batch:
         say("warning: the global batch has changed, so steps and learning rate change, too")
@@ -124,24 +125,26 @@ def main():
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    # FSDP 1: No autocast, because MixedPrecisionPolicy casts the weights that FSDP gathers.
-    autocast = torch.autocast(device.type, enabled=False)
-    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and so gradients.
-    # Before the update, it divides the gradients again. With other dtypes it does nothing.
+    # FSDP 1: FSDP gathers the weights in bf16, so that layers compute in bf16 without autocast.
+    # Norms, softmax and the loss of Transformers convert to fp32 themselves.
+    autocast = torch.autocast(device.type, enabled=False)  # the lines that use it stay
+    # fp16 rounds gradients below 3e-8 to zero. The scaler makes the loss larger, and so gradients,
+    # and divides the gradients again before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # Weights are read in place, and the other objects load their states; not the optimizer.
+        # dcp.load fills the weights in place, and calls load_state_dict of scheduler and scaler.
+        # The optimizer gets its state separately.
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # The restored rate is for the old --max-steps. Repeat the last step for the new one.
-        scheduler.last_epoch -= 1  # which counts steps
+        # Step back and forward again, so that the learning rate follows a changed --max-steps.
+        scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     run_log = None
-    if run_folder and RANK == 0:  # FSDP: all ranks save and keep run_folder; rank 0 logs
+    if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
         facts = describe_run(model, optimizer, device)
         facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
         facts["dataset_tokens"] = len(train_tokens)
@@ -160,13 +163,13 @@ def main():
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: no rank waits for its GPU
+        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU, so the GPU need not stop
         dist.all_reduce(stop, dist.ReduceOp.MAX)
         stop_signal = stop.item()  # after a signal, this step is the last
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        log_now = step % args.log_freq == 0 or save_now
+        log_now = step % args.log_freq == 0 or save_now  # logging also checks what is saved
         times = defaultdict(float)  # of the phases of this step
         # Python only queues work for a GPU, and runs ahead. To time a phase, logged steps wait.
         wait = log_now and device.type != "cpu"
@@ -197,17 +200,17 @@ def main():
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
         with timed("update", times, wait):
-            # Divide by the scale of fp16 first. Then clip the complete gradient, so that no bad
+            # Undo the scaling of fp16. Then clip the gradient of the whole step, so that no bad
             # batch spoils the weights.
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            # FSDP 3: The norm is over the shards of all ranks, so all ranks must compute it.
-            # It is a DTensor, of which each rank has a part. full_tensor() joins the parts.
+            # FSDP 3: Each rank has the norm of its shards, and full_tensor() joins these parts.
+            # So all ranks must call it.
             grad_norm = grad_norm.full_tensor()
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
-            scaler.update()
+            scaler.update()  # the scale, after infinite gradients
             scheduler.step()  # once per optimizer step, not per micro-batch
             optimizer.zero_grad()  # because backward() adds to the gradients
         state.step = step
@@ -228,7 +231,7 @@ def main():
                 "grad_norm": grad_norm.item(),
                 "tokens_per_second": tokens_per_second,
                 "time/total_ms": 1e3 * seconds,
-                **times,
+                **times,  # of this step alone
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
             numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
@@ -249,18 +252,17 @@ def main():
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
         if run_folder and save_now:
-            # A saved step is a logged step, so its numbers have passed the check above.
             save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
 
     if run_folder and not stop_signal:
-        # FSDP 4: Gather the whole model in CPU memory of rank 0, because other programs need it.
+        # FSDP 4: Gather the model in CPU memory of rank 0, since other programs want it whole.
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
                 model.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
-    dist.destroy_process_group()  # DDP: only after success, since it may wait for other ranks
+    dist.destroy_process_group()  # DDP: not after an error, since it may wait for a dead rank
     if stop_signal:
         say(f"Stopped after step {step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -272,6 +274,8 @@ def main():
 def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
     # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
+    # So make the model of meta tensors, shard it, and let rank 0 send the values. A checkpoint is
+    # read later, by dcp.load.
     whole = load_model(args, checkpoint=None) if RANK == 0 else None
     config = AutoConfig.from_pretrained(args.model_name)
     with torch.device("meta"):
@@ -283,8 +287,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks whether position ids begin at 0 again, as where a sample has
-    # several texts. This makes Python wait for the GPU. Here they never do, so skip it.
+    # In each pass, Transformers checks whether the positions in a sample begin at 0 again, and this
+    # check makes Python wait for the GPU. Here they never do, so skip the check.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -297,8 +301,8 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Compile each layer, because a model that is compiled as a whole builds a causal mask,
-        # which the fast attention refuses. Layers of one kind also share their compiled code.
+        # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
+        # fast attention takes no mask. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # The loss converts the logits, the largest tensor of a step, to fp32. Compiled, it needs
@@ -455,15 +459,15 @@ def check_model(args):
 def load_model(args, checkpoint):
     """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
     # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
-    # Near 0.02, bf16 numbers are 1e-4 apart, so bf16 would round this change away.
+    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:  # it has parts for images that text cannot train
+    if config.get_text_config() is not config:  # text is only a part of the model
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # Draw again from the seed, because constructors have drawn numbers, too, and how many
-        # depends on the version.
+        # Seed and draw again, because it depends on the version of Transformers how many numbers
+        # the constructors have drawn.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -483,6 +487,7 @@ def shard_model(model, args, device):
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # FSDP 7: Each layer is a unit, so that only one or two layers are whole at any time.
+    # FSDP gathers and frees the weights of a unit together.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
@@ -504,10 +509,10 @@ def send_weights(whole, model, device):
     weights = {}
     if RANK == 0:
         if whole.all_tied_weights_keys != model.all_tied_weights_keys:
-            sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
+            sys.exit("error: the files have an own head: write false at their tie_word_embeddings")
         weights = whole.state_dict()
-        # final/ needs these: settings of generation, and the names that tensors have in files.
-        # Transformers finds the names by the class, and fully_shard has renamed the class.
+        # final/ needs the settings of generation, and the names of tensors in files. Transformers
+        # finds these by the name of the class, which fully_shard has changed: restore it.
         model.generation_config = whole.generation_config
         model._weight_conversions = getattr(whole, "_weight_conversions", None)
         type(model).__name__ = type(whole).__name__
@@ -517,7 +522,7 @@ def send_weights(whole, model, device):
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     state_dict.set_model_state_dict(model, weights, options=how)
-    # Files and checkpoints do not have all buffers, such as the rotary frequencies.
+    # `weights` does not have all buffers, such as the rotary frequencies, so send them, too.
     for name, buffer in model.named_buffers():
         source = whole.get_buffer(name) if RANK == 0 else buffer
         buffer.data = source.to(device)
@@ -562,16 +567,16 @@ def load_documents(args):
     name = os.path.expanduser(args.dataset_name)
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
     if not file_format and "*" not in name and not os.path.exists(name):
-        return datasets.load_dataset(name, args.dataset_subset)
+        return datasets.load_dataset(name, args.dataset_subset)  # on the Hub
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         endings = ", ".join(FORMATS)
         sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        # `datasets` caches by the arguments. With `changed`, it reads a file again after a change.
-        changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
-        arguments = {"files": files, "changed": changed}
+        # `datasets` caches by the arguments. With `versions`, it reads a changed file again.
+        versions = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
+        arguments = {"files": files, "versions": versions}
         documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
         undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
         if undecoded:
@@ -581,8 +586,11 @@ def load_documents(args):
     return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
 
 
-def read_text(files, changed):
-    """A document ends at <|endoftext|>, at the end of its file, or where it becomes too long."""
+def read_text(files, versions):
+    """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
+
+    A document that is too long is cut. \ufffd stands for a character that cannot be decoded.
+    """
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
         with opened(file, "rb") as stream:
@@ -591,6 +599,7 @@ def read_text(files, changed):
         with opened(file, "rt", encoding=encoding, errors="replace") as stream:
             rest = ""
             while text := stream.read(LONGEST_DOCUMENT):
+                # The last part goes on in the next text.
                 *documents, rest = (rest + text).split("<|endoftext|>")
                 if len(rest) >= LONGEST_DOCUMENT:
                     documents.append(rest)
@@ -652,7 +661,7 @@ def read_batch(tokens, indices, args, device):
     if device.type == "cuda":
         # Python goes on while the GPU copies from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device).long()
+    return batch.to(device).long()  # as embeddings want it
 
 
 @torch.no_grad()
@@ -680,7 +689,7 @@ def evaluate(model, tokens, args, device):
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must have these flags as before. Others would make it another training.
+# A resumed run must keep the values of these flags. Others would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
@@ -755,15 +764,15 @@ def new_folder(folder):
     yield temporary
     if RANK > 0:
         return
-    for file in temporary.glob("*.safetensors"):  # safetensors keeps them private
-        shutil.copymode(temporary / "tokenizer_config.json", file)
+    for file in temporary.glob("*.safetensors"):  # safetensors lets only their owner read them
+        shutil.copymode(temporary / "tokenizer_config.json", file)  # so set the usual permissions
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
     temporary.rename(folder)
 
 
 def remove(folder):
-    """Removes a folder, or a link to a folder, if it exists."""
+    """Removes a folder, or a link to a folder on another disk, if it exists."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -795,7 +804,7 @@ def join_process_group():
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    torch.cuda.set_device(LOCAL_RANK)  # DDP: first, because otherwise each rank uses GPU 0 too
+    torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next line, which else uses GPU 0
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     dist.init_process_group("cpu:gloo,cuda:nccl")
     return torch.device("cuda", LOCAL_RANK)
@@ -823,10 +832,7 @@ def of_all_ranks(metrics):
 
 @contextmanager
 def timed(phase, times, wait):
-    """Adds the milliseconds of a block to `times`.
-
-    Python only queues work for a GPU. So logged steps wait here until the GPU has done the work.
-    """
+    """Adds the milliseconds of a block to `times`, with `wait` those of the GPU's work."""
     begin = time.perf_counter()
     yield
     if wait:
@@ -919,7 +925,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and the run still has to save
+    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and then nobody reads the lines
         tqdm.write(message)
 
 
@@ -989,7 +995,7 @@ def parse_args():
     add("--context-parallel", type=int, default=node, help="ranks that share each sample")
     add("--exchange", choices=["heads", "tokens"], default="heads", help="what attention exchanges")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Parse three times: for --config, then for --demo, then for all flags, which override both.
+    # Parse three times: to find --config, to find --demo, and then all flags, which override both.
     if config := parser.parse_args().config:
         parser.default_config_files = [str(config)]
     if parser.parse_args().demo:
@@ -1021,7 +1027,7 @@ if __name__ == "__main__":
         # FSDP: more devices help, too, because each device then has a smaller shard.
         sys.exit("error: out of GPU memory: try --activation-checkpointing, a lower -b, more GPUs")
     finally:
-        # DDP: If all ranks fail, one per node is enough to say why. A rank prints its sentence
-        # when it ends, and torchrun ends all others then. So let local rank 0 be the first.
+        # DDP: If all ranks fail, it is enough that local rank 0 says why. So the others wait, and
+        # torchrun ends them when local rank 0 has ended with its sentence.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
             time.sleep(5)

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from glob import escape, glob
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle CPU threads sleep instead of spinning
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle OpenMP threads sleep, not spin
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
@@ -67,7 +67,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    train_tokens, eval_tokens = load_tokens(args, tokenizer)
+    train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
@@ -80,8 +80,7 @@ def main():
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
-    # A resumed run may have another batch size. `order` has the samples of all epochs, so count
-    # the steps that are left.
+    # The steps done, and those that are left: a resumed run may have another batch size.
     total_steps = state.step + (len(order) - state.samples) // global_batch
     if state.samples != state.step * global_batch:
         say("warning: the global batch has changed, so steps and learning rate change, too")
@@ -93,8 +92,8 @@ def main():
     # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
     # sums that need more precision (norms, softmax, the loss) in fp32.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
-    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and so gradients.
-    # Before the update, it divides the gradients again. With other dtypes it does nothing.
+    # fp16 rounds gradients below 3e-8 to zero. The scaler makes the loss larger, and so gradients,
+    # and divides the gradients again before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
@@ -102,8 +101,8 @@ def main():
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-        # The restored rate is for the old --max-steps. Repeat the last step for the new one.
-        scheduler.last_epoch -= 1  # which counts steps
+        # Step back and forward again, so that the learning rate follows a changed --max-steps.
+        scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     run_log = None
     if run_folder:
@@ -124,11 +123,11 @@ def main():
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
-        stop_signal = max(stop_signals, default=0)  # its number; then this step is the last
+        stop_signal = max(stop_signals, default=0)  # after a signal, this step is the last
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        log_now = step % args.log_freq == 0 or save_now
+        log_now = step % args.log_freq == 0 or save_now  # logging also checks what is saved
         times = defaultdict(float)  # of the phases of this step
         # Python only queues work for a GPU, and runs ahead. To time a phase, logged steps wait.
         wait = log_now and device.type != "cpu"
@@ -152,14 +151,14 @@ def main():
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
         with timed("update", times, wait):
-            # Divide by the scale of fp16 first. Then clip the complete gradient, so that no bad
+            # Undo the scaling of fp16. Then clip the gradient of the whole step, so that no bad
             # batch spoils the weights.
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
-            scaler.update()
+            scaler.update()  # the scale, after infinite gradients
             scheduler.step()  # once per optimizer step, not per micro-batch
             optimizer.zero_grad()  # because backward() adds to the gradients
         state.step = step
@@ -178,7 +177,7 @@ def main():
                 "grad_norm": grad_norm.item(),
                 "tokens_per_second": tokens_per_second,
                 "time/total_ms": 1e3 * seconds,
-                **times,
+                **times,  # of this step alone
                 **memory_metrics(device),
             }
             numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
@@ -199,7 +198,6 @@ def main():
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
         if run_folder and save_now:
-            # A saved step is a logged step, so its numbers have passed the check above.
             # SL: A checkpoint is no model folder here, so it needs no tokenizer.
             save_checkpoint(args, run_folder, model, stateful, state)
 
@@ -224,8 +222,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks whether position ids begin at 0 again, as where a sample has
-    # several texts. This makes Python wait for the GPU. Here they never do, so skip it.
+    # In each pass, Transformers checks whether the positions in a sample begin at 0 again, and this
+    # check makes Python wait for the GPU. Here they never do, so skip the check.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -237,8 +235,8 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()
     if args.compile:
-        # Compile each layer, because a model that is compiled as a whole builds a causal mask,
-        # which the fast attention refuses. Layers of one kind also share their compiled code.
+        # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
+        # fast attention takes no mask. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # The loss converts the logits, the largest tensor of a step, to fp32. Compiled, it needs
@@ -252,7 +250,7 @@ def load_model(args, checkpoint):
     # SL: No pretrained weights, because B A + S cannot represent an arbitrary dense matrix.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:  # it has parts for images that text cannot train
+    if config.get_text_config() is not config:  # text is only a part of the model
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     model = AutoModelForCausalLM.from_config(config, **options)
     # SL 1: Replace layers in CPU memory, because the dense model may not fit on the device.
@@ -448,16 +446,16 @@ def load_documents(args):
     name = os.path.expanduser(args.dataset_name)
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
     if not file_format and "*" not in name and not os.path.exists(name):
-        return datasets.load_dataset(name, args.dataset_subset)
+        return datasets.load_dataset(name, args.dataset_subset)  # on the Hub
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         endings = ", ".join(FORMATS)
         sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
-        # `datasets` caches by the arguments. With `changed`, it reads a file again after a change.
-        changed = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
-        arguments = {"files": files, "changed": changed}
+        # `datasets` caches by the arguments. With `versions`, it reads a changed file again.
+        versions = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
+        arguments = {"files": files, "versions": versions}
         documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
         undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
         if undecoded:
@@ -467,8 +465,11 @@ def load_documents(args):
     return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
 
 
-def read_text(files, changed):
-    """A document ends at <|endoftext|>, at the end of its file, or where it becomes too long."""
+def read_text(files, versions):
+    """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
+
+    A document that is too long is cut. \ufffd stands for a character that cannot be decoded.
+    """
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
         with opened(file, "rb") as stream:
@@ -477,6 +478,7 @@ def read_text(files, changed):
         with opened(file, "rt", encoding=encoding, errors="replace") as stream:
             rest = ""
             while text := stream.read(LONGEST_DOCUMENT):
+                # The last part goes on in the next text.
                 *documents, rest = (rest + text).split("<|endoftext|>")
                 if len(rest) >= LONGEST_DOCUMENT:
                     documents.append(rest)
@@ -538,7 +540,7 @@ def read_batch(tokens, indices, args, device):
     if device.type == "cuda":
         # Python goes on while the GPU copies from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device).long()
+    return batch.to(device).long()  # as embeddings want it
 
 
 @torch.no_grad()
@@ -558,7 +560,7 @@ def evaluate(model, tokens, args, device):
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must have these flags as before. Others would make it another training.
+# A resumed run must keep the values of these flags. Others would make it another training.
 LASTING = ["model_name", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["rank", "density", "alpha"]  # SL: other values would give another W
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
@@ -606,15 +608,15 @@ def new_folder(folder):
     remove(temporary)
     temporary.mkdir()
     yield temporary
-    for file in temporary.glob("*.safetensors"):  # safetensors keeps them private
-        shutil.copymode(temporary / "tokenizer_config.json", file)
+    for file in temporary.glob("*.safetensors"):  # safetensors lets only their owner read them
+        shutil.copymode(temporary / "tokenizer_config.json", file)  # so set the usual permissions
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
     temporary.rename(folder)
 
 
 def remove(folder):
-    """Removes a folder, or a link to a folder, if it exists."""
+    """Removes a folder, or a link to a folder on another disk, if it exists."""
     if folder.is_symlink():
         folder.unlink()
     else:
@@ -639,10 +641,7 @@ def save_checkpoint(args, run_folder, model, stateful, state):
 
 @contextmanager
 def timed(phase, times, wait):
-    """Adds the milliseconds of a block to `times`.
-
-    Python only queues work for a GPU. So logged steps wait here until the GPU has done the work.
-    """
+    """Adds the milliseconds of a block to `times`, with `wait` those of the GPU's work."""
     begin = time.perf_counter()
     yield
     if wait:
@@ -735,7 +734,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and the run still has to save
+    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and then nobody reads the lines
         tqdm.write(message)
 
 
@@ -797,11 +796,11 @@ def parse_args():
     add("--keep-checkpoints", type=int, default=2, help="older ones are removed")
     add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
     add("--seed", type=int, default=0, help="seed of random weights and sample order")
-    # Calls torch.cuda.is_available() and so on
+    # For each name, ask torch.cuda.is_available() and so on.
     devices = [name for name in ("cuda", "mps", "cpu") if getattr(torch, name).is_available()]
     add("--device", choices=devices, default=devices[0], help="where to train")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Parse three times: for --config, then for --demo, then for all flags, which override both.
+    # Parse three times: to find --config, to find --demo, and then all flags, which override both.
     if config := parser.parse_args().config:
         parser.default_config_files = [str(config)]
     if parser.parse_args().demo:

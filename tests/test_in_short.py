@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 from conftest import TINY_LLAMA
-from runner import CHAPTER_1, REPOSITORY, Job, Run, load
+from runner import CHAPTER_1, CHAPTER_16, REPOSITORY, Job, Run, load
 from safetensors.torch import load_file
 from test_readme import page
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -171,27 +171,21 @@ def plain_local_steps(short, replicas):
 
 
 def plain_chat(short):
-    """One conversation at a time. Its text is written by hand, in the form of the template."""
+    """One conversation at a time, with the labels of chapter 16."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    tokenizer.chat_template = (CHAT / "template.jinja").read_text()
     rows = datasets.load_dataset("json", data_files=f"{CHAT}/stdlib.jsonl", split="train")
-    rows = rows.shuffle(seed=0)["messages"]
+    rows = rows.shuffle(seed=0)[: STEPS * BATCH_SIZE]
+    found = load(CHAPTER_16).tokenize(rows, tokenizer, {}, 256)
     model = short.first_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0)
     losses, norms = [], []
-    for step in range(STEPS):
+    for begin in range(0, STEPS * BATCH_SIZE, BATCH_SIZE):
         loss, count = 0, 0
-        for messages in rows[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]:
-            ids, labels = [], []
-            for role, content in (message.values() for message in messages):
-                end = "<|endoftext|>" if role == "assistant" else ""
-                for piece in (f"{role.capitalize()}:", f" {content}{end}", "\n"):
-                    tokens = tokenizer(piece)["input_ids"]
-                    ids += tokens
-                    is_answer = end and piece.endswith(end)
-                    labels += tokens if is_answer else [-100] * len(tokens)
-            logits = model(torch.tensor([ids])).logits[0, :-1]
-            labels = torch.tensor(labels[1:])
-            loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+        for n in range(begin, begin + BATCH_SIZE):
+            ids, labels = (torch.tensor(found[name][n]) for name in ("input_ids", "labels"))
+            logits = model(ids[None]).logits[0, :-1]
+            loss += torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
             count += (labels >= 0).sum()
         (loss / count).backward()
         losses.append((loss / count).item())

@@ -1,6 +1,7 @@
 """MDS shards: the tool writes the rows of chapter 4, and chapter 10 reads them on any ranks."""
 
 import json
+import re
 import shutil
 import signal
 import time
@@ -484,6 +485,14 @@ def test_a_run_does_not_go_on_with_other_rows(train, shards, tmp_path):
     run = train(data, "--max-steps", 2, processes=1, status=1, name="rewritten")
     assert_one_sentence(run.output, "keep it, or choose another -e")
     assert "error: index_hash was" in run.output
+
+
+def test_preflight_looks_at_rows(shards, tmp_path):
+    flags = ["10", "-m", TINY_LLAMA, "-d", shards, "--from-scratch", "-s", 32]
+    for more, error in ([], "give --eval-dataset"), (["--eval-freq", 0, "-s", 64], "32 tokens"):
+        run = Run(REPOSITORY / "tools/preflight.py", [*flags, *more], tmp_path / error)
+        assert run.wait() == 1
+        assert re.search(f"  error: .*{error}", run.output)
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 CHAPTERS = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 CHAPTERS.remove("09-hf-trainer")  # a template with configuration files
-CHAPTERS.remove("17-lora")  # its demo needs that of chapter 3
+for name in ("10-mds-shards", "17-lora"):  # these demos need another command first
+    CHAPTERS.remove(name)
 TOOL = REPOSITORY / "tools" / "preflight.py"
 MANY = [f"document {number} of many about a thing" for number in range(60)]
 
@@ -69,6 +70,11 @@ def linked():
     written("a/x.txt", b"the same text")
     os.symlink("a", "b")
     return ["-d", "*/x.txt"]
+
+
+def dead():
+    os.symlink("nothing", "dead.txt")
+    return written("x.txt", b"text", "*.txt")
 
 
 def hidden():
@@ -162,6 +168,9 @@ CASES = {
     "utf-16 rows": (lambda: written("x.csv", "text\na\n".encode("utf-16")), "UTF-16"),
     "binary": (lambda: written("x.txt", b"a\0b" * 99), "zero bytes"),
     "linked twice": (linked, "a link leads there"),
+    "a dead link": (dead, "links to files that do not exist"),
+    "pages": (lambda: written("x.html", b"<p>text", "*.html"), "no chapter reads x.html"),
+    "semicolons": (lambda: written("x.csv", b"id;text\n1;a\n"), "has no commas"),
     "hidden": (hidden, "1 hidden files: .cache/x.txt"),
     "save_to_disk": (saved_to_disk, "to_parquet"),
     "a folder": (folder, "-d 'a/**/*.txt' (1 files)"),

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -114,7 +114,14 @@ def files_of(args, formats: dict, report: Report) -> list[str]:
         return []
     if not glob.has_magic(name):
         return []  # a dataset on the Hub, or a file that the chapter does not find either
-    files = sorted(glob.glob(name, recursive=True))
+    found = sorted(glob.glob(name, recursive=True))
+    files = [path for path in found if os.path.exists(path)]
+    dead = {*found} - {*files}
+    if dead:
+        report.error(f"{some(dead)}: links to files that do not exist")
+    if files and Path(name.removesuffix(".gz")).suffix not in formats:
+        report.error(f"no chapter reads {some(files)}: convert them to one of {', '.join(formats)}")
+        return []
     real = Counter(map(os.path.realpath, files))
     if twice := [path for path, count in real.items() if count > 1]:
         report.warn(f"{some(twice)}: read more than once, because a link leads there, too")
@@ -122,6 +129,7 @@ def files_of(args, formats: dict, report: Report) -> list[str]:
     while glob.has_magic(base):
         base = os.path.dirname(base)
     others = [path for path in below(base) if os.path.realpath(path) not in real]
+    others = [path for path in others if path not in dead]
     hidden = [path for path in others if "/." in "/" + os.path.relpath(path, base)]
     same = [p for p in others if p not in hidden and Path(p).suffix == Path(name).suffix]
     kinds = {"hidden files": hidden, "outside the pattern": same}
@@ -158,33 +166,32 @@ def advise_folder(name: str, formats: dict, report: Report) -> None:
 
 def check_bytes(files: list[str], report: Report) -> None:
     """Pointers of git-lfs, and bytes that are not UTF-8."""
-    pointers = []
+    wrong, damaged = defaultdict(list), []
+    is_text = Path(files[0].removesuffix(".gz")).suffix in (".txt", ".md", ".py")
     for path in evenly(files, FILES):
         with open(path, "rb") as stream:
             data = stream.read(BYTES)
         if data.startswith(LFS):
-            pointers.append(path)
+            wrong["pointers of git-lfs and not the text, so run `git lfs pull`"].append(path)
         if path.endswith((".gz", ".parquet")) or not data:
             continue
-        is_text = Path(path).suffix in (".txt", ".md", ".py")
         if data.startswith((b"\xff\xfe", b"\xfe\xff")):
             if not is_text:
-                report.error(
-                    f"{path} is UTF-16, which this format cannot be: convert it with iconv"
-                )
+                wrong["UTF-16, which this format cannot be, so run iconv"].append(path)
             continue
         text = data.decode("utf-8", errors="replace")
         bad = text.rstrip("\ufffd").count("\ufffd") if len(data) == BYTES else text.count("\ufffd")
         bad -= data.count("\ufffd".encode())  # the file itself has this character
         if bad > 0:
             guess = charset_normalizer.from_bytes(data[:100_000]).best()
-            guess = f", perhaps {guess.encoding}" if guess else ""
-            message = f"{path} is not UTF-8 at {bad:,} places{guess}: convert it with iconv"
-            report.warn(message) if is_text else report.error(message)
+            damaged.append(f"{path} ({bad:,} places, perhaps {guess and guess.encoding})")
         if "\0" in text[:10_000]:
-            report.error(f"{path} has zero bytes: it is no text, or UTF-16 without its mark")
-    if pointers:
-        report.error(f"{some(pointers)}: pointers of git-lfs and not the text: run `git lfs pull`")
+            wrong["zero bytes, so no text, or UTF-16 without its mark"].append(path)
+    for problem, paths in wrong.items():
+        report.error(f"{some(paths)}: {problem}")
+    if damaged:
+        message = f"{some(damaged)}: not UTF-8, so run iconv"
+        report.warn(message) if is_text else report.error(message)
 
 
 def check_stale(files: list[str], documents, report: Report) -> None:
@@ -230,9 +237,11 @@ def check_column(documents, column: str, report: Report) -> bool:
     if kind in (datasets.Value("string"), datasets.Value("large_string")):
         return True
     if kind is None:
-        report.error(
-            f"there is no column {column!r}: choose --text-column among {some(documents.features)}"
-        )
+        names = some(documents.features)
+        remedy = f"choose --text-column among {names}"
+        if len(documents.features) == 1 and (";" in names or "\t" in names):
+            remedy = f"the line {names!r} has no commas, so write the table again with commas"
+        report.error(f"there is no column {column!r}: {remedy}")
         return False
     type_name = getattr(kind, "dtype", None) or type(kind).__name__
     remedies = [remedy for part, remedy in REMEDIES.items() if part in type_name]
@@ -583,6 +592,28 @@ def look_at_data(args, chapter, report: Report) -> None:
             report.error(f"the tokenizer of {args.model_name}: {first_line(error)}")
 
 
+def look_at_rows(args, chapter, report: Report) -> None:
+    """The rows of chapter 10, which tools/write-mds.py has made."""
+    report.title("Rows")
+    if "://" in args.dataset_name:
+        report.fact("rows", f"{args.dataset_name}: nothing is downloaded, so not looked at")
+        return
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+        rows = chapter.MdsRows(args, tokenizer)
+        tokens = rows.read(0)
+        count, shards = sum(rows.sizes), len(rows.sizes)
+        report.fact("rows", f"{count:,} of {args.seq_length} tokens, in {shards:,} shards")
+        report.fact("the first row", repr(tokenizer.decode(tokens[tokens >= 0])[:200]))
+        if args.eval_freq:
+            chapter.load_eval_rows(args, tokenizer)
+    except SystemExit as end:
+        report.error(str(end.code).removeprefix("error: "))
+    except Exception as error:
+        remedy = "are these rows of tools/write-mds.py?"
+        report.error(f"-d {args.dataset_name} cannot be read: {first_line(error)}: {remedy}")
+
+
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
@@ -600,7 +631,9 @@ def main() -> None:
     except Exception as error:
         sys.exit(f"error: {error}")
     report = Report()
-    if not hasattr(chapter, "MdsRows"):
+    if hasattr(chapter, "MdsRows"):
+        look_at_rows(args, chapter, report)
+    else:
         look_at_data(args, chapter, report)
     report.title("Model")
     parameters = 0
