@@ -122,10 +122,7 @@ def main():
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
-    # CHAT: A server reads the stop tokens in final/.
-    known = model.generation_config.eos_token_id  # a number, a list or None
-    known = known if isinstance(known, list) else [known]
-    model.generation_config.eos_token_id = sorted({stop_token, *known} - {None})
+    model.generation_config.eos_token_id = stop_token  # CHAT: in final/, where a server reads it
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
     # CHAT 2: Test for it, because some families of models let a conversation see the one before.
@@ -420,8 +417,6 @@ def parameter_groups(model, args):
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 LONGEST_DOCUMENT = 250_000  # characters; a longer text is cut, because it takes much memory
-# CHAT: A dataset has the columns of one of these forms.
-FORMS = [["messages"], ["prompt", "completion"], ["instruction", "output"]]
 
 
 def load_samples(args, tokenizer):
@@ -486,11 +481,7 @@ def read_text(files, versions):
 
 def tokenize_split(documents, tokenizer, args):
     """The samples of all conversations of a split."""
-    # CHAT: The columns decide how a row becomes a conversation.
-    columns = documents.column_names
-    if not any(set(form) <= set(columns) for form in FORMS):
-        forms = ", or ".join(" and ".join(form) for form in FORMS)
-        sys.exit(f"error: the columns are {columns}: rename them to {forms}")
+    # CHAT: First token ids and labels of each conversation, then samples.
     size = args.seq_length
     number = datasets.Value("int32")
     numbers = datasets.List(number)
@@ -502,6 +493,8 @@ def tokenize_split(documents, tokenizer, args):
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=numbers, labels=numbers, left_out=number),
     )
+    if not tokenized:
+        sys.exit("error: too few conversations have an answer, with the role 'assistant'")
     samples = tokenized.map(
         pack,
         batched=True,  # 1,000 conversations at a time
@@ -517,17 +510,19 @@ def tokenize_split(documents, tokenizer, args):
 
 
 def messages_of(row):
-    """The conversation of a row: messages with a role and a content."""
+    """The conversation of a row: messages with a role and a content. The columns decide."""
     if "messages" in row:
+        messages = row["messages"] or []
         # `datasets` fills missing keys of a message with None.
-        return [{k: v for k, v in message.items() if v is not None} for message in row["messages"]]
-    if "completion" in row:
+        return [{k: v for k, v in message.items() if v is not None} for message in messages]
+    if {"prompt", "completion"} <= row.keys():
         prompt, answer = row["prompt"], row["completion"]
-    else:
+    elif {"instruction", "output"} <= row.keys():
         prompt = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
         answer = row["output"]
-    if isinstance(prompt, list):  # both may be lists of messages
-        return prompt + answer
+    else:
+        forms = "messages, or to prompt and completion, or to instruction and output"
+        sys.exit(f"error: the columns are {[*row]}: rename them to {forms}")
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
@@ -536,7 +531,10 @@ def texts_of(messages, tokenizer, options):
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
     texts = []
     for n, message in enumerate(messages):
-        if message["role"] != "assistant" or n == 0:
+        # A template would write None or a list as text, and the model would learn it.
+        if not isinstance(message.get("content"), str):
+            sys.exit(f"error: the content of a message must be text, perhaps empty: {message}")
+        if message.get("role") != "assistant" or n == 0:
             continue
         # CHAT 6: The answer begins where the prompt ends, because a server sends this prompt.
         prompt = render(messages[:n], add_generation_prompt=True)
@@ -583,7 +581,7 @@ def tokenize(rows, tokenizer, options, size):
             # Whole answers only, because a cut answer does not teach to stop.
             fitting = [(begin, end) for begin, end in text["answers"] if end <= ends[-1]]
             for begin, end in fitting:
-                inside = (begins >= begin) & (ends > begin) & (ends <= end)
+                inside = (begins >= begin) & (begins < end)
                 labels[inside] = ids[inside]
             # Tokens behind the last answer teach nothing.
             length = np.max(np.flatnonzero(labels >= 0), initial=-1) + 1
@@ -595,31 +593,29 @@ def tokenize(rows, tokenizer, options, size):
 
 def pack(rows, size, several):
     """Samples of `size` tokens. Each has one or several whole conversations, then padding."""
-    samples = []  # the conversations of each sample
-    free = []  # the free tokens of each sample
+    samples = []
     # CHAT 9: The longest conversations come first, each into the fullest sample that has room.
-    lengths = [len(ids) for ids in rows["input_ids"]]
-    with_answers = np.flatnonzero(lengths)
-    for n in sorted(with_answers, key=lambda n: -lengths[n]):
-        fitting = [i for i in range(len(samples)) if several and free[i] >= lengths[n]]
+    conversations = zip(rows["input_ids"], rows["labels"], strict=True)
+    for ids, labels in sorted(conversations, key=lambda pair: -len(pair[0])):
+        if not ids:  # none of its answers fits
+            continue
+        most = size - len(ids)  # tokens of a sample that has room
+        fitting = [sample for sample in samples if several and len(sample["labels"]) <= most]
         if not fitting:
-            fitting = [len(samples)]
-            samples.append([])
-            free.append(size)
-        best = min(fitting, key=lambda i: free[i])
-        samples[best].append(n)
-        free[best] -= lengths[n]
-    result = defaultdict(list)
-    for sample, room in zip(samples, free, strict=True):
-        ids = np.concatenate([rows["input_ids"][n] for n in sample])
-        labels = np.concatenate([rows["labels"][n] for n in sample])
-        # Positions begin at 0 in each conversation, as in a server, and in the padding.
-        positions = [np.arange(length) for length in [*(lengths[n] for n in sample), room]]
-        result["input_ids"].append(np.pad(ids, (0, room)))
-        result["labels"].append(np.pad(labels, (0, room), constant_values=-100))
-        result["position_ids"].append(np.concatenate(positions))
-        result["answer_tokens"].append(np.count_nonzero(labels >= 0))
-    return result
+            fitting = [{"input_ids": [], "labels": [], "position_ids": []}]
+            samples += fitting
+        fullest = max(fitting, key=lambda sample: len(sample["labels"]))
+        fullest["input_ids"] += ids
+        fullest["labels"] += labels
+        fullest["position_ids"] += range(len(ids))  # begins at 0, as in a server
+    for sample in samples:
+        sample["answer_tokens"] = sum(label >= 0 for label in sample["labels"])
+        padding = size - len(sample["labels"])
+        sample["input_ids"] += padding * [0]
+        sample["labels"] += padding * [-100]
+        sample["position_ids"] += range(padding)
+    names = ["input_ids", "labels", "position_ids", "answer_tokens"]
+    return {name: [sample[name] for sample in samples] for name in names}
 
 
 def sample_order(args, train_samples):
@@ -675,8 +671,7 @@ def evaluate(model, samples, args, device):
         # A rank without a batch evaluates sample 0, with weight 0.
         batch = model_inputs(samples[indices or [0]], device)
         # CHAT 10: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
-        one = torch.ones((), device=device)
-        loss = model(**batch, num_items_in_batch=one, use_cache=False).loss
+        loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
         loss_sum += loss * bool(indices)
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
@@ -956,8 +951,7 @@ def parse_args():
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     # CHAT: A chat model, which has a chat template.
-    instruct = "meta-llama/Llama-3.2-1B-Instruct"
-    add("-m", "--model-name", default=instruct, help="Hub id or local folder")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B-Instruct", help="Hub id or folder")
     add("--chat-template", type=str, help="a Jinja file, in place of the model's own template")
     add("--template-options", type=dict, default={}, help="such as '{enable_thinking: false}'")
     add("--packing", action=switch, default=True, help="several conversations in a sample")

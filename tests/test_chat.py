@@ -5,7 +5,7 @@ Which tokens have labels is written out by hand, for templates in the manner of 
 
 import random
 import re
-from itertools import pairwise
+from itertools import cycle, pairwise
 from types import SimpleNamespace
 
 import datasets
@@ -15,7 +15,7 @@ from conftest import LLAMA, TINY_LLAMA, damaged, write_model
 from runner import CHAPTER_16, REPOSITORY, load
 from test_equal import OFF, Folder, described, run, worst
 from test_fsdp import save_weights
-from tokenizers import processors
+from tokenizers import AddedToken, processors
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -168,13 +168,46 @@ def test_forms_of_rows(chat):
     for row in (
         {"messages": [question, answer | {"name": None}], "id": 3},
         {"prompt": "q", "completion": "a"},
-        {"prompt": [question], "completion": [answer]},
         {"instruction": "q", "input": "", "output": "a", "text": "t"},
         {"instruction": "q", "input": None, "output": "a"},
     ):
         assert chat.messages_of(row) == [question, answer]
     both = {"instruction": "q", "input": "i", "output": "a"}
     assert chat.messages_of(both)[0]["content"] == "q\n\ni"
+    assert chat.messages_of({"messages": None}) == []
+    with pytest.raises(SystemExit, match="rename them to messages, or to prompt and"):
+        chat.messages_of({"prompt": "q", "answer": "a"})
+
+
+# The contents of questions and answers in turn, and the text of the labels. None: it is refused.
+MESSY = [
+    (["a", "", "b", "c"], "<|im_end|>c<|im_end|>"),
+    (["", "\r\nb \r\n"], "\r\nb \r\n<|im_end|>"),
+    (["e\u0301", "\U0001f680\u200d e\u0301"], "\U0001f680\u200d e\u0301<|im_end|>"),
+    (["<|im_end|>", "<|im_end|>b"], "<|im_end|>b<|im_end|>"),
+    (["a", "\n\nb"], "\nb<|im_end|>"),  # a token with line ends of prompt and answer has no label
+    (["a"], ""),
+    (["a", None], None),
+    (["a", 4], None),
+    (["a", [{"type": "text", "text": "b"}]], None),
+]
+
+
+@pytest.mark.parametrize("takes_the_line_end", [False, True])
+def test_messy_conversations(chat, takes_the_line_end):
+    """Also with a stop token that takes the white space behind it, as in the tokenizer of Phi-3."""
+    tokenizer = tokenizer_with(CHATML)
+    stop = AddedToken("<|im_end|>", special=True, rstrip=takes_the_line_end)
+    tokenizer.add_special_tokens({"extra_special_tokens": [stop]})
+    for contents, expected in MESSY:
+        roles = cycle(["user", "assistant"])
+        messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
+        if expected is None:
+            with pytest.raises(SystemExit, match="content of a message must be text"):
+                chat.tokenize({"messages": [messages]}, tokenizer, {}, 1024)
+            continue
+        labels = chat.tokenize({"messages": [messages]}, tokenizer, {}, 1024)["labels"]
+        assert tokenizer.decode([i for ids in labels for i in ids if i >= 0]) == expected
 
 
 def test_samples_have_every_conversation_once(chat):
@@ -186,10 +219,10 @@ def test_samples_have_every_conversation_once(chat):
         for ids, labels, positions in zip(
             packed["input_ids"], packed["labels"], packed["position_ids"], strict=True
         ):
-            begins = [*(positions == 0).nonzero()[0], 64]
-            parts = [ids[a:b].tolist() for a, b in pairwise(begins)]
+            begins = [i for i, position in enumerate(positions) if position == 0]
+            parts = [ids[a:b] for a, b in pairwise([*begins, 64])]
             found += [part for part in parts if part[0]]
-            assert labels.tolist() == [n or -100 for n in ids]
+            assert labels == [n or -100 for n in ids]
             assert several or len(parts) <= 2
         assert sorted(found) == [row for row in rows if row]
         if several:
@@ -211,10 +244,13 @@ def test_wrong_templates(chat, sentence):
         chat.find_stop_token(tokenizer_with(WRONG[sentence]), SimpleNamespace(template_options={}))
 
 
-def test_wrong_columns(chat):
-    documents = datasets.Dataset.from_dict({"prompt": ["q"], "answer": ["a"]})
-    with pytest.raises(SystemExit, match="rename them to messages, or prompt and"):
-        chat.tokenize_split(documents, None, None)
+def test_too_few_answers(chat):
+    """The only row is held out, or no message has the known role."""
+    args = SimpleNamespace(seq_length=64, template_options={}, packing=True)
+    for rows in ([], [[{"role": "gpt", "content": "a"}]]):
+        documents = datasets.Dataset.from_dict({"messages": rows})
+        with pytest.raises(SystemExit, match="too few conversations have an answer"):
+            chat.tokenize_split(documents, tokenizer_with(CHATML), args)
 
 
 # -- Conversations that share a sample -------------------------------------------------------------

@@ -9,7 +9,7 @@ import datasets
 import pytest
 import torch
 from conftest import TINY_LLAMA
-from runner import CHAPTER_1, REPOSITORY, Job, Run, load
+from runner import CHAPTER_1, CHAPTER_16, REPOSITORY, Job, Run, load
 from safetensors.torch import load_file
 from test_readme import page
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -24,6 +24,7 @@ BATCH_SIZE = 8
 LR = 5e-4  # AdamW amplifies rounding errors. Its steps are smaller here than in the scripts.
 TEXT = """f"{sysconfig.get_path('stdlib')}/[a-z]*.py\""""
 MODELS = ("tiny-llama", "tiny-mixtral")
+CHAT = REPOSITORY / "tiny-chat"
 # Small models. Four ranks can share their heads, layers and experts.
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 SIZES["intermediate_size"] = 96
@@ -58,15 +59,16 @@ class Short:
         (root / "in-short").mkdir(parents=True)
         for model in MODELS:
             (root / model).symlink_to(self.folder / model)
-        changes = {
-            "STEPS = 20": f"STEPS = {STEPS}",
-            "SEQ_LENGTH = 256": f"SEQ_LENGTH = {SEQ_LENGTH}",
-        }
-        changes |= {"lr=2e-3": f"lr={LR}"}
-        changes |= {TEXT: repr(f"{self.folder}/text/*.py"), "LOCAL_STEPS = 5": "LOCAL_STEPS = 2"}
+        (root / CHAT.name).symlink_to(CHAT)
+        changes = {"\nSTEPS = 20": f"\nSTEPS = {STEPS}", "lr=2e-3": f"lr={LR}"}
+        if name == "local_steps":
+            changes |= {"LOCAL_STEPS = 5": "LOCAL_STEPS = 2"}
+        if name != "chat":
+            changes |= {"SEQ_LENGTH = 256": f"SEQ_LENGTH = {SEQ_LENGTH}"}
+            changes |= {TEXT: repr(f"{self.folder}/text/*.py")}
         text = SCRIPTS[name].read_text()
         for line, instead in (changes | (damages or {})).items():
-            assert text.count(line) == 1 or line == "LOCAL_STEPS = 5", (name, line)
+            assert text.count(line) == 1, (name, line)
             text = text.replace(line, instead)
         script = root / "in-short" / f"{name}.py"
         script.write_text(text.replace(":.4f}", ":.9f}"))
@@ -168,9 +170,36 @@ def plain_local_steps(short, replicas):
     return all_losses, all_norms, {n: p.detach() for n, p in models[0].named_parameters()}
 
 
+def plain_chat(short):
+    """One conversation at a time, with the labels of chapter 16."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    tokenizer.chat_template = (CHAT / "template.jinja").read_text()
+    rows = datasets.load_dataset("json", data_files=f"{CHAT}/stdlib.jsonl", split="train")
+    rows = rows.shuffle(seed=0)[: STEPS * BATCH_SIZE]
+    found = load(CHAPTER_16).tokenize(rows, tokenizer, {}, 256)
+    model = short.first_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0)
+    losses, norms = [], []
+    for begin in range(0, STEPS * BATCH_SIZE, BATCH_SIZE):
+        loss, count = 0, 0
+        for n in range(begin, begin + BATCH_SIZE):
+            ids, labels = (torch.tensor(found[name][n]) for name in ("input_ids", "labels"))
+            logits = model(ids[None]).logits[0, :-1]
+            loss += torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
+            count += (labels >= 0).sum()
+        (loss / count).backward()
+        losses.append((loss / count).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {n: p.detach() for n, p in model.named_parameters()}
+
+
 def expected_of(name, short, request, processes):
     if name == "local_steps":
         return plain_local_steps(short, processes)
+    if name == "chat":
+        return plain_chat(short)
     return request.getfixturevalue("mixture" if name == "expert_parallel" else "single")
 
 
@@ -180,7 +209,7 @@ PROCESSES += [("fsdp", 4), ("expert_parallel", 4)]
 
 @pytest.mark.parametrize(("name", "processes"), PROCESSES)
 def test_trains_as_one_process(short, request, name, processes):
-    """Losses, gradient norms and saved weights. Those of single.py; local steps have others."""
+    """Losses, gradient norms and saved weights: those of single.py, or of a plain loop."""
     run = short(name, processes)
     assert_equal(run, expected_of(name, short, request, processes))
 

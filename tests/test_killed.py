@@ -41,6 +41,8 @@ for owner, names in {
 """
 STEPS = ["--max-steps", 8, "--ckpt-freq", 1, "--keep-checkpoints", 2, "--eval-freq", 4]
 ROUNDS = ["--replicas", 2, "--shard-size", 1, "--inner-steps", 3]
+CHAT = ["-d", REPOSITORY / "tiny-chat" / "stdlib.jsonl"]
+CHAT += ["--chat-template", REPOSITORY / "tiny-chat" / "template.jinja"]
 LOCAL, ASYNC = ["--checkpoint-format", "local"], ["--async-checkpoint"]
 # Chapter, processes, flags: one for each way to write a checkpoint
 KINDS = {
@@ -55,6 +57,7 @@ KINDS = {
     "own disks": ("05-multi-node", 2, LOCAL),
     "in a thread": ("05-multi-node", 2, ["--shard-size", 1, *ASYNC]),
     "replicas, own disks, in a thread": ("15-local-steps", 2, [*ROUNDS, *LOCAL, *ASYNC]),
+    "adapters": ("17-lora", 2, ["-b", 2, "-s", 128, *CHAT]),
 }
 KILLS = 5
 

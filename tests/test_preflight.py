@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import LLAMA, TINY_LLAMA, write_model
 from runner import REPOSITORY, Job, load
+from test_chat import DEMO_TEMPLATE
 from test_fsdp import save_weights
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
@@ -181,7 +182,6 @@ CASES = {
     "numbers": (lambda: parquet(pa.array([1, 2])), "numbers"),
     "another column": (lambda: jsonl(MANY, column="story"), "no column 'text'"),
     "empty documents": (lambda: jsonl(["", *MANY]), "2% of the documents are empty"),
-    "tags": (lambda: jsonl(["<p>a</p>", "<b>c</b>"]), "tags of HTML"),
     "copies": (lambda: jsonl(["a", "a", "b"]), "copies"),
     "special tokens": (lambda: jsonl(["a <|endoftext|> b"]), "special tokens"),
     "twice begun": (lambda: [*tokenizer(with_begin), *jsonl(["<|endoftext|>a"])], "twice"),
@@ -201,7 +201,7 @@ CASES = {
     "no folder": (lambda: ["-e", "run", "--save-dir", "/proc/x"], "cannot"),
     "a wrong file": (lambda: ["-d", "none.txt"], "no files for none.txt"),
 }
-WARNINGS = {"latin-1 text", "linked twice", "hidden", "missing cells", "empty documents", "tags"}
+WARNINGS = {"latin-1 text", "linked twice", "hidden", "missing cells", "empty documents"}
 WARNINGS |= {"copies", "special tokens", "twice begun", "another end", "biases", "stale shards"}
 
 
@@ -214,6 +214,19 @@ def test_named(look, case):
     (line,) = [line for line in output.splitlines() if part in line]
     assert line.startswith("  warning: ") == (case in WARNINGS - {"hidden"})
     assert status == (case not in WARNINGS), output
+
+
+def test_conversations(look):
+    """The answers of the first one are marked. Unknown roles are no answers."""
+    for role, part in {
+        "assistant": "'User: a\\nAssistant:« b<|endoftext|>»'",
+        "gpt": "error: no answer fits, or no message has the role 'assistant'",
+    }.items():
+        messages = [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]
+        flags = [*jsonl([messages], f"{role}.jsonl", "messages"), "--chat-template", DEMO_TEMPLATE]
+        status, output = look(*flags, chapter="16")
+        assert part in output
+        assert status == (role == "gpt"), output
 
 
 def test_held_out_documents_of_the_training(tool, capsys):

@@ -1,8 +1,8 @@
 """The quick tier of the chapters from 2 on: one job on 2 ranks, its resume, and one bad flag.
 
-The job has chapter 1's losses, gradient norms and held-out loss. (Chapters 4, 10 and 16 read other
-rows, so a plain loop over the same rows takes the place of chapter 1.) A resumed run repeats it to
-the last bit. No checkpoint gets its name before all of its files are on the disk.
+The job has chapter 1's losses, gradient norms and held-out loss. (Chapters 4, 10, 16 and 17 read
+other rows, so a plain loop over the same rows takes the place of chapter 1.) A resumed run repeats
+it to the last bit. No checkpoint gets its name before all of its files are on the disk.
 """
 
 import json
@@ -27,6 +27,7 @@ from safetensors.torch import load_file
 from test_chat import DEMO_TEMPLATE, assert_equal, flags_for, plain_loop
 from test_fsdp import OFF, save_weights
 from test_hf_trainer import STOP, Runs
+from test_lora import with_adapters
 from test_mds import IMPORTABLE
 from test_resume import WATCH_DISK, assert_synced
 from test_streaming import WATCH
@@ -215,7 +216,7 @@ def test_one_job_of_shards(trainer, pretrained, corpus, monkeypatch, chapter):
     refuse(trainer, chapter, ["--local-cache"], "expected one argument")
 
 
-@pytest.mark.parametrize("chapter", ["16-chat"])
+@pytest.mark.parametrize("chapter", ["16-chat", "17-lora"])
 def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     """`final/` has the template and the token that ends an answer, as a server needs them."""
     folder = shutil.copytree(pretrained, trainer.folder / "chat-model")
@@ -231,12 +232,19 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
 
     run = train("run")
     assert_synced(run.run.ranks[0].output, ["step-00000002", "step-00000004", "final"])
-    assert_equal(plain_loop(load(script_of(chapter)), folder, conversations), run)
-    assert_opens(run)
+    adapt = with_adapters if chapter == "17-lora" else lambda model: model
+    assert_equal(plain_loop(load(script_of(chapter)), folder, conversations, adapt=adapt), run)
+    if chapter == "16-chat":
+        assert_opens(run)
+    else:
+        tool = REPOSITORY / "tools" / "convert-checkpoint.py"
+        command = [run.folder / "step-00000002", trainer.folder / "new", "--to", "transformers"]
+        _, output = outcome(trainer.folder, tool, *command)
+        assert_one_sentence(output, "chapter 17, with B and A apart: use the final/ of its run")
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
     assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()
     stop = GenerationConfig.from_pretrained(run.folder / "final").eos_token_id
-    assert stop == [tokenizer.eos_token_id, 5]
+    assert stop == tokenizer.eos_token_id
     command = [run.folder / "final", "--prompt", "Hi", "--temperature", 0, "--max-new-tokens", 9]
     whole, answer = (
         outcome(trainer.folder, REPOSITORY / "tools" / "generate.py", *command, *more)

@@ -72,13 +72,13 @@ def here(command: str) -> list[str]:
 
 
 def test_commands_for_ones_own_model_and_text(monkeypatch):
-    commands = re.findall(r"^(?:python|torchrun .*) (0\S+) (-e .*)$", README, re.MULTILINE)
+    commands = re.findall(r"^(?:python|torchrun .*) ([01]\S+) (-e .*)$", README, re.MULTILINE)
     names = []
     for script, flags in commands:
         monkeypatch.setattr(sys, "argv", ["train-llm.py", *shlex.split(flags)])
         names.append(load(REPOSITORY / script).parse_args().experiment_name)
-    assert [script[:2] for script, _ in commands] == ["01", "02", "03"]
-    assert len(set(names)) == 3
+    assert [script[:2] for script, _ in commands] == ["01", "02", "03", "17"]
+    assert len(set(names)) == 4
     assert f"`outputs/{names[0]}/final`" in README
 
 

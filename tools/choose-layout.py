@@ -492,6 +492,12 @@ def what_would_fit(model, out: list[Choice], devices: int, args) -> list[str]:
             lines.append(command(best.layout, more, args))
             break
         more *= 2
+    lines.append(
+        "Or, to fine-tune, chapter 17: adapters (LoRA) need far less memory, which this prints:"
+    )
+    flags = f"-m {args.model_name} --devices {devices} --gpu-memory {args.gpu_memory:g}"
+    flags += f" -s {args.seq_length} -b 1 --lora-rank 16"
+    lines.append(f"python tools/estimate-memory.py {flags}")
     if args.global_batch_size % devices:
         return lines
     count = args.global_batch_size // devices

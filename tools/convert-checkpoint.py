@@ -1,4 +1,4 @@
-"""Turns a checkpoint of any chapter but 9 and 14 into another format, or a Transformers folder.
+"""Turns a checkpoint of any chapter but 9, 14 and 17 into another format, or a Transformers folder.
 
     python tools/convert-checkpoint.py outputs/a/step-00000500 outputs/b/step-00000500 --to full
     python tools/convert-checkpoint.py outputs/a/step-00000500 outputs/b/step-00000500 \
@@ -7,7 +7,7 @@
 
 | format | of chapters | files |
 |---|---|---|
-| shard | 3 to 7, 10 to 13, 15 | one file for each of --ranks, and an index |
+| shard | 3 to 7, 10 to 13, 15, 16 | one file for each of --ranks, and an index |
 | full | 5, 10 | one file with all tensors, and an index |
 | local | 5, 10, 15 | a folder of the run for each of --ranks, with the same step in each |
 | single | 1, 2 and 8 | a Transformers folder and training_state.pt |
@@ -90,7 +90,7 @@ def read(checkpoint: Path, only_weights: bool) -> dict:
         return read_single(checkpoint)
     if folders := local_folders(checkpoint):
         return read_local(folders)
-    sys.exit(f"error: {checkpoint} is no checkpoint of these chapters: all but 9 and 14")
+    sys.exit(f"error: {checkpoint} is no checkpoint of these chapters: all but 9, 14 and 17")
 
 
 def read_dcp(checkpoint: Path) -> dict:

@@ -39,6 +39,7 @@ SHORT = {
     "context_parallel": "fsdp",
     "expert_parallel": "fsdp",
     "local_steps": "ddp",
+    "chat": "ddp",
 }
 
 

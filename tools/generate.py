@@ -5,9 +5,9 @@
     python tools/generate.py Qwen/Qwen3-0.6B --prompt "The capital of France is"
     python tools/generate.py outputs/demo-chat/final --chat --prompt "What does a list do?"
 
-The model is a run's `final/`, one of its `step-*` folders, of any chapter but 14, or any causal
-language model of Transformers, by folder or Hub id. Convert checkpoints of the format `local`
-before.
+The model is a run's `final/`, one of its `step-*` folders (not of chapters 14 and 17), or any
+causal language model of Transformers, by folder or Hub id. Convert checkpoints of the format
+`local` before.
 """
 
 import argparse
@@ -53,11 +53,13 @@ def local_checkpoint(folder: Path) -> Path | None:
 
 
 def refuse_parts(name: str | Path) -> None:
-    """Exits for a checkpoint of chapter 14, which has parts of matrices instead of matrices."""
+    """Exits for a checkpoint of chapters 14 and 17, which has parts of matrices."""
     state = Path(name, "state.json")
-    if state.exists() and "density" in json.loads(state.read_text())["lasting"]:
-        remedy = "use the final/ of its run, which has whole matrices"
-        sys.exit(f"error: {name} is a checkpoint of chapter 14, with B, A and S apart: {remedy}")
+    lasting = json.loads(state.read_text())["lasting"] if state.exists() else {}
+    for flag, chapter in {"density": 14, "lora_rank": 17}.items():
+        if flag in lasting:
+            parts = f"a checkpoint of chapter {chapter}, with B and A apart"
+            sys.exit(f"error: {name} is {parts}: use the final/ of its run")
 
 
 def load(name: str):

@@ -32,9 +32,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from filelock import FileLock
-from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import cached_file
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SAMPLE = 2000  # documents to look at, evenly over the dataset
@@ -269,9 +267,6 @@ def check_documents(splits, args, report: Report) -> list[str] | None:
     median = lengths[len(lengths) // 2]
     report.fact("characters each", f"{lengths[0]:,} to {lengths[-1]:,}, half below {median:,}")
     report.fact("the first one begins", repr(texts[0][:70]))
-    markup = sum("</" in text for text in texts) / len(texts)
-    if markup > 0.2:
-        report.warn(f"{markup:.0%} of the documents have tags of HTML, which are trained on, too")
     copies = len(texts) - len(set(texts))
     if copies > len(texts) / 100:
         report.warn(f"{copies / len(texts):.0%} of the documents are copies of others")
@@ -286,6 +281,33 @@ def check_documents(splits, args, report: Report) -> list[str] | None:
         if same := {*texts} & {*others} - {None, ""}:
             report.warn(f"{len(same):,} held-out documents are trained on, too: {some(same)[:60]}")
     return texts
+
+
+def check_conversations(documents, args, chapter, report: Report) -> None:
+    """Of chapters 16 and 17: how many answers fit, and which tokens of a sample have a loss."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if args.chat_template:
+        tokenizer.chat_template = Path(args.chat_template).read_text()
+    if not tokenizer.chat_template:
+        report.error(f"{args.model_name} has no chat template: give --chat-template a file")
+        return
+    stop_token = chapter.find_stop_token(tokenizer, args)
+    chosen = documents.select(evenly(range(len(documents)), SAMPLE))
+    found = chapter.tokenize(chosen[:], tokenizer, args.template_options, args.seq_length)
+    report.fact("conversations", f"{len(documents):,}; looked at {len(chosen):,}")
+    report.fact("answers end with", tokenizer.convert_ids_to_tokens(stop_token))
+    texts = [pair for pair in zip(found["input_ids"], found["labels"], strict=True) if len(pair[0])]
+    if left_out := sum(found["left_out"]):
+        report.warn(f"{left_out:,} answers do not fit into {args.seq_length} tokens")
+    if not texts:
+        report.error("no answer fits, or no message has the role 'assistant'")
+        return
+    tokens = zip(*texts[0], strict=True)
+    marked = ""
+    for is_answer, part in itertools.groupby(tokens, key=lambda pair: pair[1] >= 0):
+        text = tokenizer.decode([token for token, _ in part])
+        marked += f"«{text}»" if is_answer else text
+    report.fact("«...» has a loss", repr(marked))
 
 
 # -- Tokens ----------------------------------------------------------------------------------------
@@ -325,8 +347,6 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
     elif len(tokenizer) > vocabulary:
         report.warn(f"the tokenizer has {len(tokenizer):,} tokens, and the model {vocabulary:,}")
     check_ends(tokenizer, config, args, report)
-    with suppress(OSError, ValueError):
-        check_class(tokenizer, texts, args, report)
 
 
 def check_ends(tokenizer, config, args, report: Report) -> None:
@@ -340,19 +360,6 @@ def check_ends(tokenizer, config, args, report: Report) -> None:
         if tokenizer.eos_token_id not in (ids if isinstance(ids, list) else [ids]):
             says = f"eos_token_id is {ids} in {file}, and documents end with {end}"
             report.warn(f"{says}: the model would not stop there")
-
-
-def check_class(tokenizer, texts: list[str], args, report: Report) -> None:
-    """Some classes of tokenizers replace what tokenizer.json says."""
-    file = cached_file(args.model_name, "tokenizer.json")
-    plain = Tokenizer.from_file(file)
-    for text in texts[:100]:
-        ours = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        theirs = plain.encode(text, add_special_tokens=False).ids
-        if ours != theirs:
-            says = f"{type(tokenizer).__name__} gives other tokens than tokenizer.json"
-            report.warn(f"{says}, as for {text[:40]!r}: correct tokenizer_class in its config")
-            return
 
 
 # -- Model -----------------------------------------------------------------------------------------
@@ -474,17 +481,20 @@ def check_machine(args, parameters: int, report: Report) -> None:
         folders["--save-dir"] = Path(args.save_dir).expanduser() / args.experiment_name
     # In GB: weights and two moments in fp32 per checkpoint, one more while it is written, `final/`
     needed = {"--save-dir": (12 * (args.keep_checkpoints + 1) + 4) * parameters / 1e9}
+    if hasattr(args, "lora_rank"):  # adapters are small
+        needed = {}
     for name, folder in folders.items():
         place = existing(folder)
-        if not os.access(place, os.W_OK):
-            report.error(f"{place} cannot be written, and {name} is {folder}: give another folder")
+        try:  # some file systems do not lock, and two runs could then write into one folder
+            with tempfile.TemporaryDirectory(dir=place) as probe, FileLock(f"{probe}/lock"):
+                pass
+        except OSError as error:
+            report.error(f"{place} cannot be written or locked, and {name} is {folder} ({error})")
             continue
         free, need = shutil.disk_usage(place).free / 1e9, needed.get(name, 1)
         report.fact(name, f"{folder}, {free:,.1f} GB free")
         if free < need:
             report.warn(f"{folder} needs {need:,.1f} GB, and {free:,.1f} GB are free")
-        with suppress(TimeoutError):
-            check_lock(place, report)
     run = folders.get("--save-dir")
     if run and run.exists():
         check_run(run, report)
@@ -492,27 +502,11 @@ def check_machine(args, parameters: int, report: Report) -> None:
         check_memory(args, report)
 
 
-def check_lock(place: Path, report: Report) -> None:
-    """Locks do not work on some file systems. Two runs could then write into one folder."""
-    try:
-        with tempfile.TemporaryDirectory(dir=place) as folder:
-            lock = FileLock(Path(folder) / "lock")
-            with lock.acquire(timeout=5), open(Path(folder) / "a", "w") as file:
-                file.write("x")
-                file.flush()
-                os.fsync(file.fileno())
-    except OSError as error:
-        report.error(f"{place} cannot lock or sync files ({error}): use another file system")
-
-
 def check_run(run: Path, report: Report) -> None:
     """What an earlier run of this name has left."""
     steps = sorted(run.glob("step-*"))
     if steps:
         report.fact("goes on from", steps[-1])
-    for path in (*steps, run / "final"):
-        if path.is_symlink():
-            report.warn(f"{path} is a link: the run replaces or removes the link, not its target")
     for path in run.rglob("*"):
         if not os.access(path, os.W_OK):
             report.error(f"{path} cannot be written: it belongs to another user")
@@ -526,7 +520,8 @@ def check_memory(args, report: Report) -> None:
     options = ["-m", args.model_name, "--gpu-memory", f"{gb:.0f}", "--devices", devices]
     options += ["-s", args.seq_length, "-b", args.batch_size, "--dtype", args.dtype or "bf16"]
     options += ["--activation-checkpointing"] if args.activation_checkpointing else []
-    for name in ("shard_size", "tensor_parallel", "pipeline_parallel", "context_parallel"):
+    names = ["shard_size", "tensor_parallel", "pipeline_parallel", "context_parallel", "lora_rank"]
+    for name in names:
         if getattr(args, name, 1) > 1:
             options += [f"--{name.replace('_', '-')}", getattr(args, name)]
     tool = REPOSITORY / "tools" / "estimate-memory.py"
@@ -574,11 +569,14 @@ def look_at_data(args, chapter, report: Report) -> None:
             names = some(map(os.path.basename, files))
             report.fact("files", f"{len(files):,}, {size / 1e6:,.1f} MB: {names}")
             check_bytes(files, report)
-            check_csv(files, args.text_column, report)
+            check_csv(files, getattr(args, "text_column", ""), report)
         if report.errors:
             return
         splits = first.load_documents(args)
         check_stale(files, splits["train"], report)
+        if hasattr(chapter, "texts_of"):
+            check_conversations(splits["train"], args, chapter, report)
+            return
         texts = check_documents(splits, args, report)
     except SystemExit as end:
         report.error(str(end.code).removeprefix("error: "))
@@ -635,7 +633,7 @@ def main() -> None:
     report = Report()
     if hasattr(chapter, "MdsRows"):
         look_at_rows(args, chapter, report)
-    elif hasattr(args, "text_column"):
+    else:
         look_at_data(args, chapter, report)
     report.title("Model")
     parameters = 0
