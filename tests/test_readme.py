@@ -66,9 +66,9 @@ def section(file: str, heading: str) -> str:
 
 
 def here(command: str) -> list[str]:
-    """The command with the Python that runs the tests in place of that of `.venv`."""
-    folder = os.path.dirname(sys.executable)
-    return [part.replace(".venv/bin", folder) for part in shlex.split(command)]
+    """The command with the Python that runs the tests."""
+    program, *words = shlex.split(command)
+    return [f"{os.path.dirname(sys.executable)}/{program}", *words]
 
 
 def test_commands_for_ones_own_model_and_text(monkeypatch):
@@ -96,8 +96,9 @@ def test_demo_and_the_commands_after_it(tmp_path):
         # Not into outputs/, where somebody's demo may stand
         program, *words = shlex.split(command.replace("outputs/", f"{tmp_path}/"))
         words = [f"{REPOSITORY}/{word}" if word.endswith(".py") else word for word in words]
-        assert program in (".venv/bin/python", ".venv/bin/torchrun")
-        script = FORKING if program.endswith("torchrun") else words.pop(0)
+        program = program.removeprefix(".venv/bin/")  # of the first command, which also installs
+        script = FORKING if program == "torchrun" else words.pop(0)
+        assert program in ("python", "torchrun")
         options = {"cwd": cwd, "timeout": 300, "before": IMPORTABLE}
         status, output = outcome(tmp_path, script, *words, *flags, **options)
         assert status == 0, output
@@ -216,10 +217,10 @@ def assert_flags_are_understood(script, flags: str, output) -> None:
 def test_chapter_readme_commands(tmp_path, readme):
     text = (REPOSITORY / readme).read_text()
     script = (REPOSITORY / readme).with_name("train-llm.py")
-    pattern = r"^(?:\w+=\S+ )?(python|torchrun .*?) ?train-llm.py (.*?)(?:  +#.*)?$"
+    pattern = r"^(?:\w+=\S+ )?(python|torchrun .*?) \d\d-\S+/train-llm.py (.*?)(?:  +#.*)?$"
     commands = re.findall(pattern, text, re.MULTILINE)
     assert len(commands) >= 2
-    inline = re.findall(r"`(python |torchrun [^`]*)train-llm\.py\s([^`]*)`", text)
+    inline = re.findall(r"`(python|torchrun [^`]*)\s\d\d-\S+/train-llm\.py\s([^`]*)`", text)
     commands += [(launch.strip(), flags) for launch, flags in inline]
     for number, (launch, flags) in enumerate(commands):
         assert_flags_are_understood(script, flags, tmp_path / str(number))
