@@ -377,7 +377,7 @@ def send_weights(whole, model, device):
     weights = {}
     if RANK == 0:
         if whole.all_tied_weights_keys != model.all_tied_weights_keys:
-            sys.exit("error: the files have an own head: write false at their tie_word_embeddings")
+            sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
         weights = whole.state_dict()
         # final/ needs the settings of generation, and the names of tensors in files. Transformers
         # finds these by the name of the class, which fully_shard has changed: restore it.
