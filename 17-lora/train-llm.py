@@ -1031,6 +1031,9 @@ def parse_args():
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
     args = parser.parse_args().clone(with_meta=False)  # the flags alone
+    # LORA: Random weights that never change would be useless, so this demo needs trained ones.
+    if args.model_name == DEMO["model_name"] and not os.path.exists(args.model_name):
+        sys.exit("error: first run the demo of chapter 3, whose model this demo continues")
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
     for name, value in args.as_dict().items():

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from functools import partial
 
 import peft
@@ -38,6 +39,13 @@ def with_adapters(model, targets="all-linear"):
 @pytest.fixture(scope="module")
 def lora():
     return load(CHAPTER_17)
+
+
+def test_the_demo_names_the_demo_before_it(lora, monkeypatch):
+    monkeypatch.setitem(lora.DEMO, "model_name", "none")
+    monkeypatch.setattr(sys, "argv", ["train-llm.py", "--demo"])
+    with pytest.raises(SystemExit, match="first run the demo of chapter 3"):
+        lora.parse_args()
 
 
 @pytest.mark.rest
