@@ -101,7 +101,7 @@ def main():
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-        # Step back and forward again, so that the learning rate follows a changed --max-steps.
+        # The loaded rate follows the old --max-steps. A step back and forward computes it anew.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     run_log = None
@@ -127,7 +127,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        log_now = step % args.log_freq == 0 or save_now  # logging also checks what is saved
+        log_now = step % args.log_freq == 0 or save_now  # to check the loss (below) before saving
         times = defaultdict(float)  # of the phases of this step
         # Python only queues work for a GPU, and runs ahead. To time a phase, logged steps wait.
         wait = log_now and device.type != "cpu"
@@ -158,7 +158,7 @@ def main():
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
-            scaler.update()  # the scale, after infinite gradients
+            scaler.update()  # a lower scale after infinite gradients, and later a higher one
             scheduler.step()  # once per optimizer step, not per micro-batch
             optimizer.zero_grad()  # because backward() adds to the gradients
         state.step = step
@@ -176,8 +176,8 @@ def main():
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
                 "tokens_per_second": tokens_per_second,
-                "time/total_ms": 1e3 * seconds,
-                **times,  # of this step alone
+                "time/total_ms": 1e3 * seconds,  # mean per step since the last log
+                **times,  # phases of this step alone
                 **memory_metrics(device),
             }
             numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
@@ -220,8 +220,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers checks whether the positions in a sample begin at 0 again, and this
-    # check makes Python wait for the GPU. Here they never do, so skip the check.
+    # In each pass, Transformers looks for positions that begin at 0 again, and so makes Python wait
+    # for the GPU. Here positions count through the whole sample, so skip this search.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -253,8 +253,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # Seed and draw again, because it depends on the version of Transformers how many numbers
-        # the constructors have drawn.
+        # How many numbers the constructors have drawn depends on the version of Transformers. Seed
+        # and draw again, so that the weights depend on the seed alone.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -337,7 +337,7 @@ def read_text(files, versions):
         with opened(file, "rt", encoding=encoding, errors="replace") as stream:
             rest = ""
             while text := stream.read(LONGEST_DOCUMENT):
-                # The last part goes on in the next text.
+                # What follows the last separator may go on in the next text, so keep it as `rest`.
                 *documents, rest = (rest + text).split("<|endoftext|>")
                 if len(rest) >= LONGEST_DOCUMENT:
                     documents.append(rest)
@@ -499,7 +499,7 @@ def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
 
 @contextmanager
 def timed(phase, times, wait):
-    """Adds the milliseconds of a block to `times`, with `wait` those of the GPU's work."""
+    """Adds the milliseconds of a block to `times`. With `wait`, they include the GPU's work."""
     begin = time.perf_counter()
     yield
     if wait:
@@ -592,7 +592,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and then nobody reads the lines
+    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and printing then fails
         tqdm.write(message)
 
 

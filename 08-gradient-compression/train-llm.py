@@ -85,8 +85,8 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of each node tokenizes. The others wait in a group of their own, since the usual
-    # one would give up after 10 to 30 minutes, and then read its cache.
+    # DDP: One rank of each node tokenizes. The others wait, and then read its cache. Waiting in the
+    # usual group would fail after 10 to 30 minutes, so this one allows a day.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
@@ -113,8 +113,8 @@ def main():
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     # DDP 4: The wrapper averages gradients over the ranks, so all ranks make the same update.
-    # It begins with rank 0's weights. It has the parameters of `model`, and gathers gradients in
-    # buckets of 25 MB. As soon as a bucket is complete in the backward pass, it averages the bucket
+    # It begins with rank 0's weights. It shares the parameters of `model`, so the optimizer and the
+    # files still use `model`. It collects gradients in buckets of 25 MB, and averages a full bucket
     # while the GPU computes the next gradients.
     ddp_model = DistributedDataParallel(
         model,
@@ -155,7 +155,7 @@ def main():
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-        # Step back and forward again, so that the learning rate follows a changed --max-steps.
+        # The loaded rate follows the old --max-steps. A step back and forward computes it anew.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     memory_file = None
@@ -184,13 +184,13 @@ def main():
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU, so the GPU need not stop
+        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: nobody waits for the GPU
         dist.all_reduce(stop, dist.ReduceOp.MAX)
         stop_signal = stop.item()  # after a signal, this step is the last
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        log_now = step % args.log_freq == 0 or save_now  # logging also checks what is saved
+        log_now = step % args.log_freq == 0 or save_now  # to check the loss (below) before saving
         times = defaultdict(float)  # of the phases of this step
         # Python only queues work for a GPU, and runs ahead. To time a phase, logged steps wait.
         wait = log_now and device.type != "cpu"
@@ -226,10 +226,10 @@ def main():
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
-            scaler.update()  # the scale, after infinite gradients
+            scaler.update()  # a lower scale after infinite gradients, and later a higher one
             scheduler.step()  # once per optimizer step, not per micro-batch
-            # DDP: Gradients that add up have to stay in DDP's buckets, so set them to zero there.
-            # With a single micro-batch it is faster to free them. DDP then copies new ones.
+            # DDP: Several micro-batches add up in DDP's buckets, so set gradients there to zero.
+            # With one, nothing adds up: free them, which is faster, and DDP fills its buckets anew.
             optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch
@@ -248,8 +248,8 @@ def main():
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
                 "tokens_per_second": tokens_per_second,
-                "time/total_ms": 1e3 * seconds,
-                **times,  # of this step alone
+                "time/total_ms": 1e3 * seconds,  # mean per step since the last log
+                **times,  # phases of this step alone
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
                 **compression.metrics(step - logged_step),  # COMPRESSION: the bytes sent
             }
@@ -284,8 +284,8 @@ def main():
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
-    del ddp_model  # DDP: freed after the process group, it may hang
-    dist.destroy_process_group()  # DDP: not after an error, since it may wait for a dead rank
+    del ddp_model  # DDP: before the next line, because freeing it later may hang
+    dist.destroy_process_group()  # DDP: skipped after an error, as it may wait for a dead rank
     if stop_signal:
         say(f"Stopped after step {step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -301,8 +301,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers checks whether the positions in a sample begin at 0 again, and this
-    # check makes Python wait for the GPU. Here they never do, so skip the check.
+    # In each pass, Transformers looks for positions that begin at 0 again, and so makes Python wait
+    # for the GPU. Here positions count through the whole sample, so skip this search.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -334,8 +334,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # Seed and draw again, because it depends on the version of Transformers how many numbers
-        # the constructors have drawn.
+        # How many numbers the constructors have drawn depends on the version of Transformers. Seed
+        # and draw again, so that the weights depend on the seed alone.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -564,7 +564,7 @@ def read_text(files, versions):
         with opened(file, "rt", encoding=encoding, errors="replace") as stream:
             rest = ""
             while text := stream.read(LONGEST_DOCUMENT):
-                # The last part goes on in the next text.
+                # What follows the last separator may go on in the next text, so keep it as `rest`.
                 *documents, rest = (rest + text).split("<|endoftext|>")
                 if len(rest) >= LONGEST_DOCUMENT:
                     documents.append(rest)
@@ -765,7 +765,7 @@ def of_all_ranks(metrics):
 
 @contextmanager
 def timed(phase, times, wait):
-    """Adds the milliseconds of a block to `times`, with `wait` those of the GPU's work."""
+    """Adds the milliseconds of a block to `times`. With `wait`, they include the GPU's work."""
     begin = time.perf_counter()
     yield
     if wait:
@@ -858,7 +858,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and then nobody reads the lines
+    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and printing then fails
         tqdm.write(message)
 
 
@@ -960,7 +960,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
     finally:
-        # DDP: If all ranks fail, it is enough that local rank 0 says why. So the others wait, and
-        # torchrun ends them when local rank 0 has ended with its sentence.
+        # DDP: After an error, all but local rank 0 wait. If that one has failed, too, it alone says
+        # why, and torchrun then ends the others.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
             time.sleep(5)

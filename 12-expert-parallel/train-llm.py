@@ -88,8 +88,8 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of each node tokenizes. The others wait in a group of their own, since the usual
-    # one would give up after 10 to 30 minutes, and then read its cache.
+    # DDP: One rank of each node tokenizes. The others wait, and then read its cache. Waiting in the
+    # usual group would fail after 10 to 30 minutes, so this one allows a day.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
@@ -126,7 +126,7 @@ def main():
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    # FSDP 1: FSDP gathers the weights in bf16, so that layers compute in bf16 without autocast.
+    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16, so layers need no autocast.
     # Norms, softmax and the loss of Transformers convert to fp32 themselves.
     autocast = torch.autocast(device.type, enabled=False)  # the lines that use it stay
     # fp16 rounds gradients below 3e-8 to zero. The scaler makes the loss larger, and so gradients,
@@ -136,12 +136,12 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load fills the weights in place, and calls load_state_dict of scheduler and scaler.
-        # The optimizer gets its state separately.
+        # dcp.load overwrites what it is given: the weights in place, scheduler and scaler by their
+        # load_state_dict. The state of the optimizer is in `saved` only, so set it afterwards.
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # Step back and forward again, so that the learning rate follows a changed --max-steps.
+        # The loaded rate follows the old --max-steps. A step back and forward computes it anew.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     run_log = None
@@ -164,13 +164,13 @@ def main():
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU, so the GPU need not stop
+        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: nobody waits for the GPU
         dist.all_reduce(stop, dist.ReduceOp.MAX)
         stop_signal = stop.item()  # after a signal, this step is the last
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        log_now = step % args.log_freq == 0 or save_now  # logging also checks what is saved
+        log_now = step % args.log_freq == 0 or save_now  # to check the loss (below) before saving
         times = defaultdict(float)  # of the phases of this step
         # Python only queues work for a GPU, and runs ahead. To time a phase, logged steps wait.
         wait = log_now and device.type != "cpu"
@@ -210,7 +210,7 @@ def main():
             grad_norm = clip_gradients(model, max_norm)
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
-            scaler.update()  # the scale, after infinite gradients
+            scaler.update()  # a lower scale after infinite gradients, and later a higher one
             scheduler.step()  # once per optimizer step, not per micro-batch
             optimizer.zero_grad()  # because backward() adds to the gradients
         state.step = step
@@ -230,8 +230,8 @@ def main():
                 "learning_rate": learning_rate,
                 "grad_norm": grad_norm.item(),
                 "tokens_per_second": tokens_per_second,
-                "time/total_ms": 1e3 * seconds,
-                **times,  # of this step alone
+                "time/total_ms": 1e3 * seconds,  # mean per step since the last log
+                **times,  # phases of this step alone
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
                 **load_metrics(model),  # EP: the busiest expert and the busiest rank
             }
@@ -263,7 +263,7 @@ def main():
                 model.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
-    dist.destroy_process_group()  # DDP: not after an error, since it may wait for a dead rank
+    dist.destroy_process_group()  # DDP: skipped after an error, as it may wait for a dead rank
     if stop_signal:
         say(f"Stopped after step {step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -374,8 +374,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers checks whether the positions in a sample begin at 0 again, and this
-    # check makes Python wait for the GPU. Here they never do, so skip the check.
+    # In each pass, Transformers looks for positions that begin at 0 again, and so makes Python wait
+    # for the GPU. Here positions count through the whole sample, so skip this search.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -416,8 +416,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # Seed and draw again, because it depends on the version of Transformers how many numbers
-        # the constructors have drawn.
+        # How many numbers the constructors have drawn depends on the version of Transformers. Seed
+        # and draw again, so that the weights depend on the seed alone.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -522,10 +522,10 @@ def send_weights(whole, model, device):
     weights = {}
     if RANK == 0:
         if whole.all_tied_weights_keys != model.all_tied_weights_keys:
-            sys.exit("error: the files have a head of their own: set tie_word_embeddings to false")
+            sys.exit("error: the files have an untied head: set tie_word_embeddings to false")
         weights = whole.state_dict()
-        # final/ needs the settings of generation, and the names of tensors in files. Transformers
-        # finds these by the name of the class, which fully_shard has changed: restore it.
+        # To save final/, Transformers needs the generation settings, the names of tensors in files,
+        # and the name of the class, which fully_shard has changed: copy them from `whole`.
         model.generation_config = whole.generation_config
         model._weight_conversions = getattr(whole, "_weight_conversions", None)
         type(model).__name__ = type(whole).__name__
@@ -612,7 +612,7 @@ def read_text(files, versions):
         with opened(file, "rt", encoding=encoding, errors="replace") as stream:
             rest = ""
             while text := stream.read(LONGEST_DOCUMENT):
-                # The last part goes on in the next text.
+                # What follows the last separator may go on in the next text, so keep it as `rest`.
                 *documents, rest = (rest + text).split("<|endoftext|>")
                 if len(rest) >= LONGEST_DOCUMENT:
                     documents.append(rest)
@@ -792,7 +792,7 @@ def remove(folder):
 def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
-        # FSDP 11: Each rank saves its shards, because no rank has room for the whole state.
+        # FSDP 11: Each rank saves its shards: none has room for all. dcp.save waits for all.
         dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
         if RANK > 0:
             return  # rank 0 does the rest
@@ -842,7 +842,7 @@ def of_all_ranks(metrics):
 
 @contextmanager
 def timed(phase, times, wait):
-    """Adds the milliseconds of a block to `times`, with `wait` those of the GPU's work."""
+    """Adds the milliseconds of a block to `times`. With `wait`, they include the GPU's work."""
     begin = time.perf_counter()
     yield
     if wait:
@@ -935,7 +935,7 @@ def stop_soon(signum, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and then nobody reads the lines
+    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and printing then fails
         tqdm.write(message)
 
 
@@ -1031,7 +1031,7 @@ if __name__ == "__main__":
         # FSDP: more devices help, too, because each device then has a smaller shard.
         sys.exit("error: out of GPU memory: try --activation-checkpointing, a lower -b, more GPUs")
     finally:
-        # DDP: If all ranks fail, it is enough that local rank 0 says why. So the others wait, and
-        # torchrun ends them when local rank 0 has ended with its sentence.
+        # DDP: After an error, all but local rank 0 wait. If that one has failed, too, it alone says
+        # why, and torchrun then ends the others.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
             time.sleep(5)

@@ -422,7 +422,7 @@ def test_files_with_a_head_that_the_config_ties(trainer, pretrained, tmp_path):
     equal = trainer("-m", tmp_path / "equal", *flags, name="equal", **options)
     assert exact(equal.records) == exact(expected.records)
     other = trainer("-m", tmp_path / "other", *flags, name="other", status=1, **options)
-    sentence = "the files have a head of their own: set tie_word_embeddings to false"
+    sentence = "the files have an untied head: set tie_word_embeddings to false"
     assert_one_sentence(other.run.ranks[0].output, sentence)
     assert not (other.folder / "final").exists()
 
