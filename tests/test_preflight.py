@@ -124,6 +124,11 @@ def with_begin(backend, path):
     (path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": begin}))
 
 
+def of_qwen2():
+    path = model(model_type="qwen2", num_key_value_heads=2)
+    return ["-m", path, *jsonl(["In 1984"])]
+
+
 def edited(path, file="config.json", **values):
     config = json.loads((path / file).read_text()) | values
     (path / file).write_text(json.dumps(config))
@@ -185,6 +190,7 @@ CASES = {
     "copies": (lambda: jsonl(["a", "a", "b"]), "copies"),
     "special tokens": (lambda: jsonl(["a <|endoftext|> b"]), "special tokens"),
     "twice begun": (lambda: [*tokenizer(with_begin), *jsonl(["<|endoftext|>a"])], "twice"),
+    "another class": (of_qwen2, "other tokens than tokenizer.json"),
     "another end": (unfit(eos_token_id=5), "would not stop there"),
     "outside": (unfit(vocab_size=100), "outside the embeddings"),
     "biases": (biases, "tensors that the model does not use"),
@@ -202,7 +208,15 @@ CASES = {
     "a wrong file": (lambda: ["-d", "none.txt"], "no files for none.txt"),
 }
 WARNINGS = {"latin-1 text", "linked twice", "hidden", "missing cells", "empty documents"}
-WARNINGS |= {"copies", "special tokens", "twice begun", "another end", "biases", "stale shards"}
+WARNINGS |= {
+    "another class",
+    "copies",
+    "special tokens",
+    "twice begun",
+    "another end",
+    "biases",
+    "stale shards",
+}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -28,11 +28,13 @@ import charset_normalizer
 import datasets
 import pandas
 import pyarrow.parquet
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
 from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import cached_file
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SAMPLE = 2000  # documents to look at, evenly over the dataset
@@ -347,6 +349,24 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
     elif len(tokenizer) > vocabulary:
         report.warn(f"the tokenizer has {len(tokenizer):,} tokens, and the model {vocabulary:,}")
     check_ends(tokenizer, config, args, report)
+    check_class(texts, tokenizer, args, report)
+
+
+def check_class(texts: list[str], tokenizer, args, report: Report) -> None:
+    """For some families, Transformers replaces parts of tokenizer.json by those of a class."""
+    with suppress(OSError):  # without this file, there is nothing to compare
+        backend = tokenizers.Tokenizer.from_file(cached_file(args.model_name, "tokenizer.json"))
+        backend.no_truncation()
+        for text in [text[:1000] for text in texts]:
+            expected = backend.encode(text, add_special_tokens=False).ids
+            found = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if found != expected:
+                same = len(os.path.commonprefix([found, expected]))
+                parts = (ids[same : same + 5] for ids in (found, expected))
+                both = ", not ".join(str(tokenizer.convert_ids_to_tokens(part)) for part in parts)
+                name = type(tokenizer).__name__
+                report.warn(f"{name} makes other tokens than tokenizer.json: {both}")
+                return
 
 
 def check_ends(tokenizer, config, args, report: Report) -> None:
