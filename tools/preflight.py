@@ -361,8 +361,9 @@ def check_class(texts: list[str], tokenizer, args, report: Report) -> None:
             expected = backend.encode(text, add_special_tokens=False).ids
             found = tokenizer(text, add_special_tokens=False)["input_ids"]
             if found != expected:
-                same = len(os.path.commonprefix([found, expected]))
-                parts = (ids[same : same + 5] for ids in (found, expected))
+                pairs = enumerate(zip(found, expected, strict=False))
+                begin = next((n for n, (one, other) in pairs if one != other), 0)
+                parts = (ids[begin : begin + 5] for ids in (found, expected))
                 both = ", not ".join(str(tokenizer.convert_ids_to_tokens(part)) for part in parts)
                 name = type(tokenizer).__name__
                 report.warn(f"{name} makes other tokens than tokenizer.json: {both}")
