@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from conftest import assert_same_model, damaged, exact
-from runner import CHAPTER_3, CHAPTER_17, load
+from runner import CHAPTER_3, CHAPTER_17, REPOSITORY, load
 from safetensors.torch import load_file
 from test_chat import BATCH, DEMO_TEMPLATE, SIZE, assert_equal, flags_for, plain_loop
 from test_equal import AGAIN, OFFLOAD, WHOLE, Folder, described, run, worst, write_weights
@@ -181,8 +181,8 @@ def test_text_without_conversations(trainer, tmp_path):
     script = tmp_path / "lora-text" / "train-llm.py"
     script.parent.mkdir()
     shutil.copy(CHAPTER_3, script)
-    command = line.replace("../lora-text/train-llm.py", str(script)).split()
-    subprocess.run(command, cwd=CHAPTER_17.parent, check=True)
+    command = line.replace("lora-text/train-llm.py", str(script)).split()
+    subprocess.run(command, cwd=REPOSITORY, check=True)
     base = write_weights(tmp_path / "llama", "llama")
     flags = ["-m", base, "--no-from-scratch", "--max-steps", 3, "--eval-freq", 0, "--lr", 1e-3]
     runs = [
