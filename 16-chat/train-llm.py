@@ -104,7 +104,7 @@ def main():
     train_tokens, eval_tokens = (pyarrow.compute.list_flatten(column) for column in columns)
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
-        sys.exit("error: too few answers fit: lower --batch-size, or raise --seq-length")
+        sys.exit("error: too few answers fit, also to hold out: lower -b, or raise -s")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
     order = sample_order(args, train_samples)
@@ -122,7 +122,6 @@ def main():
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
-    model.generation_config.eos_token_id = stop_token  # CHAT: in final/, where a server reads it
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
     # CHAT 2: Test for it, because some families of models let a conversation see the one before.
@@ -279,6 +278,10 @@ def main():
             if RANK == 0:
                 model.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
+                # CHAT: A server reads in this file where to stop.
+                generation = json.loads((folder / "generation_config.json").read_text())
+                generation["eos_token_id"] = stop_token
+                (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
         say(f"Done: the model is in {run_folder / 'final'}")
     dist.destroy_process_group()  # DDP: skipped after an error, as it may wait for a dead rank
     if stop_signal:
@@ -485,16 +488,17 @@ def tokenize_split(documents, tokenizer, args):
     size = args.seq_length
     number = datasets.Value("int32")
     numbers = datasets.List(number)
+    columns = {"input_ids": numbers, "labels": numbers, "answers": number, "left_out": number}
     tokenized = documents.map(
         tokenize,
         batched=True,
         batch_size=32,  # documents; the longest ones then need 1 GB of memory
         fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
         remove_columns=documents.column_names,  # keep only the token ids
-        features=datasets.Features(input_ids=numbers, labels=numbers, left_out=number),
+        features=datasets.Features(columns),
     )
     if not tokenized:
-        sys.exit("error: too few conversations have an answer, with the role 'assistant'")
+        sys.exit("error: too few answers (of the role 'assistant') to train on and to hold out")
     samples = tokenized.map(
         pack,
         batched=True,  # 1,000 conversations at a time
@@ -504,8 +508,9 @@ def tokenize_split(documents, tokenizer, args):
             input_ids=numbers, labels=numbers, position_ids=numbers, answer_tokens=number
         ),
     )
-    left_out = sum(tokenized["left_out"])
-    say(f"{len(documents):,} conversations; {left_out:,} answers do not fit into {size} tokens")
+    answers, left_out = sum(tokenized["answers"]), sum(tokenized["left_out"])
+    counts = f"{len(documents):,} conversations with {answers:,} answers"
+    say(f"{counts}, of which {left_out:,} do not fit into {size} tokens")
     return samples.with_format("torch", columns=["input_ids", "labels", "position_ids"])
 
 
@@ -513,12 +518,14 @@ def messages_of(row):
     """The conversation of a row: messages with a role and a content. The columns decide."""
     if "messages" in row:
         messages = row["messages"] or []
+        if not all(isinstance(message, dict) for message in messages):
+            sys.exit(f"error: messages must be a list of roles and contents: {str(messages)[:60]}")
         # `datasets` fills missing keys of a message with None.
         return [{k: v for k, v in message.items() if v is not None} for message in messages]
     if {"prompt", "completion"} <= row.keys():
         prompt, answer = row["prompt"], row["completion"]
     elif {"instruction", "output"} <= row.keys():
-        prompt = "\n\n".join(filter(None, [row["instruction"], row.get("input")]))
+        prompt = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part)
         answer = row["output"]
     else:
         forms = "messages, or to prompt and completion, or to instruction and output"
@@ -558,7 +565,10 @@ def find_stop_token(tokenizer, args):
     text = found["text"][:end]
     if "Answer" not in text[begin:]:
         sys.exit("error: the chat template leaves out the answers")
-    last = tokenizer(text, add_special_tokens=False)["input_ids"][-1]
+    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    if any(first < begin < behind for first, behind in tokens["offset_mapping"]):
+        sys.exit(f"error: a prompt may not end within a token, as with a space: {text[:begin]!r}")
+    last = tokens["input_ids"][-1]
     if last not in tokenizer.added_tokens_decoder:
         sys.exit(f"error: the template ends an answer with {text[-20:]!r}, no special token")
     return last
@@ -566,7 +576,7 @@ def find_stop_token(tokenizer, args):
 
 def tokenize(rows, tokenizer, options, size):
     """Token ids, and labels, which are -100 except for the tokens of answers."""
-    result = {"input_ids": [], "labels": [], "left_out": []}
+    result = {"input_ids": [], "labels": [], "answers": [], "left_out": []}
     for values in zip(*rows.values(), strict=True):
         row = dict(zip(rows, values, strict=True))
         for text in texts_of(messages_of(row), tokenizer, options):
@@ -583,10 +593,12 @@ def tokenize(rows, tokenizer, options, size):
             for begin, end in fitting:
                 inside = (begins >= begin) & (begins < end)
                 labels[inside] = ids[inside]
+            labels[:1] = -100  # no token comes before, which could predict the first one
             # Tokens behind the last answer teach nothing.
             length = np.max(np.flatnonzero(labels >= 0), initial=-1) + 1
             result["input_ids"].append(ids[:length])
             result["labels"].append(labels[:length])
+            result["answers"].append(len(text["answers"]))
             result["left_out"].append(len(text["answers"]) - len(fitting))
     return result
 

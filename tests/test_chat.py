@@ -174,6 +174,10 @@ def test_forms_of_rows(chat):
         assert chat.messages_of(row) == [question, answer]
     both = {"instruction": "q", "input": "i", "output": "a"}
     assert chat.messages_of(both)[0]["content"] == "q\n\ni"
+    assert chat.messages_of(both | {"input": 4})[0]["content"] == "q\n\n4"
+    for messages in ('[{"role": "user"}]', {"role": ["user"], "content": ["q"]}, [None]):
+        with pytest.raises(SystemExit, match="must be a list of roles and contents"):
+            chat.messages_of({"messages": messages})
     assert chat.messages_of({"messages": None}) == []
     with pytest.raises(SystemExit, match="rename them to messages, or to prompt and"):
         chat.messages_of({"prompt": "q", "answer": "a"})
@@ -210,6 +214,15 @@ def test_messy_conversations(chat, takes_the_line_end):
         assert tokenizer.decode([i for ids in labels for i in ids if i >= 0]) == expected
 
 
+def test_the_first_token_has_no_label(chat):
+    """In a sample, the conversation before would predict it."""
+    bare = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role != 'user' }}{% endfor %}"
+    rows = {"prompt": [""], "completion": ["a b c"]}
+    [labels] = chat.tokenize(rows, tokenizer_with(bare), {}, 99)["labels"]
+    assert labels[0] == -100
+    assert min(labels[1:]) >= 0
+
+
 def test_samples_have_every_conversation_once(chat):
     chance = random.Random(0)
     rows = [[n] * chance.randint(0, 40) for n in range(1, 300)]
@@ -234,6 +247,8 @@ def test_samples_have_every_conversation_once(chat):
 WRONG = {
     "leaves out the answers": "{% for m in messages %}{{ m.role }}{% endfor %}",
     "does not begin where its prompt ends": CHATML.replace("assistant\n'", "assistant\n<think>'"),
+    "a prompt may not end within a token": "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{{ eos_token }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}",
     "no special token": CHATML.replace("<|im_end|>", ""),
 }
 
@@ -249,7 +264,7 @@ def test_too_few_answers(chat):
     args = SimpleNamespace(seq_length=64, template_options={}, packing=True)
     for rows in ([], [[{"role": "gpt", "content": "a"}]]):
         documents = datasets.Dataset.from_dict({"messages": rows})
-        with pytest.raises(SystemExit, match="too few conversations have an answer"):
+        with pytest.raises(SystemExit, match="too few answers"):
             chat.tokenize_split(documents, tokenizer_with(CHATML), args)
 
 

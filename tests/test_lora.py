@@ -1,5 +1,6 @@
 """Chapter 17 trains what PEFT trains in one process, and keeps no more than A and B need."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 README = CHAPTER_17.with_name("README.md").read_text()
 PREFIX = "base_model.model."  # of all names in PEFT's own models
+# Transformers does not save a changed config of this kind, since it lacks `do_sample`.
+SAMPLING = {"temperature": 0.9, "top_p": 0.6}
 PATTERN = ["--lora-targets", ".*(q|v)_proj"]
 # By the ranks: the model, the samples of a rank at a time, and other flags
 CASES = {
@@ -132,6 +135,9 @@ def assert_opens(run, base) -> None:
     exec(python_of_the_readme("import torch", run), {})
     merged = AutoModelForCausalLM.from_pretrained(run.folder / "merged")
     torch.testing.assert_close(merged(ids).logits, expected)
+    for folder in (final, run.folder / "merged"):
+        settings = json.loads((folder / "generation_config.json").read_text())
+        assert settings == settings | SAMPLING | {"eos_token_id": 0}
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "merged")
     assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()
 
@@ -139,6 +145,7 @@ def assert_opens(run, base) -> None:
 @pytest.mark.rest
 def test_types_bytes_and_final(trainer, tmp_path, conversations):
     base = write_weights(tmp_path / "llama", "llama")
+    (base / "generation_config.json").write_text(json.dumps(SAMPLING | {"eos_token_id": 5}))
     flags = [*flags_for(base, conversations), "-s", SIZE, "--lr", 1e-3, "--dtype", "bf16"]
     flags += ["-b", 2, "--gradient-accumulation-steps", 3, "--max-steps", 6, "--eval-freq", 3]
     flags += ["--ckpt-freq", 3, "--keep-checkpoints", 9]

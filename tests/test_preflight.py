@@ -243,6 +243,19 @@ def test_conversations(look):
         assert status == (role == "gpt"), output
 
 
+def test_models_of_chapters_16_and_17(look):
+    """One that mixes the conversations of a sample, and targets that no layer has."""
+    opt = model("opt", model_type="opt", word_embed_proj_dim=32, ffn_dim=64)
+    messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    flags = [*jsonl([messages] * 9, column="messages"), "--chat-template", DEMO_TEMPLATE]
+    for chapter, more, part in (
+        ("16", ["-m", opt], "mixes the conversations"),
+        ("17", ["--lora-targets", "q_proj,v_proj"], "q_proj,v_proj not found"),
+    ):
+        status, output = look(*flags, *more, chapter=chapter)
+        assert (status, part in output) == (1, True), output
+
+
 def test_held_out_documents_of_the_training(tool, capsys):
     splits = {"train": MANY, "validation": MANY[:5], "test": []}
     splits = {name: datasets.Dataset.from_dict({"text": x}) for name, x in splits.items()}

@@ -15,12 +15,13 @@ import json
 import re
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 
 def parse_args() -> argparse.Namespace:
@@ -75,6 +76,8 @@ def load(name: str):
         sys.exit(f"error: cannot load the model {name} ({error!r:.300})")
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {name} has no end-of-text token")
+    with suppress(OSError):  # final/ of chapter 17 has its own stop token beside the adapters
+        model.generation_config = GenerationConfig.from_pretrained(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return tokenizer, model.to(device).eval()  # no dropout
 

@@ -296,7 +296,10 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
     stop_token = chapter.find_stop_token(tokenizer, args)
     chosen = documents.select(evenly(range(len(documents)), SAMPLE))
     found = chapter.tokenize(chosen[:], tokenizer, args.template_options, args.seq_length)
-    report.fact("conversations", f"{len(documents):,}; looked at {len(chosen):,}")
+    answers = f"with {sum(found['answers']):,} answers"
+    report.fact("conversations", f"{len(documents):,}; looked at {len(chosen):,}, {answers}")
+    if "tools" in documents.features:
+        report.warn("the column tools is not read: write the tools into a message of the system")
     report.fact("answers end with", tokenizer.convert_ids_to_tokens(stop_token))
     texts = [pair for pair in zip(found["input_ids"], found["labels"], strict=True) if len(pair[0])]
     if left_out := sum(found["left_out"]):
@@ -407,7 +410,9 @@ def check_model(args, chapter, report: Report) -> int:
     if not from_scratch:
         check_files(args, report)
     check_family(args, chapter, report)
-    check_small(config, report)
+    if hasattr(chapter, "add_adapters"):
+        chapter.add_adapters(model, args)  # on the meta device; raises if no layer has this name
+    check_small(config, args, chapter, report)
     return parameters
 
 
@@ -449,7 +454,7 @@ def check_family(args, chapter, report: Report) -> None:
             report.error(str(end.code).removeprefix("error: "))
 
 
-def check_small(config, report: Report) -> None:
+def check_small(config, args, chapter, report: Report) -> None:
     """A small copy of the model: does a token see later ones, and does a saved copy open again?"""
     config = AutoConfig.for_model(**config.to_dict())
     for name in ("num_hidden_layers", "n_layer", "num_layers"):
@@ -480,6 +485,9 @@ def check_small(config, report: Report) -> None:
         report.fact("small copy", "saved and opened again with equal logits")
     else:
         report.error("a saved copy of this family computes something else, so `final/` would, too")
+    probe = getattr(chapter, "mixes_conversations", None)
+    if probe and args.packing and probe(model, torch.device("cpu")):
+        report.error("this model mixes the conversations of a sample: give --no-packing")
 
 
 # -- Machine and run -------------------------------------------------------------------------------
