@@ -85,8 +85,8 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of each node tokenizes. The others wait, and then read its cache. Waiting in the
-    # usual group would fail after 10 to 30 minutes, so this one allows a day.
+    # DDP: One rank of each node tokenizes. The others wait, and then read its cache. The usual
+    # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
@@ -155,7 +155,7 @@ def main():
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-        # The loaded rate follows the old --max-steps. A step back and forward computes it anew.
+        # The loaded rate is for the old total_steps. Count back one step, then step() computes it.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     memory_file = None
@@ -186,7 +186,7 @@ def main():
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
         stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: nobody waits for the GPU
         dist.all_reduce(stop, dist.ReduceOp.MAX)
-        stop_signal = stop.item()  # after a signal, this step is the last
+        stop_signal = stop.item()  # 0: none. Any signal makes this step the last
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
@@ -198,7 +198,7 @@ def main():
             torch.accelerator.synchronize()  # until the GPU has done the steps before
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
-            # DDP 6: Each rank reads other samples, because equal samples give equal gradients.
+            # DDP 6: The ranks read batches in turn, because equal samples give equal gradients.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
             # DDP 7: Only the last micro-batch averages gradients, because once per step is enough.
@@ -228,8 +228,8 @@ def main():
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
             scheduler.step()  # once per optimizer step, not per micro-batch
-            # DDP: Several micro-batches add up in DDP's buckets, so set gradients there to zero.
-            # With one, nothing adds up: free them, which is faster, and DDP fills its buckets anew.
+            # DDP: Micro-batches add up in DDP's buckets, so keep the gradients there as zeros.
+            # A single micro-batch adds to nothing, so free its gradients, which is faster.
             optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch
@@ -285,7 +285,7 @@ def main():
             tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
     del ddp_model  # DDP: before the next line, because freeing it later may hang
-    dist.destroy_process_group()  # DDP: skipped after an error, as it may wait for a dead rank
+    dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if stop_signal:
         say(f"Stopped after step {step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -301,8 +301,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks for positions that begin at 0 again, and so makes Python wait
-    # for the GPU. Here positions count through the whole sample, so skip this search.
+    # In each pass, Transformers looks whether position ids begin at 0 again, and Python waits for
+    # the GPU. Here they never do, so put a function that finds nothing in its place.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -334,8 +334,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # How many numbers the constructors have drawn depends on the version of Transformers. Seed
-        # and draw again, so that the weights depend on the seed alone.
+        # from_config has drawn random weights, after other random numbers of its own. Seed and draw
+        # again, so that the weights depend on the seed alone.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -564,7 +564,7 @@ def read_text(files, versions):
         with opened(file, "rt", encoding=encoding, errors="replace") as stream:
             rest = ""
             while text := stream.read(LONGEST_DOCUMENT):
-                # What follows the last separator may go on in the next text, so keep it as `rest`.
+                # The last piece may go on in what is read next, so keep it in `rest`.
                 *documents, rest = (rest + text).split("<|endoftext|>")
                 if len(rest) >= LONGEST_DOCUMENT:
                     documents.append(rest)
@@ -626,7 +626,7 @@ def read_batch(tokens, indices, args, device):
     if device.type == "cuda":
         # Python goes on while the GPU copies from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device).long()  # as embeddings want it
+    return batch.to(device).long()  # int64, as embeddings want it
 
 
 @torch.no_grad()
@@ -960,7 +960,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
     finally:
-        # DDP: After an error, all but local rank 0 wait. If that one has failed, too, it alone says
-        # why, and torchrun then ends the others.
+        # DDP: If all ranks fail alike, one sentence per node is enough: while the others sleep,
+        # local rank 0 prints it and ends, and then torchrun ends the others.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
             time.sleep(5)

@@ -99,8 +99,8 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of each node tokenizes. The others wait, and then read its cache. Waiting in the
-    # usual group would fail after 10 to 30 minutes, so this one allows a day.
+    # DDP: One rank of each node tokenizes. The others wait, and then read its cache. The usual
+    # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
         dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
@@ -140,7 +140,7 @@ def main():
     )
     # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16, so layers need no autocast.
     # Norms, softmax and the loss of Transformers convert to fp32 themselves.
-    autocast = torch.autocast(device.type, enabled=False)  # the lines that use it stay
+    autocast = torch.autocast(device.type, enabled=False)  # does nothing; chapter 2's lines stay
     # fp16 rounds gradients below 3e-8 to zero. The scaler makes the loss larger, and so gradients,
     # and divides the gradients again before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
@@ -148,12 +148,12 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load overwrites what it is given: the weights in place, scheduler and scaler by their
-        # load_state_dict. The state of the optimizer is in `saved` only, so set it afterwards.
+        # dcp.load fills `saved`. Its weights are those of the model, and scheduler and scaler load
+        # their state themselves. Only the optimizer has to be given its state.
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # The loaded rate follows the old --max-steps. A step back and forward computes it anew.
+        # The loaded rate is for the old total_steps. Count back one step, then step() computes it.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     # PP 2: A schedule tells each rank the order of the forward and backward passes of a step.
@@ -187,7 +187,7 @@ def main():
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
         stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: nobody waits for the GPU
         dist.all_reduce(stop, dist.ReduceOp.MAX)
-        stop_signal = stop.item()  # after a signal, this step is the last
+        stop_signal = stop.item()  # 0: none. Any signal makes this step the last
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
@@ -294,7 +294,7 @@ def main():
                 model.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
-    dist.destroy_process_group()  # DDP: skipped after an error, as it may wait for a dead rank
+    dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if stop_signal:
         say(f"Stopped after step {step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -537,8 +537,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks for positions that begin at 0 again, and so makes Python wait
-    # for the GPU. Here positions count through the whole sample, so skip this search.
+    # In each pass, Transformers looks whether position ids begin at 0 again, and Python waits for
+    # the GPU. Here they never do, so put a function that finds nothing in its place.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -607,8 +607,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # How many numbers the constructors have drawn depends on the version of Transformers. Seed
-        # and draw again, so that the weights depend on the seed alone.
+        # from_config has drawn random weights, after other random numbers of its own. Seed and draw
+        # again, so that the weights depend on the seed alone.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -736,7 +736,7 @@ def read_text(files, versions):
         with opened(file, "rt", encoding=encoding, errors="replace") as stream:
             rest = ""
             while text := stream.read(LONGEST_DOCUMENT):
-                # What follows the last separator may go on in the next text, so keep it as `rest`.
+                # The last piece may go on in what is read next, so keep it in `rest`.
                 *documents, rest = (rest + text).split("<|endoftext|>")
                 if len(rest) >= LONGEST_DOCUMENT:
                     documents.append(rest)
@@ -798,7 +798,7 @@ def read_batch(tokens, indices, args, device):
     if device.type == "cuda":
         # Python goes on while the GPU copies from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device).long()  # as embeddings want it
+    return batch.to(device).long()  # int64, as embeddings want it
 
 
 @torch.no_grad()
@@ -950,7 +950,7 @@ def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
         # 3D 9: A shard has its name and place in the whole model, so any layout can load it.
-        # FSDP 11: Each rank saves its shards: none has room for all. dcp.save waits for all.
+        # FSDP 11: Each rank saves its shards, as none has room for all. Then it waits for all.
         dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
         if RANK > 0:
             return  # rank 0 does the rest
@@ -1213,7 +1213,7 @@ if __name__ == "__main__":
         # FSDP: more devices help, too, because each device then has a smaller shard.
         sys.exit("error: out of GPU memory: try --activation-checkpointing, a lower -b, more GPUs")
     finally:
-        # DDP: After an error, all but local rank 0 wait. If that one has failed, too, it alone says
-        # why, and torchrun then ends the others.
+        # DDP: If all ranks fail alike, one sentence per node is enough: while the others sleep,
+        # local rank 0 prints it and ends, and then torchrun ends the others.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
             time.sleep(5)

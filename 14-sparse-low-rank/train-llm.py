@@ -101,7 +101,7 @@ def main():
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-        # The loaded rate follows the old --max-steps. A step back and forward computes it anew.
+        # The loaded rate is for the old total_steps. Count back one step, then step() computes it.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     run_log = None
@@ -123,7 +123,7 @@ def main():
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
-        stop_signal = max(stop_signals, default=0)  # after a signal, this step is the last
+        stop_signal = max(stop_signals, default=0)  # 0: none. Any signal makes this step the last
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
@@ -222,8 +222,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks for positions that begin at 0 again, and so makes Python wait
-    # for the GPU. Here positions count through the whole sample, so skip this search.
+    # In each pass, Transformers looks whether position ids begin at 0 again, and Python waits for
+    # the GPU. Here they never do, so put a function that finds nothing in its place.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -478,7 +478,7 @@ def read_text(files, versions):
         with opened(file, "rt", encoding=encoding, errors="replace") as stream:
             rest = ""
             while text := stream.read(LONGEST_DOCUMENT):
-                # What follows the last separator may go on in the next text, so keep it as `rest`.
+                # The last piece may go on in what is read next, so keep it in `rest`.
                 *documents, rest = (rest + text).split("<|endoftext|>")
                 if len(rest) >= LONGEST_DOCUMENT:
                     documents.append(rest)
@@ -540,7 +540,7 @@ def read_batch(tokens, indices, args, device):
     if device.type == "cuda":
         # Python goes on while the GPU copies from pinned memory.
         batch = batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device).long()  # as embeddings want it
+    return batch.to(device).long()  # int64, as embeddings want it
 
 
 @torch.no_grad()
