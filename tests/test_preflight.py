@@ -16,12 +16,15 @@ from test_chat import DEMO_TEMPLATE
 from test_fsdp import save_weights
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
+from transformers.masking_utils import find_packed_sequence_indices
 
 CHAPTERS = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 CHAPTERS.remove("09-hf-trainer")  # a template with configuration files
 for name in ("10-mds-shards", "17-lora"):  # these demos need another command first
     CHAPTERS.remove(name)
 TOOL = REPOSITORY / "tools" / "preflight.py"
+FIND = "transformers.masking_utils.find_packed_sequence_indices"
+FIND_PACKED = find_packed_sequence_indices  # as it is before tests of chapters replace it
 MANY = [f"document {number} of many about a thing" for number in range(60)]
 
 
@@ -35,6 +38,7 @@ def look(tool, tmp_path, monkeypatch, capsys):
     """Calls the tool for chapter 1; returns its status and output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tool, "SAMPLE", 100)
+    monkeypatch.setattr(FIND, FIND_PACKED)
 
     def look(*flags, chapter="01"):
         if "--demo" not in flags:
