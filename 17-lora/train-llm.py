@@ -287,10 +287,6 @@ def main():
                 generation = json.loads((folder / "generation_config.json").read_text())
                 generation["eos_token_id"] = stop_token
                 (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
-                # CHAT: A server reads in this file where to stop.
-                generation = json.loads((folder / "generation_config.json").read_text())
-                generation["eos_token_id"] = stop_token
-                (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
         say(f"Done: the adapters are in {run_folder / 'final'}")  # LORA: not the model
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if stop_signal:
