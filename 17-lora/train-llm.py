@@ -693,23 +693,24 @@ def mixes_conversations(model, device):
 
 
 @torch.no_grad()
-def evaluate(model, samples, args, device):
+def evaluate(model, eval_set, args, device):
     """The mean loss over all held-out answers, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
+    samples = len(eval_set)
     # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
-    for begin in range(0, len(samples), WORLD_SIZE * args.batch_size):
+    for begin in range(0, samples, WORLD_SIZE * args.batch_size):
         first = begin + RANK * args.batch_size
-        indices = range(len(samples))[first : first + args.batch_size]
+        indices = range(samples)[first : first + args.batch_size]
         # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
         # A rank without a batch evaluates sample 0, with weight 0.
-        batch = model_inputs(samples[indices or [0]], device)
+        batch = model_inputs(eval_set[indices or [0]], device)
         # CHAT 10: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
         loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
         loss_sum += loss * bool(indices)
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
-    return loss_sum.item() / pyarrow.compute.sum(samples.data.column("answer_tokens")).as_py()
+    return loss_sum.item() / pyarrow.compute.sum(eval_set.data.column("answer_tokens")).as_py()
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
