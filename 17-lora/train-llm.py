@@ -679,9 +679,9 @@ def model_inputs(batch, device):
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # not worth compiling
+@torch.compiler.set_stance("force_eager")  # CHAT: one pass is not worth compiling
 def mixes_conversations(model, device):
-    """CHAT: Whether the first conversation of a sample changes the logits of the second one."""
+    """Whether the first conversation of a sample changes the logits of the second one."""
     ids = torch.arange(2, 18).repeat(2, 1)
     ids[1, :8] += 1  # the second sample has another first conversation
     batch = {"input_ids": ids, "position_ids": torch.arange(16).repeat(2, 1) % 8}
