@@ -75,7 +75,7 @@ def main():
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     global_batch = args.batch_size * accumulation * WORLD_SIZE
-    torch.manual_seed(args.seed)  # for random initial weights
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
@@ -95,7 +95,7 @@ def main():
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
-    order = sample_order(args, train_samples)
+    order = sample_order(args, train_samples)  # of all epochs
     run_folder, checkpoint, state = open_run(args, train_samples)
     # DDP: Compare all ranks, because another script or flag on one node would train wrong silently.
     setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
@@ -152,7 +152,7 @@ def main():
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-        # The loaded rate is for the old total_steps. Count back one step, then step() computes it.
+        # total_steps may have changed, so compute the rate again: go one step back, and forth.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     memory_file = None
@@ -298,8 +298,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks whether position ids begin at 0 again, and Python waits for
-    # the GPU. Here they never do, so put a function that finds nothing in its place.
+    # In each pass, Transformers searches for position ids that begin at 0 again, and Python waits
+    # for the GPU. Positions of a sample are 0, 1, 2, ..., so put a search that finds nothing here.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -312,7 +312,7 @@ def build_model(args, device, checkpoint):
         model.activation_checkpointing_enable()
     if args.compile:
         # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
-        # fast attention takes no mask. Layers of one kind also share their compiled code.
+        # fast kernels of attention take none. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -330,8 +330,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config has drawn random weights, after other random numbers of its own. Seed and draw
-        # again, so that the weights depend on the seed alone.
+        # from_config draws other random numbers before the weights, in each version other ones. So
+        # seed and draw the weights again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -504,7 +504,7 @@ class Compression:
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
-LONGEST_DOCUMENT = 250_000  # characters; a longer text is cut, because it takes much memory
+LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
 
 
 def load_tokens(args, tokenizer):
@@ -549,7 +549,7 @@ def load_documents(args):
 def read_text(files, versions):
     """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
 
-    A document that is too long is cut. \ufffd stands for a character that cannot be decoded.
+    A document that is too long is split. \ufffd stands for a character that cannot be decoded.
     """
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open

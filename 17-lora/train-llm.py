@@ -76,7 +76,7 @@ def main():
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     global_batch = args.batch_size * accumulation * WORLD_SIZE
-    torch.manual_seed(args.seed)  # for random initial weights
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
@@ -107,7 +107,7 @@ def main():
         sys.exit("error: too few answers fit, also to hold out: lower -b, or raise -s")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
-    order = sample_order(args, train_samples)
+    order = sample_order(args, train_samples)  # of all epochs
     run_folder, checkpoint, state = open_run(args, train_samples)
     # DDP: Compare all ranks, because another script or flag on one node would train wrong silently.
     setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
@@ -151,7 +151,7 @@ def main():
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # The loaded rate is for the old total_steps. Count back one step, then step() computes it.
+        # total_steps may have changed, so compute the rate again: go one step back, and forth.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     run_log = None
@@ -315,8 +315,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks whether position ids begin at 0 again, and Python waits for
-    # the GPU. This function does not.
+    # In each pass, Transformers searches for position ids that begin at 0 again, and Python waits
+    # for the GPU. This function does not.
     # CHAT 4: A conversation begins at position 0, and sees no other conversation of the sample.
     # The function numbers the conversations. A token attends to tokens with its own number only.
     transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
@@ -331,7 +331,7 @@ def build_model(args, device, checkpoint):
         model.activation_checkpointing_enable()
     if args.compile:
         # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
-        # fast attention takes no mask. Layers of one kind also share their compiled code.
+        # fast kernels of attention take none. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -349,8 +349,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config has drawn random weights, after other random numbers of its own. Seed and draw
-        # again, so that the weights depend on the seed alone.
+        # from_config draws other random numbers before the weights, in each version other ones. So
+        # seed and draw the weights again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -445,7 +445,7 @@ def parameter_groups(model, args):
 # The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
-LONGEST_DOCUMENT = 250_000  # characters; a longer text is cut, because it takes much memory
+LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
 
 
 def load_samples(args, tokenizer):
@@ -487,7 +487,7 @@ def load_documents(args):
 def read_text(files, versions):
     """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
 
-    A document that is too long is cut. \ufffd stands for a character that cannot be decoded.
+    A document that is too long is split. \ufffd stands for a character that cannot be decoded.
     """
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
@@ -693,23 +693,24 @@ def mixes_conversations(model, device):
 
 
 @torch.no_grad()
-def evaluate(model, samples, args, device):
+def evaluate(model, eval_set, args, device):
     """The mean loss over all held-out answers, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
+    samples = len(eval_set)
     # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
-    for begin in range(0, len(samples), WORLD_SIZE * args.batch_size):
+    for begin in range(0, samples, WORLD_SIZE * args.batch_size):
         first = begin + RANK * args.batch_size
-        indices = range(len(samples))[first : first + args.batch_size]
+        indices = range(samples)[first : first + args.batch_size]
         # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
         # A rank without a batch evaluates sample 0, with weight 0.
-        batch = model_inputs(samples[indices or [0]], device)
+        batch = model_inputs(eval_set[indices or [0]], device)
         # CHAT 10: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
         loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
         loss_sum += loss * bool(indices)
     model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
-    return loss_sum.item() / pyarrow.compute.sum(samples.data.column("answer_tokens")).as_py()
+    return loss_sum.item() / pyarrow.compute.sum(eval_set.data.column("answer_tokens")).as_py()
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
