@@ -178,7 +178,7 @@ def main():
             torch.accelerator.synchronize()  # until the GPU has done the steps before
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
-            # DDP 6: The ranks read batches in turn, because equal samples give equal gradients.
+            # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
             # DDP 7: Only the last micro-batch averages gradients, because once per step is enough.
@@ -208,8 +208,8 @@ def main():
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
             scheduler.step()  # once per optimizer step, not per micro-batch
-            # DDP: Micro-batches add up in DDP's buckets, so keep the gradients there as zeros.
-            # A single micro-batch adds to nothing, so free its gradients, which is faster.
+            # DDP: With accumulation, gradients add up in DDP's buckets, so set them to zero there.
+            # Without it, they are written anew, so set them to None, which is faster.
             optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch
@@ -274,8 +274,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers searches for position ids that begin at 0 again, and Python waits
-    # for the GPU. Positions of a sample are 0, 1, 2, ..., so put a search that finds nothing here.
+    # In each pass, Transformers looks whether positions restart at 0 within a sample, and Python
+    # waits for the GPU. Here they never do: a sample counts as one text. So switch the search off.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -285,7 +285,7 @@ def build_model(args, device, checkpoint):
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
     if args.activation_checkpointing:
         # A layer keeps only its input. The backward pass computes the rest a second time.
-        model.activation_checkpointing_enable()
+        model.activation_checkpointing_enable()  # before: gradient_checkpointing_enable
     if args.compile:
         # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
         # fast kernels of attention take none. Layers of one kind also share their compiled code.
@@ -306,8 +306,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config draws other random numbers before the weights, in each version other ones. So
-        # seed and draw the weights again.
+        # from_config also draws numbers that differ between versions of Transformers. So seed and
+        # draw the weights again, and the same seed gives the same model.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model

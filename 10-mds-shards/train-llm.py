@@ -131,8 +131,8 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load fills `saved`. Its weights are those of the model, and scheduler and scaler load
-        # their state themselves. Only the optimizer has to be given its state.
+        # dcp.load fills `saved` in place: its weights are the tensors of the model, and scheduler
+        # and scaler get load_state_dict(). The moments still have to go to the optimizer.
         saved = sharded_state(model, stateful)
         read_parts(checkpoint, saved)  # NODES: of any format
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
@@ -196,8 +196,8 @@ def main():
             # MDS: read_step has chosen the rows. This number only seeds the dropout masks.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: To save memory, each micro-batch averages gradients and frees whole weights.
-            # With --no-reshard-after-forward, only the last one does: more memory, less traffic.
+            # FSDP: After each micro-batch, average the gradients and keep shards only: less memory.
+            # With --no-reshard-after-forward, do so only after the last one: less traffic.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -312,8 +312,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers searches for position ids that begin at 0 again, and Python waits
-    # for the GPU. Positions of a sample are 0, 1, 2, ..., so put a search that finds nothing here.
+    # In each pass, Transformers looks whether positions restart at 0 within a sample, and Python
+    # waits for the GPU. Here they never do: a sample counts as one text. So switch the search off.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -323,7 +323,7 @@ def build_model(args, device, checkpoint):
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
     if args.activation_checkpointing:
         # A layer keeps only its input. The backward pass computes the rest a second time.
-        model.activation_checkpointing_enable()
+        model.activation_checkpointing_enable()  # before: gradient_checkpointing_enable
     if args.compile:
         # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
         # fast kernels of attention take none. Layers of one kind also share their compiled code.
@@ -344,8 +344,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config draws other random numbers before the weights, in each version other ones. So
-        # seed and draw the weights again.
+        # from_config also draws numbers that differ between versions of Transformers. So seed and
+        # draw the weights again, and the same seed gives the same model.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model

@@ -144,8 +144,8 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load fills `saved`. Its weights are those of the model, and scheduler and scaler load
-        # their state themselves. Only the optimizer has to be given its state.
+        # dcp.load fills `saved` in place: its weights are the tensors of the model, and scheduler
+        # and scaler get load_state_dict(). The moments still have to go to the optimizer.
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
@@ -192,11 +192,11 @@ def main():
         tokens_per_rank = torch.full((), batch_tokens / WORLD_SIZE, device=device)
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
-            # DDP 6: The ranks read batches in turn, because equal samples give equal gradients.
+            # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: To save memory, each micro-batch averages gradients and frees whole weights.
-            # With --no-reshard-after-forward, only the last one does: more memory, less traffic.
+            # FSDP: After each micro-batch, average the gradients and keep shards only: less memory.
+            # With --no-reshard-after-forward, do so only after the last one: less traffic.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -305,8 +305,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers searches for position ids that begin at 0 again, and Python waits
-    # for the GPU. This function does not.
+    # In each pass, Transformers looks whether positions restart at 0 within a sample, and Python
+    # waits for the GPU. This function does not wait.
     # CHAT 4: A conversation begins at position 0, and sees no other conversation of the sample.
     # The function numbers the conversations. A token attends to tokens with its own number only.
     transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
@@ -318,7 +318,7 @@ def build_model(args, device, checkpoint):
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
     if args.activation_checkpointing:
         # A layer keeps only its input. The backward pass computes the rest a second time.
-        model.activation_checkpointing_enable()
+        model.activation_checkpointing_enable()  # before: gradient_checkpointing_enable
     if args.compile:
         # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
         # fast kernels of attention take none. Layers of one kind also share their compiled code.
@@ -339,8 +339,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config draws other random numbers before the weights, in each version other ones. So
-        # seed and draw the weights again.
+        # from_config also draws numbers that differ between versions of Transformers. So seed and
+        # draw the weights again, and the same seed gives the same model.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -649,7 +649,7 @@ def model_inputs(batch, device):
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # not worth compiling
+@torch.compiler.set_stance("force_eager")  # CHAT: one pass is not worth compiling
 def mixes_conversations(model, device):
     """Whether the first conversation of a sample changes the logits of the second one."""
     ids = torch.arange(2, 18).repeat(2, 1)
