@@ -97,7 +97,7 @@ KEEP = "vars(train).setdefault('kept', torch.empty(4, *weight.shape))[len(x) - 1
 LAYER = "x.append(x[-1] @ weight)"
 WAIT = "average(gradient).wait()"
 BACKEND = "dist.group.WORLD._get_backend(torch.device('cpu')).allreduce([gradient]).wait()"
-STORE = "dist.distributed_c10d._get_default_store().set(str(rank), str(gradient)); "
+STORE = "dist.FileStore('store', world_size).set(str(rank), str(gradient)); "
 SEND = "dist.all_to_all_single(received, parts)"
 GROUP = "dist.group.WORLD.alltoall_base(received, parts, [], []).wait()"
 PASS_ON = "k, v = pass_on(torch.stack([k, v]))"
@@ -105,22 +105,28 @@ ADD = "residual += gradient_of"
 TWICE = "look for a pass that runs twice"
 MESSAGES = "use collectives of torch.distributed, in this process and thread"
 NUMBERS = "keep numbers in tensors"
+PRIVATE = "is private: use public functions of PyTorch"
+MODES = "with torch.utils._python_dispatch._disable_current_modes(): torch.rand(1000)\n    "
+UNSEEN = "with getattr(torch, '_C')._DisableTorchDispatch(): tokens @ A\n    "
 # What each of these hides, and a part of what is said of it
 CHEATS = [
-    ("ddp", WAIT, BACKEND, MESSAGES),
+    ("ddp", WAIT, BACKEND, PRIVATE),
     ("ddp", WAIT, STORE + WAIT, MESSAGES),
     ("ddp", "weights).backward()", "weights).backward(retain_graph=True)", "one backward pass"),
     ("ddp", WAIT, "loss_of(samples, weights); " + WAIT, TWICE),
     ("fsdp", ADAMW, REPLICA, "bytes on line"),
+    ("fsdp", "x = [samples]", MODES + "x = [samples]", PRIVATE),
     ("fsdp", LAYER, KEEP + LAYER, "one whole weight and the next one"),
     ("fsdp", LAYER, "weight.tolist(); " + LAYER, NUMBERS),
     ("fsdp", LAYER, f"{LAYER}; x[-2] @ weight", "computes a layer more than once"),
+    ("tensor_parallel", "y = add", UNSEEN + "y = add", PRIVATE),
     ("tensor_parallel", "y = add", "tokens @ A; y = add", TWICE),
     ("tensor_parallel", "y = add", "torch.save(A, 'A'); y = add", NUMBERS),
     ("pipeline", "sent.append(x.pop(n).nbytes)", "sent.append(x[n].nbytes)", "forget inputs"),
     ("pipeline", "x.pop(n).nbytes", "x.pop(n).detach().numpy().nbytes", NUMBERS),
     ("gradient_compression", "all_gather(parts,", "all_gather_object(parts,", NUMBERS),
     ("gradient_compression", ADD, f"gradient_of(weights, samples); {ADD}", TWICE),
+    ("gradient_compression", ": residual,", ": torch.ones(512),", "print what goes into"),
     ("local_steps", "momentum = 0.9", "os.system('true'); momentum = 0.9", MESSAGES),
     ("local_steps", "gradient = shared", "batches[0] @ weights; gradient = shared", TWICE),
     ("context_parallel", SEND, GROUP, MESSAGES),

@@ -354,14 +354,14 @@ def compare(reference, port):
         print(f"Warning: not in fp32 ({', '.join(sorted(low))}). Small differences are not seen,")
         print("and updates are not compared.")
     if reference.is_random or port.is_random:
-        print("Warning: the forward pass draws random numbers, other ones in each run: no dropout.")
+        print("Warning: the forward pass draws random numbers, as dropout does: turn it off.")
     tolerances = TOLERANCES["bf16" if low else "fp32"]
     steps = sorted(reference.steps.keys() & port.steps.keys())
     compared = []
     for step in steps:
         matches = pairs(reference, port, step)
         if step == 1 and not all(x["saw_clipping"] for _, *two, _ in matches for x in two):
-            print("Note: clipping was not seen in both runs. If there is any, it comes too early.")
+            print("Note: clipping was not seen in both runs, so these gradients may be clipped.")
         print(f"Step {step}")
         previous = compared[-1] if compared else None
         if compare_gradients(reference, port, step, matches, previous, tolerances[0]):
