@@ -356,7 +356,7 @@ def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("exercise", choices=NAMES, metavar="exercise", help=", ".join(NAMES))
     parser.add_argument("--answer", action="store_true", help="the difference to the original")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"default: {FOLDER}")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="in place of outputs/exercises")
     text = "when a run counts as hanging (default: 20)"
     parser.add_argument("--seconds", type=float, default=20, help=text)
     return parser.parse_args()

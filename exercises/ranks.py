@@ -131,7 +131,6 @@ def multiplications(name: str, args) -> int:
 
 MESSAGES = "use collectives of torch.distributed, in this process and thread: no others are seen"
 NUMBERS = "keep numbers in tensors: the check cannot see them in lists, arrays, files and pickles"
-PRIVATE = "use public functions of PyTorch: the check cannot see all that private ones do"
 PROCESSES = r"subprocess\.|socket\.|mmap\.|os\.(system|fork|exec|posix_spawn)"
 
 
@@ -399,7 +398,8 @@ def a_rank(connection, files, rank: int, n: int, solution: str, path: str, memor
     refuse_what_is_outside(path)
     try:
         if private := re.search(r"[.\"']_[a-zA-Z]\w*", solution):
-            raise NotImplementedError(f"`{private[0][1:]}` is private: {PRIVATE}")
+            name = private[0][1:]  # a private function could compute unseen
+            raise NotImplementedError(f"`{name}` is private: use public functions of PyTorch")
         names = {"__file__": path, "__name__": "solution"}
         exec(compile(solution, path, "exec"), names)
         for function, data in parts:
