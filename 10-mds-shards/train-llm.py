@@ -34,7 +34,6 @@ from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle OpenMP threads sleep, not spin
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
-os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
 import comet_ml
 import datasets
@@ -77,12 +76,11 @@ def main():
     args = parse_args()
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
-    if args.dtype is None:
-        args.dtype = "fp32" if device.type == "cpu" else "bf16"
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     global_batch = args.batch_size * accumulation * WORLD_SIZE
-    torch.manual_seed(args.seed)  # for random initial weights
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
@@ -99,8 +97,7 @@ def main():
     eval_rows = load_eval_rows(args, tokenizer) if args.eval_freq else []
     order = sample_order(args, train_rows.sizes)
     run_folder, checkpoint, state = open_run(args, train_rows.index_hash)
-    # DDP: Another script, flag or file on one node would spoil the training without any error, so
-    # compare all ranks.
+    # DDP: Compare all ranks, because another script or flag on one node would train wrong silently.
     setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
     setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
     setup["script"] = Path(__file__).read_text()
@@ -134,12 +131,12 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load fills `saved`. Its weights are those of the model, and scheduler and scaler load
-        # their state themselves. Only the optimizer has to be given its state.
+        # dcp.load fills `saved` in place: its weights are the tensors of the model, and scheduler
+        # and scaler get load_state_dict(). The moments still have to go to the optimizer.
         saved = sharded_state(model, stateful)
         read_parts(checkpoint, saved)  # NODES: of any format
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # The loaded rate is for the old total_steps. Count back one step, then step() computes it.
+        # total_steps may have changed, so compute the rate again: go one step back, and forth.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     elif args.resume_dir:
@@ -147,7 +144,7 @@ def main():
         read_parts(of_this_rank(args.resume_dir), {"model": model.state_dict()})
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
-        facts = describe_run(model, optimizer, device)
+        facts = describe_run(model, device)
         facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
         run_log = RunLog(args, run_folder, checkpoint, state, facts)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
@@ -199,8 +196,8 @@ def main():
             # MDS: read_step has chosen the rows. This number only seeds the dropout masks.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: To save memory, each micro-batch averages gradients and frees whole weights.
-            # With --no-reshard-after-forward, only the last one does: more memory, less traffic.
+            # FSDP: After each micro-batch, average the gradients and keep shards only: less memory.
+            # With --no-reshard-after-forward, do so only after the last one: less traffic.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -315,8 +312,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks whether position ids begin at 0 again, and Python waits for
-    # the GPU. Here they never do, so put a function that finds nothing in its place.
+    # In each pass, Transformers looks whether positions restart at 0 within a sample, and Python
+    # waits for the GPU. Here they never do: a sample counts as one text. So switch the search off.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -326,14 +323,13 @@ def build_model(args, device, checkpoint):
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
     if args.activation_checkpointing:
         # A layer keeps only its input. The backward pass computes the rest a second time.
-        model.activation_checkpointing_enable()
+        model.activation_checkpointing_enable()  # before: gradient_checkpointing_enable
     if args.compile:
         # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
-        # fast attention takes no mask. Layers of one kind also share their compiled code.
+        # fast kernels of attention take none. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
-        # The loss converts the logits, the largest tensor of a step, to fp32. Compiled, it needs
-        # no copy for this.
+        # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
         model.loss_function = torch.compile(model.loss_function)
     return model
 
@@ -348,8 +344,8 @@ def load_model(args, checkpoint):
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config has drawn random weights, after other random numbers of its own. Seed and draw
-        # again, so that the weights depend on the seed alone.
+        # from_config also draws numbers that differ between versions of Transformers. So seed and
+        # draw the weights again, and the same seed gives the same model.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -428,7 +424,7 @@ def parameter_groups(model, args):
 # The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
-LONGEST_DOCUMENT = 250_000  # characters; a longer text is cut, because it takes much memory
+LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
 PADDING = -100  # at the end of a row; the label of a token that has no loss
 PARTS = 64  # MDS: of the corpus, from which the order of the rows takes one row each in turn
 
@@ -581,8 +577,7 @@ def load_documents(name, subset):
         return datasets.load_dataset(file_format, data_files=name, streaming=True)
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
-        endings = ", ".join(FORMATS)
-        sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
+        sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
         # MDS: A rank reads some of the files, and no file before it needs it.
@@ -596,7 +591,7 @@ def load_documents(name, subset):
 def read_text(files):
     """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
 
-    A document that is too long is cut. \ufffd stands for a character that cannot be decoded.
+    A document that is too long is split. \ufffd stands for a character that cannot be decoded.
     """
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
@@ -950,14 +945,13 @@ def memory_metrics(device):
     }
 
 
-def describe_run(model, optimizer, device):
+def describe_run(model, device):
     """Facts about model and machine, which are logged once besides the flags."""
     on_gpu = device.type == "cuda"
     return {
         "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
-        "optimizer": type(optimizer).__name__,
         "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
         "torch_version": torch.__version__,
@@ -1077,8 +1071,7 @@ def parse_args():
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
     add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
-    on_gpu = torch.cuda.is_available()
-    add("--compile", action=switch, default=on_gpu, help="compile the layers; on for CUDA")
+    add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
     add("--eval-freq", type=int, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=int, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
@@ -1142,8 +1135,7 @@ if __name__ == "__main__":
     except (OSError, ArgumentError) as error:  # such as a file that is not there, or a wrong flag
         sys.exit(f"error: {error}")
     except torch.OutOfMemoryError:
-        # FSDP: more devices help, too, because each device then has a smaller shard.
-        sys.exit("error: out of GPU memory: try --activation-checkpointing, a lower -b, more GPUs")
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
     finally:
         # DDP: If all ranks fail alike, one sentence per node is enough: while the others sleep,
         # local rank 0 prints it and ends, and then torchrun ends the others.

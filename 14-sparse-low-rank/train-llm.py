@@ -29,7 +29,6 @@ from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle OpenMP threads sleep, not spin
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
-os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
 import comet_ml
 import datasets
@@ -55,11 +54,10 @@ def main():
     sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
     args = parse_args()
     device = torch.device(args.device)
-    if args.dtype is None:
-        args.dtype = "fp32" if device.type == "cpu" else "bf16"
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation  # samples per optimizer step
-    torch.manual_seed(args.seed)  # for random initial weights
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
@@ -72,7 +70,7 @@ def main():
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
-    order = sample_order(args, train_samples)
+    order = sample_order(args, train_samples)  # of all epochs
     run_folder, checkpoint, state = open_run(args, train_samples)
     model = build_model(args, device, checkpoint)
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
@@ -101,12 +99,12 @@ def main():
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
         for name, part in stateful.items():
             part.load_state_dict(saved[name])
-        # The loaded rate is for the old total_steps. Count back one step, then step() computes it.
+        # total_steps may have changed, so compute the rate again: go one step back, and forth.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     run_log = None
     if run_folder:
-        facts = describe_run(model, optimizer, device)
+        facts = describe_run(model, device)
         facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
         facts["dataset_tokens"] = len(train_tokens)
         run_log = RunLog(args, run_folder, checkpoint, state, facts)
@@ -222,8 +220,8 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks whether position ids begin at 0 again, and Python waits for
-    # the GPU. Here they never do, so put a function that finds nothing in its place.
+    # In each pass, Transformers looks whether positions restart at 0 within a sample, and Python
+    # waits for the GPU. Here they never do: a sample counts as one text. So switch the search off.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -233,14 +231,13 @@ def build_model(args, device, checkpoint):
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
     if args.activation_checkpointing:
         # A layer keeps only its input. The backward pass computes the rest a second time.
-        model.activation_checkpointing_enable()
+        model.activation_checkpointing_enable()  # before: gradient_checkpointing_enable
     if args.compile:
         # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
-        # fast attention takes no mask. Layers of one kind also share their compiled code.
+        # fast kernels of attention take none. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
-        # The loss converts the logits, the largest tensor of a step, to fp32. Compiled, it needs
-        # no copy for this.
+        # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
         model.loss_function = torch.compile(model.loss_function)
     return model
 
@@ -422,7 +419,7 @@ def merged_weights(model):
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
-LONGEST_DOCUMENT = 250_000  # characters; a longer text is cut, because it takes much memory
+LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
 
 
 def load_tokens(args, tokenizer):
@@ -449,8 +446,7 @@ def load_documents(args):
         return datasets.load_dataset(name, args.dataset_subset)  # on the Hub
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
-        endings = ", ".join(FORMATS)
-        sys.exit(f"error: no files for {name}: give a file or pattern that ends in {endings}")
+        sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
     say(f"{name}: {len(files):,} files")
     if file_format == "text":
         # `datasets` caches by the arguments. With `versions`, it reads a changed file again.
@@ -468,7 +464,7 @@ def load_documents(args):
 def read_text(files, versions):
     """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
 
-    A document that is too long is cut. \ufffd stands for a character that cannot be decoded.
+    A document that is too long is split. \ufffd stands for a character that cannot be decoded.
     """
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
@@ -520,10 +516,7 @@ def tokenize(rows, tokenizer, column):
 
 
 def sample_order(args, train_samples):
-    """The samples of all epochs, in the order in which the run reads them.
-
-    The order depends only on the seed, so a run can resume at any sample.
-    """
+    """The samples of all epochs in their order. The seed decides it, so a resume repeats it."""
     permutations = []
     for epoch in range(args.num_epochs):
         # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
@@ -661,14 +654,13 @@ def memory_metrics(device):
     }
 
 
-def describe_run(model, optimizer, device):
+def describe_run(model, device):
     """Facts about model and machine, which are logged once besides the flags."""
     on_gpu = device.type == "cuda"
     return {
         "world_size": 1,
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
-        "optimizer": type(optimizer).__name__,
         "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
         "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
         "torch_version": torch.__version__,
@@ -788,17 +780,15 @@ def parse_args():
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
     add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
-    on_gpu = torch.cuda.is_available()
-    add("--compile", action=switch, default=on_gpu, help="compile the layers; on for CUDA")
+    add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
     add("--eval-freq", type=int, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=int, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=int, default=2, help="older ones are removed")
     add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
     add("--seed", type=int, default=0, help="seed of random weights and sample order")
-    # For each name, ask torch.cuda.is_available() and so on.
-    devices = [name for name in ("cuda", "mps", "cpu") if getattr(torch, name).is_available()]
-    add("--device", choices=devices, default=devices[0], help="where to train")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # or None
+    add("--device", default=str(accelerator or "cpu"), help="cuda, mps or cpu")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     # Parse three times: to find --config, to find --demo, and then all flags, which override both.
     if config := parser.parse_args().config:

@@ -97,7 +97,7 @@ def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path):
             tokens_of(chapter_1, tokenizer, tmp_path / "a.csv", text_column=column)
     for name in ("none.txt", "*.md", "a.tsv", ""):
         (tmp_path / "a.tsv").write_text("text\n")
-        with pytest.raises(SystemExit, match=r"give a file or pattern that ends in .txt, .md, "):
+        with pytest.raises(SystemExit, match=r"give existing ones that end in .txt, .md, "):
             tokens_of(chapter_1, tokenizer, f"{tmp_path}/{name}")
 
 
