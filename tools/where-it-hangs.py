@@ -54,14 +54,12 @@ class PlainUnpickler(pickle.Unpickler):
 def read_dumps(folder):
     """By rank: the dump of the rank. A dump of NCCL has no stack of the main thread."""
     dumps = {}
-    for file in sorted(folder.iterdir()):
+    for file in sorted(filter(Path.is_file, folder.iterdir())):
         try:
             if re.fullmatch(r"rank-\d+\.json", file.name):
                 dump = json.loads(file.read_text())
                 dumps[dump["rank"]] = dump
-            elif (number := re.search(r"(\d+)$", file.name)) and file.is_file():
-                if file.name.startswith(("incomplete", "stacks")):
-                    continue
+            elif number := re.fullmatch(r"(?!incomplete|stacks).*?(\d+)", file.name):
                 with file.open("rb") as stream:
                     trace = PlainUnpickler(stream).load()
                 times = {"started": 0, "written": file.stat().st_mtime}
