@@ -336,7 +336,7 @@ def check_class(texts: list[str], tokenizer, args, report: Report) -> None:
                 pairs = zip(tokenizer.convert_ids_to_tokens(found), expected.tokens, strict=False)
                 both = next((f"{one}, not {other}" for one, other in pairs if one != other), "ids")
                 name = type(tokenizer).__name__
-                report.warn(f"{name} makes other tokens than tokenizer.json: {both}")
+                report.warn(f"{name} makes other tokens than tokenizer.json ({both}): choose one")
                 return
 
 

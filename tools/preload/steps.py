@@ -45,9 +45,7 @@ def rank():
 
 
 def world_size():
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 # -- What the model reads, and the names of its parameters -----------------------------------------
@@ -78,10 +76,8 @@ def note_root(module, values):
 
 def generators():
     """The states of the generators of random numbers, which each drawn number changes."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
+    of_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *of_gpu]
 
 
 original_call = torch.nn.Module.__call__
@@ -269,8 +265,7 @@ def finish():
 torch.nn.Module.__call__ = watched_call
 for module in (torch.nn.utils, torch.nn.utils.clip_grad):
     for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
-        if hasattr(module, name):
-            setattr(module, name, watch_clipping(getattr(module, name)))
+        setattr(module, name, watch_clipping(getattr(module, name)))
 torch.nn.functional.cross_entropy = watch_cross_entropy(torch.nn.functional.cross_entropy)
 register_optimizer_step_pre_hook(before_step)
 register_optimizer_step_post_hook(after_step)
