@@ -265,7 +265,8 @@ def finish():
 torch.nn.Module.__call__ = watched_call
 for module in (torch.nn.utils, torch.nn.utils.clip_grad):
     for name in ("clip_grad_norm_", "clip_grads_with_norm_"):
-        setattr(module, name, watch_clipping(getattr(module, name)))
+        if hasattr(module, name):
+            setattr(module, name, watch_clipping(getattr(module, name)))
 torch.nn.functional.cross_entropy = watch_cross_entropy(torch.nn.functional.cross_entropy)
 register_optimizer_step_pre_hook(before_step)
 register_optimizer_step_post_hook(after_step)
