@@ -8,7 +8,7 @@ check again. README.md has the way through the exercises.
 
 import argparse
 import difflib
-import pickle
+import os
 import re
 import secrets
 import sys
@@ -22,6 +22,7 @@ from ranks import Outcome, compute_reference, given_and_yours, run
 from techniques import TECHNIQUES, Blank, Technique
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+FOLDER = REPOSITORY / "outputs" / "exercises"
 NAMES = [f"{name}-{level}" for name, technique in TECHNIQUES.items() for level in technique.levels]
 UNTOUCHED = "raise NotImplementedError  # blank"
 WRAP = {"break_long_words": False, "break_on_hyphens": False}
@@ -93,30 +94,32 @@ def reference(name: str, n: int):
 
 
 def run_exercise(name: str, text: str, path: Path, n: int, seconds: float) -> Outcome:
-    memory = TECHNIQUES[name].memory
-    limit = None if isinstance(memory, str) else memory
-    return run(text, path, lambda: reference(name, n), n, seconds, limit)
+    return run(text, path, lambda: reference(name, n), n, seconds, TECHNIQUES[name].memory)
+
+
+@cache
+def outcome_of_original(name: str, n: int) -> Outcome:
+    """With the data of the solution: the bytes that are sent, and the products."""
+    outcome = run_exercise(name, original(name), Path(name), n, seconds=20)
+    if outcome.problem:
+        raise SystemExit(f"error: the original does not run on this machine: {outcome.problem}")
+    return outcome
 
 
 def judge(name: str, n: int, outcome: Outcome) -> list[Line]:
     technique = TECHNIQUES[name]
     lines = []
-    for function, pickled, expected in reference(name, n):
+    for function, _, expected in reference(name, n):
         parts = outcome.parts[function]
-        data = [pickle.loads(own) for own in pickled]
-        right = [technique.bytes_sent(function, rank, n, data) for rank in range(n)]
-        checks = [
-            results_line(parts, expected, n),
-            bytes_line(technique, parts, right),
-            memory_line(technique, parts),
-            products_line(technique, function, parts, data),
-            order_line(technique, function, parts, n),
-        ]
-        all_wrong = checks[0][1] is False and checks[2][1] is False
-        if all_wrong and any(part.early for part in parts):
-            checks[2] = "memory", None, "not told: requests hold memory, so wait for all of them"
-        for label, good, text in checks:
-            lines.append(Line(function, label, good, text))
+        right = outcome_of_original(name, n).parts[function]
+        results = results_line(parts, expected, n)
+        checks = [results, bytes_line(technique, parts, right)]
+        if technique.memory:
+            checks.append(memory_line(technique, parts, is_wrong=not results[1]))
+        checks.append(products_line(technique, parts, right))
+        if technique.order:
+            checks.append(order_line(technique, function, parts, n))
+        lines += [Line(function, *checked) for checked in checks]
     return lines
 
 
@@ -198,19 +201,19 @@ def too_large(factor: float, n: int) -> str:
     return f"{factor:.4g} times one process"
 
 
-def bytes_line(technique, parts, expected):
-    for rank, (part, right) in enumerate(zip(parts, expected, strict=True)):
-        if part.sent != right:
-            text = f"rank {rank} sent {part.sent}, the formula has {right} ({technique.bytes_text})"
-            cause = "something was not sent" if part.sent < right else "less is enough"
+def bytes_line(technique, parts, right_parts):
+    for rank, (part, right) in enumerate(zip(parts, right_parts, strict=True)):
+        if part.sent != right.sent:
+            text = f"rank {rank} sent {part.sent}, expected {right.sent} ({technique.bytes_text})"
+            cause = "something was not sent" if part.sent < right.sent else "less is enough"
             return "bytes", False, f"{text}: {cause}"
     return "bytes", True, f"rank 0 sent {parts[0].sent}: {technique.bytes_text}"
 
 
-def memory_line(technique, parts):
-    if isinstance(technique.memory, str):
-        return "memory", None, technique.memory
+def memory_line(technique, parts, is_wrong):
     for rank, part in enumerate(parts):
+        if part.excess and is_wrong and any(part.early for part in parts):
+            return "memory", None, "not told: requests hold memory, so wait for all of them"
         if part.excess:
             sizes, limit, line = part.excess
             where = f"on line {line}" if line else "when the function has returned"
@@ -226,9 +229,9 @@ def as_sum(sizes: list[int]) -> str:
     return f"{' + '.join(terms)} = {sum(sizes)}"
 
 
-def products_line(technique, function, parts, data):
-    for rank, part in enumerate(parts):
-        limit = technique.products(function, rank, data)
+def products_line(technique, parts, right_parts):
+    for rank, (part, right) in enumerate(zip(parts, right_parts, strict=True)):
+        limit = round(technique.products * right.products)
         if part.products > limit:
             text = f"rank {rank} multiplies {part.products} times, and {limit} are enough"
             return "products", False, f"{text}: look for a pass that runs twice"
@@ -236,8 +239,6 @@ def products_line(technique, function, parts, data):
 
 
 def order_line(technique, function, parts, n):
-    if isinstance(technique.order, str):
-        return "order", None, technique.order
     for rank, part in enumerate(parts):
         wrong = technique.order(function, part.events, rank, n)
         if wrong:
@@ -255,39 +256,31 @@ def replaced(text: str, code: str, instead: str) -> str:
 
 
 @cache
-def outcome_of_mistake(name: str, sentence: str) -> Outcome:
+def outcome_of_mistake(name: str, code: str, instead: str) -> Outcome:
     """A known mistake, made in the original and run on two processes."""
-    text = replaced(original(name), *TECHNIQUES[name].mistakes[sentence])
+    text = replaced(original(name), code, instead)
     return run_exercise(name, text, Path(name), 2, seconds=20)
 
 
 def known_mistake(name: str, outcome: Outcome) -> str:
-    """The sentence of a mistake with the same wrong results, bytes and order."""
-    wrong = failures(name, outcome)
-    for sentence in TECHNIQUES[name].mistakes:
-        other = outcome_of_mistake(name, sentence)
-        if not other.problem and wrong == failures(name, other) and alike(outcome, other):
+    """The sentence of a mistake with the same wrong results and bytes."""
+    for sentence, *codes in TECHNIQUES[name].known_mistakes():
+        other = outcome_of_mistake(name, *codes)
+        if not other.problem and alike(outcome, other):
             return sentence
     return ""
 
 
-def failures(name: str, outcome: Outcome) -> set:
-    """The failed checks. `alike` compares the results."""
-    lines = [line for line in judge(name, 2, outcome) if line.good is False]
-    texts = {"bytes", "order"}  # with texts that do not depend on who has written the lines
-    return {(x.function, x.check, x.text if x.check in texts else "") for x in lines}
-
-
-def alike(a: Outcome, b: Outcome) -> bool:
-    for function in a.parts:
-        for one, other in zip(a.parts[function], b.parts[function], strict=True):
-            if one.sent != other.sent or one.results.keys() != other.results.keys():
-                return False
-            for name, tensor in one.results.items():
-                if tensor.shape != other.results[name].shape:
-                    return False
-                if not torch.allclose(tensor, other.results[name], rtol=1e-6, equal_nan=True):
-                    return False
+def alike(*outcomes: Outcome) -> bool:
+    """Whether two solutions send the same number of bytes, and have the same results."""
+    found = [
+        [(part.sent, part.results) for of_ranks in x.parts.values() for part in of_ranks]
+        for x in outcomes
+    ]
+    try:
+        torch.testing.assert_close(*found, rtol=1e-6, atol=1e-8, equal_nan=True)
+    except AssertionError:
+        return False
     return True
 
 
@@ -297,28 +290,27 @@ def alike(a: Outcome, b: Outcome) -> bool:
 def grade(name: str, text: str, path: Path, seconds: float):
     """Yields what to print. The last item is True if everything is right."""
     given_and_yours(text)
-    fine = {}
     for n in TECHNIQUES[name].processes:
         yield f"{n} processes"
         outcome = run_exercise(name, text, path, n, seconds)
         lines = [] if outcome.problem else judge(name, n, outcome)
-        fine[n] = not outcome.problem and all(line.good is not False for line in lines)
-        if not fine[n]:
+        is_right = not outcome.problem and all(line.good is not False for line in lines)
+        if not is_right:
             yield from printed(outcome)
         yield from (f"    {line}" for line in outcome.problem.splitlines())
         yield from report(lines)
-        if not fine[n]:
+        if not is_right:
             break
-    if not fine[n] and n == 4 and not is_race(outcome) and not only_waste(lines):
+    if not is_right and n == 4 and not is_race(outcome) and not only_waste(lines):
         yield (
             "4 ranks are wrong and 2 are right: a rank number is written down somewhere, or the "
             "number of ranks"
         )
-    elif not fine[n] and n == 2 and not outcome.problem and not is_race(outcome):
+    elif not is_right and n == 2 and not outcome.problem and not is_race(outcome):
         sentence = known_mistake(name, outcome)
         if sentence:
             yield f"It looks like this mistake: {sentence}."
-    yield all(fine.values())
+    yield is_right
 
 
 def is_race(outcome: Outcome) -> bool:
@@ -363,62 +355,31 @@ def ask(technique: Technique) -> None:
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("exercise", choices=NAMES, metavar="exercise", help=", ".join(NAMES))
-    parser.add_argument("--reset", action="store_true", help="write the file with blanks again")
     parser.add_argument("--answer", action="store_true", help="the difference to the original")
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        default=REPOSITORY / "outputs" / "exercises",
-        help="your folder (default: outputs/exercises)",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=20, help="when a run counts as hanging (default: 20)"
-    )
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="in place of outputs/exercises")
+    text = "when a run counts as hanging (default: 20)"
+    parser.add_argument("--seconds", type=float, default=20, help=text)
     return parser.parse_args()
-
-
-def show_path(path: Path) -> str:
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def agrees(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise SystemExit("error: --reset asks first, and this is not a terminal")
-    return input(f"{question} [y/N] ").strip().lower() == "y"
 
 
 def main() -> int:
     args = parse()
-    name, level = args.exercise.rsplit("-", 1)
+    name, _ = args.exercise.rsplit("-", 1)
     path = args.folder / f"{args.exercise}.py"
-    shown = show_path(path)
-    if args.reset and path.exists():
-        if not agrees(f"Write over {shown}?"):
-            print(f"kept: {shown}")
-            return 0
-        path.unlink()
-    is_new = not path.exists()
-    if is_new:
+    shown = os.path.relpath(path)
+    if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(with_blanks(args.exercise))
+        print(f"written: {shown}. Write your lines at its blanks, and call this again")
     text = path.read_text()
     if args.answer:
         before, after = text.splitlines(), complete(args.exercise).splitlines()
         print("\n".join(difflib.unified_diff(before, after, shown, "the original", lineterm="")))
         return 0
-    if is_new:
-        print(f"written: {shown}. Write your lines at its blanks, and call this again")
     blanks = [i for i, line in enumerate(text.splitlines(), start=1) if UNTOUCHED in line]
     for line in blanks:
         print(f"not yet: {shown}, line {line}")
-    if 0 < len(blanks) < len(TECHNIQUES[name].levels[int(level)]):
-        print("the check runs the whole file, so it begins when all blanks are filled")
     if blanks:
-        return 1
-    try:
-        compile(text, shown, "exec")
-    except SyntaxError as error:
-        print(f"{shown}, line {error.lineno}: {error.msg}: `{(error.text or '').strip()}`")
         return 1
     ask(TECHNIQUES[name])
     for item in grade(name, text, path, args.seconds):

@@ -6,6 +6,7 @@ memory. Nothing here judges: `check.py` does.
 """
 
 import inspect
+import linecache
 import multiprocessing
 import os
 import pickle
@@ -18,6 +19,7 @@ import time
 import traceback
 import warnings
 import weakref
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
@@ -62,7 +64,7 @@ def given_and_yours(text: str) -> str:
     """A script without its check, which holds the results of one process."""
     found = re.search(r"^# Check: ", text, re.MULTILINE)
     if not found:
-        raise SystemExit('error: the line that begins with "# Check: " is missing: use --reset')
+        raise SystemExit('error: the line that begins with "# Check: " is missing: put it back')
     return text[: found.start()]
 
 
@@ -101,14 +103,8 @@ def collective(name: str, args, rank: int, n: int) -> tuple[str, int]:
         return "all_to_all", bytes_of(args[1]) - args[1][rank].nbytes
     if name == "send":
         return "send", first
-    if name in ("recv_", "recv_any_source_"):
-        return "recv", 0
-    if name == "barrier":
-        return "barrier", 0
-    if name in ("reduce_", "broadcast_", "gather_", "scatter_"):
-        raise NotImplementedError(
-            f"in {name.strip('_')}, one rank is special: all must do the same"
-        )
+    if name in ("recv_", "recv_any_source_", "barrier"):
+        return name.strip("_"), 0
     raise NotImplementedError(f"the check cannot count the bytes of {name}: use another collective")
 
 
@@ -156,6 +152,10 @@ def own_line(path: str) -> int:
     return calls(path)[-1][1] if calls(path) else 0
 
 
+def with_code(path: str, line: int) -> str:
+    return f"line {line}: `{linecache.getline(path, line).strip()}`"
+
+
 def refuse_what_is_outside(path: str) -> None:
     """Python reports each process that starts, each socket, and each file that opens."""
 
@@ -168,12 +168,6 @@ def refuse_what_is_outside(path: str) -> None:
 
     sys.dont_write_bytecode = True  # an import is no such file
     sys.addaudithook(hear)
-
-
-def messages_sent() -> int:
-    """The process groups count what they send, also what no operation of PyTorch has asked for."""
-    groups = dist.distributed_c10d._world.pg_map
-    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def is_blank(storage: torch.UntypedStorage) -> bool:
@@ -195,15 +189,13 @@ class Watch(TorchDispatchMode):
         self.most, self.excess = 0, ()
         self.events = []
         self.sent = self.products = self.numbers_read = 0
-        self.messages = messages_sent()
-        self.on_the_way = {}  # requests: name, line, and the places where numbers arrive
+        self.on_the_way = {}  # requests: name with line, and the places where numbers arrive
         self.requests = weakref.WeakKeyDictionary()  # of futures
         self.early = ""
         self.sent_places = []  # of the tensors whose all-reduce began in this backward pass
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        self.refuse_unseen_messages()
         if function.namespace == "_c10d_functional":
             raise NotImplementedError(MESSAGES)
         if function.namespace == "c10d":
@@ -236,25 +228,19 @@ class Watch(TorchDispatchMode):
         self.look_at_memory(between=False, arriving=tensors_in(args))
         if name == "all_reduce":
             self.sent_places += map(place, tensors_in(args[0]))
-        line = own_line(self.path)
-        self.note("began", name, line)
+        begun = f"{name} of line {own_line(self.path)}"
+        self.note(f"computes, after the {begun}")
         if self.rank == self.n - 1:
             time.sleep(0.01)  # a slow rank: who does not wait for it, has wrong numbers
         result = function(*args, **kwargs)
-        self.messages = messages_sent()
         if name != "send":  # a message that leaves may be read
             request = dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)
-            self.on_the_way[request] = name, line, [place(x) for x in tensors_in(args[0])]
+            self.on_the_way[request] = begun, [place(x) for x in tensors_in(args[0])]
         return result
 
-    def note(self, *note) -> None:
-        """What this rank does, for the case that it hangs or is ended: a state, a name, the line
-        where a collective began, and the line that waits for it."""
-        self.connection.send(("note", note))
-
-    def refuse_unseen_messages(self) -> None:
-        if self.messages != messages_sent():
-            raise NotImplementedError(MESSAGES)
+    def note(self, doing: str) -> None:
+        """What this rank does, for the case that it hangs or is ended."""
+        self.connection.send(("note", doing))
 
     def look_at_memory(self, between: bool, arriving=()) -> None:
         """A thread of gloo holds the tensors of a collective for a moment after the wait. So if
@@ -292,11 +278,11 @@ class Watch(TorchDispatchMode):
                 raise NotImplementedError(NUMBERS)
 
     def find_early_use(self, tensors) -> None:
-        for name, line, places in self.on_the_way.values():
+        for begun, places in self.on_the_way.values():
             if any(overlap(place(x), arriving) for x in tensors for arriving in places):
                 self.early = self.early or (
-                    f"line {own_line(self.path)} uses a tensor while the {name} of line {line} "
-                    "still writes into it: wait for its request before"
+                    f"line {own_line(self.path)} uses a tensor while the {begun} still writes "
+                    "into it: wait for its request before"
                 )
 
     # Functions that take the place of others. `original` is the other function.
@@ -304,12 +290,12 @@ class Watch(TorchDispatchMode):
     def wait_for(self, original, waiting, *args):
         """For `wait` of a request, or of its future."""
         request = self.requests.get(waiting, waiting)
-        name, begun, _ = self.on_the_way.pop(request, ("send", own_line(self.path), None))
-        self.note("waits", name, begun, own_line(self.path))
+        begun, _ = self.on_the_way.pop(request, ("send", None))
+        self.note(f"waits for the {begun}, on {with_code(self.path, own_line(self.path))}")
         self.events.append("wait")
         with torch._C._DisableTorchDispatch():  # gloo may move the numbers that have arrived
             result = original(waiting, *args)
-        self.note("began", name, begun)
+        self.note(f"computes, after the {begun}")
         return result
 
     def follow(self, original, waiting, *args):
@@ -365,10 +351,8 @@ class Watch(TorchDispatchMode):
         for patch in self.patches:
             patch.stop()
         self.look_at_memory(between=True)
-        for name, line, _ in self.on_the_way.values():
-            self.early = (
-                self.early or f"the request of the {name} of line {line} was not waited for"
-            )
+        for begun, _ in self.on_the_way.values():
+            self.early = self.early or f"the request of the {begun} was not waited for"
 
 
 # Processes ---------------------------------------------------------------------------------------
@@ -381,8 +365,8 @@ def copy(value):
     return type(value)(map(copy, value)) if isinstance(value, list | tuple) else value
 
 
-def reference(connection, script: str, n: int, seed: int) -> None:
-    """The process that computes alone. It sends the data and the expected results of each rank."""
+def reference(script: str, n: int, seed: int) -> bytes:
+    """The process that computes alone, and returns what `compute_reference` returns."""
     torch.set_num_threads(1)
     alone = {"init_process_group": None, "get_rank": lambda: 0, "get_world_size": lambda: n}
     alone["init_process_group"] = lambda *_: None
@@ -395,9 +379,8 @@ def reference(connection, script: str, n: int, seed: int) -> None:
     for function, data, expected in parts:
         sent_data = [pickle.dumps(copy(data[rank])) for rank in range(n)]
         tensors = [{k: v.detach() for k, v in expected[rank].items()} for rank in range(n)]
-        each.append((function.__name__, sent_data, pickle.dumps(tensors)))
-    connection.send(each)
-    connection.recv()
+        each.append((function.__name__, sent_data, tensors))
+    return pickle.dumps(each)
 
 
 def a_rank(connection, files, rank: int, n: int, solution: str, path: str, memory):
@@ -405,6 +388,7 @@ def a_rank(connection, files, rank: int, n: int, solution: str, path: str, memor
     os.dup2(os.open(files / f"printed-{rank}", os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say when they end a process
     sys.stderr = sys.stdout
+    linecache.cache[path] = len(solution), None, solution.splitlines(keepends=True), path
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of old names of collectives, on each rank
     port, parts = connection.recv()
@@ -413,6 +397,9 @@ def a_rank(connection, files, rank: int, n: int, solution: str, path: str, memor
     os.environ.update({name: str(value) for name, value in variables.items()})
     refuse_what_is_outside(path)
     try:
+        if private := re.search(r"[.\"']_[a-zA-Z]\w*", solution):
+            name = private[0][1:]  # a private function could compute unseen
+            raise NotImplementedError(f"`{name}` is private: use public functions of PyTorch")
         names = {"__file__": path, "__name__": "solution"}
         exec(compile(solution, path, "exec"), names)
         for function, data in parts:
@@ -422,7 +409,7 @@ def a_rank(connection, files, rank: int, n: int, solution: str, path: str, memor
             connection.send((function, run_part(names, function, own, watch)))
         connection.send(("", None))
     except BaseException as error:
-        connection.send(("problem", describe(error, solution, path, rank)))
+        connection.send(("problem", describe(error, path, rank)))
     sys.stdout.flush()
     connection.recv()
 
@@ -432,8 +419,7 @@ def run_part(names, function: str, data, watch: Watch) -> bytes:
         raise LookupError(f"your file has no function `{function}` any more")
     with watch:
         results = names[function](*data)
-    watch.refuse_unseen_messages()
-    watch.note("returned", function)
+    watch.note(f"has returned from `{function}`, and waits for the others")
     if not isinstance(results, dict):
         raise TypeError(f"`{function}` has to return a dictionary, such as the one at its end")
     returned = {name: x.detach() for name, x in results.items() if isinstance(x, torch.Tensor)}
@@ -448,36 +434,20 @@ def run_part(names, function: str, data, watch: Watch) -> bytes:
     return pickle.dumps(Part(copies, changed, watch.early, *counted, watch.events))
 
 
-def describe(error: BaseException, solution: str, path: str, rank: int) -> str:
+def describe(error: BaseException, path: str, rank: int) -> str:
     """An exception, with the learner's own line."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
-    where = f"rank {rank}"
-    if lines:
-        where += f", line {lines[-1]}: {code_in(solution, lines[-1])}"
-    text = f"{where}\n{type(error).__name__}: {error}"
+    where = ", ".join([f"rank {rank}", *(with_code(path, line) for line in lines[-1:])])
     if "Pair is not connected" in str(error):  # gloo has no connection of a rank with itself
-        text = f"{where}\na rank cannot send to itself, or receive from itself: use another rank"
-    if isinstance(error, AttributeError) and "'NoneType' object" in str(error):
-        text += "\na function has returned nothing: return what the comment of its blank asks for"
-    return text
-
-
-def code_in(solution: str, line: int) -> str:
-    lines = solution.splitlines()
-    return f"`{lines[line - 1].strip()}`" if 0 < line <= len(lines) else "``"
+        return f"{where}\na rank cannot send to itself, or receive from itself: use another rank"
+    return f"{where}\n{type(error).__name__}: {error}"
 
 
 def compute_reference(script: str, n: int, seed: int):
     """For each function: its name, the data of each rank, and the results of each rank."""
-    here, there = processes.Pipe()
-    process = processes.Process(target=reference, args=(there, script, n, seed), daemon=True)
-    process.start()
-    there.close()
-    parts = here.recv()
-    process.kill()
-    process.join()
-    return [(name, data, pickle.loads(expected)) for name, data, expected in parts]
+    with ProcessPoolExecutor(1, mp_context=processes) as pool:
+        return pickle.loads(pool.submit(reference, script, n, seed).result())
 
 
 def run(text: str, path: Path, compute_parts, n: int, seconds: float, memory=None) -> Outcome:
@@ -500,7 +470,7 @@ def run(text: str, path: Path, compute_parts, n: int, seconds: float, memory=Non
         for rank, (_, connection) in enumerate(ranks):
             own_parts = [(function, data[rank]) for function, data, _ in parts]
             connection.send((store.port, own_parts))
-        outcome = collect(ranks, solution, seconds)
+        outcome = collect(ranks, seconds)
         for process, _ in ranks:
             process.kill()
         for process, _ in ranks:
@@ -511,22 +481,26 @@ def run(text: str, path: Path, compute_parts, n: int, seconds: float, memory=Non
     return outcome
 
 
-def collect(ranks, solution: str, seconds: float) -> Outcome:
+def collect(ranks, seconds: float) -> Outcome:
     outcome = Outcome()
-    notes = [("", "")] * len(ranks)
-    open_ends = {connection: rank for rank, (_, connection) in enumerate(ranks)}
+    notes = ["has begun no collective"] * len(ranks)
+    waiting = {connection: rank for rank, (_, connection) in enumerate(ranks)}
     end = time.monotonic() + seconds
-    while open_ends:
-        ready = wait(list(open_ends), timeout=max(0, end - time.monotonic()))
-        if not ready:
-            outcome.problem = who_waits(notes, open_ends.values(), solution, seconds)
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0, end - time.monotonic()))
+        if not ready or time.monotonic() > end:
+            sentences = [f"not ready after {seconds:g} s, so the processes were ended:"]
+            for rank, note in enumerate(notes):
+                doing = note if rank in waiting.values() else "is ready"
+                sentences.append(f"rank {rank} {doing}")
+            outcome.problem = "\n".join(sentences)
             return outcome
         for connection in ready:
-            rank = open_ends[connection]
+            rank = waiting[connection]
             try:
                 function, report = connection.recv()
             except (EOFError, ConnectionResetError):
-                outcome.problem = how_it_ended(ranks[rank][0], notes[rank], rank, solution)
+                outcome.problem = how_it_ended(ranks[rank][0], rank, notes[rank])
                 return outcome
             if function == "note":
                 notes[rank] = report
@@ -537,40 +511,17 @@ def collect(ranks, solution: str, seconds: float) -> Outcome:
                     return outcome
                 function = ""  # another rank has ended, so look at that rank first
             if not function:
-                del open_ends[connection]
+                del waiting[connection]
                 continue
             in_order = outcome.parts.setdefault(function, [None] * len(ranks))
             in_order[rank] = pickle.loads(report)
     return outcome
 
 
-def how_it_ended(process, note, rank: int, solution: str) -> str:
+def how_it_ended(process, rank: int, note: str) -> str:
     process.join()
-    text = f"rank {rank} has ended without a result"
-    _, name, *lines = note
-    if lines:
-        code = code_in(solution, lines[0])
-        text += f". Its last collective is the {name} of line {lines[0]}: {code}"
+    text = f"rank {rank} has ended without a result. The last that was seen of it: it {note}"
     if process.exitcode == -signal.SIGABRT:  # the library that sends tensors ends the process
         text += "\nPyTorch has ended it. In a collective, the tensors of all ranks must have the "
         text += "size that the other ranks expect"
     return text
-
-
-def who_waits(notes, waiting, solution: str, seconds: float) -> str:
-    """Which rank is where."""
-    sentences = [f"not ready after {seconds:g} s, so the processes were ended:"]
-    for rank, (state, name, *lines) in enumerate(notes):
-        where = [f"line {line}: {code_in(solution, line)}" for line in lines]
-        if rank not in waiting:
-            sentences.append(f"rank {rank} is ready")
-        elif state == "returned":
-            sentences.append(f"rank {rank} has returned from `{name}`, and waits for the others")
-        elif state == "began":
-            sentences.append(f"rank {rank} computes, after the {name} on {where[0]}")
-        elif state == "waits":
-            begun = f", which began on {where[0]}" if lines[0] != lines[1] else ""
-            sentences.append(f"rank {rank} waits in {name} on {where[1]}{begun}")
-        else:
-            sentences.append(f"rank {rank} has begun no collective")
-    return "\n".join(sentences)

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import tempfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ for name in ("COMET_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE"):
 import torch  # noqa: E402
 from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Job, Run, load  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 TINY_LLAMA = REPOSITORY / "tiny-llama"
 # mosaicml-streaming imports torchvision for images
@@ -44,6 +46,34 @@ def write_model(folder: Path, **config) -> Path:
     return folder
 
 
+def save_weights(folder: Path, dtype=torch.float32, **options) -> Path:
+    """Adds random weights to a model's folder."""
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder, **options)
+    return folder
+
+
+def save_uneven_weights(folder: Path) -> Path:
+    """As `save_weights`, but no weight of a norm is one, and no bias is zero."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+            elif parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_documents(file: Path, documents, column="text") -> Path:
+    """A JSON Lines file with a row for each document."""
+    file.write_text("".join(json.dumps({column: document}) + "\n" for document in documents))
+    return file
+
+
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -58,18 +88,74 @@ LLAMA = {
 }
 
 
+def llama(hidden: int, intermediate: int, layers: int, heads: int, **others) -> AutoConfig:
+    usual = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+    return AutoConfig.for_model(
+        "llama",
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        **usual | others,
+    )
+
+
+# The sizes of real models, for tests of estimates
+LLAMA_2 = {"num_key_value_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}
+REAL_MODELS = {
+    "Llama-3.2-1B": llama(2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True),
+    "Llama-3.2-3B": llama(3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True),
+    "Llama-2-7B": llama(4096, 11008, 32, 32, **LLAMA_2),
+    "Llama-3.1-8B": llama(4096, 14336, 32, 32),
+    "Llama-3.1-70B": llama(8192, 28672, 80, 64),
+    "Llama-3.1-405B": llama(16384, 53248, 126, 128),
+}
+
 # For `before`: torch.compile with the same graphs, without the C++ code of Inductor, which takes a
-# minute and more. Chapters 1, 2, 3, 6, 7 and 11 have a test with Inductor.
+# minute and more. test_training.py compiles with Inductor.
 WITHOUT_INDUCTOR = """
 import functools
 import torch
 torch.compile = functools.partial(torch.compile, backend="aot_eager")
 """
 
+# For the end of `before`: each rank calls `tell` before it leaves the process group.
+AT_END = """
+import torch.distributed
+
+def tell_and_leave():
+    tell()
+    leave()
+
+leave = torch.distributed.destroy_process_group
+torch.distributed.destroy_process_group = tell_and_leave
+"""
+
+
+# For `before`: AdamW's step with this number does something else first, on one rank.
+IN_STEP = """
+import os, signal, torch
+
+def step(*arguments, **options):
+    steps.append(None)
+    if len(steps) == NUMBER and os.environ.get("RANK", "0") == "SOME_RANK":
+        ACTION
+    return original_step(*arguments, **options)
+
+steps = []
+original_step = torch.optim.AdamW.step
+torch.optim.AdamW.step = step
+"""
+
+
+def in_step(number: int, action: str, rank: int = 1) -> str:
+    code = IN_STEP.replace("NUMBER", str(number)).replace("SOME_RANK", str(rank))
+    return code.replace("ACTION", action)
+
+
 # More than a minute each, some of it without computing: one of them at the end leaves a core idle.
 LONGEST = (
-    "test_trains_what_chapter_1_trains",
-    "test_gradients_of_compiled_layers",
+    "test_equal_to_chapter_1",
     "test_time_limit",
     "test_sweep_on_slurm",
     "test_demo_and_the_commands",
@@ -98,6 +184,12 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def pretrained(tmp_path_factory) -> Path:
+    """The same model with weights on the disk, so that a plain loop can begin with them."""
+    return save_weights(write_model(tmp_path_factory.mktemp("models") / "pretrained", **LLAMA))
+
+
+@pytest.fixture(scope="session")
 def dropout_model(tmp_path_factory):
     """A model whose forward pass draws random numbers."""
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 0}
@@ -115,9 +207,7 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def dataset(texts, tmp_path_factory) -> Path:
-    file = tmp_path_factory.mktemp("data") / "text.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return file
+    return write_documents(tmp_path_factory.mktemp("data") / "text.jsonl", texts)
 
 
 @pytest.fixture(scope="session")
@@ -171,6 +261,30 @@ def require(*programs: str) -> None:
             missing(f"no {program}: apt install {PACKAGES[program]}")
 
 
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
+
+
+@contextmanager
+def browser_page(address: str):
+    """The page in a browser. It asks for no other file, and there is no error at the end."""
+    from playwright.sync_api import sync_playwright
+
+    complaints, requests = [], []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1800, "height": 1000})
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(address)
+        yield page
+        browser.close()
+    assert complaints == []
+    urls = {url.partition("#")[0] for url in requests if not url.startswith("data:")}
+    assert urls == {address}
+
+
 NOT_EXACT = ("tokens_per_second", "time/", "memory/")
 
 
@@ -196,7 +310,6 @@ def assert_same_model(a, b) -> None:
 
 def assert_opens(run, reference=None) -> None:
     """Transformers opens `final/`: in fp32, in bf16, and from a copy that is stored in bf16."""
-    from transformers import AutoModelForCausalLM
 
     def opened(folder, dtype):
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -230,9 +343,11 @@ def assert_same_losses(a, b, logged_steps: int, grad_norm: float = 1e-5) -> None
     assert len(a.column("loss")) == logged_steps
 
 
-class Result:
-    def __init__(self, run: Run | Job, folder: Path, status: int):
-        self.run, self.folder, self.status, self.output = run, folder, status, run.output
+class Folder:
+    """What a run has written into its folder."""
+
+    def __init__(self, folder: Path, output: str = ""):
+        self.folder, self.output = folder, output
 
     @property
     def records(self) -> list[dict]:
@@ -244,6 +359,12 @@ class Result:
     @property
     def checkpoints(self) -> list[str]:
         return sorted(path.name for path in self.folder.glob("step-*"))
+
+
+class Result(Folder):
+    def __init__(self, run: Run | Job, folder: Path, status: int):
+        super().__init__(folder, run.output)
+        self.run, self.status = run, status
 
 
 class Trainer:

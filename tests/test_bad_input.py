@@ -4,22 +4,18 @@ import json
 import shutil
 
 import pytest
-from conftest import LLAMA, TINY_LLAMA, assert_one_sentence, write_model
+from conftest import LLAMA, TINY_LLAMA, assert_one_sentence, save_weights, write_model
 from safetensors.torch import load_file, save_file
-from test_fsdp import save_weights
 
 # By chapter 1 itself. The flags, a part of the sentence
 CASES = {
     "zero batch": (["-b", 0], "--batch-size must be at least 1, not 0"),
     "negative clipping": (["--max-grad-norm", -1], "--max-grad-norm must be at least 0"),
     "no number": (["--lr", "fast"], 'Parser key "lr"'),
-    "unknown dtype": (["--dtype", "int8"], "--dtype"),
     "slash in the name": (["-e", "a/b"], "without slashes"),
     "name that climbs": (["-e", ".."], "without slashes"),
     "unknown flag": (["--batchsize", 8], "--batchsize"),
     "unknown key": (["--config", "{tmp}/unknown.yaml"], "batchsize"),
-    "no switch": (["--config", "{tmp}/switch.yaml"], "not boolean"),
-    "no text": (["--config", "{tmp}/number.yaml"], "experiment_name"),
     "missing file": (["-d", "{tmp}/none.txt"], "none.txt"),
     "no text column": (["-d", "{tmp}/numbers.csv"], "choose --text-column among"),
     "too small": (["-d", "{tmp}/small.txt"], "too little text"),
@@ -40,8 +36,6 @@ def files(tmp_path_factory):
     (folder / "numbers.csv").write_text("a,b\n1,2\n3,4\n")
     (folder / "small.txt").write_text("a few words")
     (folder / "unknown.yaml").write_text("batchsize: 8")
-    (folder / "switch.yaml").write_text("from_scratch: 5")
-    (folder / "number.yaml").write_text("experiment_name: 5")
     config = json.loads((TINY_LLAMA / "tokenizer_config.json").read_text())
     config.pop("eos_token")
     (write_model(folder / "endless", **LLAMA) / "tokenizer_config.json").write_text(

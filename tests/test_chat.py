@@ -11,10 +11,9 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from conftest import LLAMA, TINY_LLAMA, damaged, write_model
+from conftest import LLAMA, TINY_LLAMA, damaged, save_weights, write_model
 from runner import CHAPTER_16, REPOSITORY, load
-from test_equal import OFF, Folder, described, run, worst
-from test_fsdp import save_weights
+from test_equal import OFF, Case, described, run, worst
 from tokenizers import AddedToken, processors
 from transformers import (
     AttentionInterface,
@@ -38,17 +37,12 @@ def chat():
 
 # Templates in the manner of these families, shortened. « and » are the borders of the answers, of
 # which a text has all labels, and no others. ¦ is a border of tokens: at the end of a prompt, two
-# line ends are one token. Qwen3 and Phi-3 change earlier turns, so there are two texts.
+# line ends are one token. Qwen3 changes earlier turns, so there are two texts.
 LLAMA_3 = """{{- '<|begin|>' }}{% for m in messages %}
 {{- '<|header|>' + m.role + '<|end_header|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|header|>assistant<|end_header|>\n\n' }}{% endif %}"""
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}
 {{- '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-QWEN_2 = (
-    """{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nHelp.<|im_end|>\n' }}
-{%- endif %}"""
-    + CHATML
-)
 QWEN_3 = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}
 {%- set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}
 {%- set text = m.content if loop.index0 > ns.last else m.content.split('</think>\n\n')[-1] %}
@@ -61,8 +55,6 @@ GEMMA = """{{ '<bos>' }}{% for m in messages %}{% if m.role == 'system' %}
 MISTRAL = """{{ '<s>' }}{% for m in messages %}{% if m.role == 'user' %}
 {{- '[INST] ' + m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}
 {%- endfor %}"""
-PHI_3 = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"""
 THOUGHT = "<think>\nMoin?\n</think>\n\n"
 FAMILIES = {
     "Llama-3": (
@@ -70,12 +62,6 @@ FAMILIES = {
         "<|begin|><|header|>user<|end_header|>\n¦\nHi<|eot|><|header|>assistant<|end_header|>\n¦\n"
         "«Größe 学习.<|eot|>»<|header|>user<|end_header|>\n¦\nAnd?<|eot|>"
         "<|header|>assistant<|end_header|>\n¦\n«No<|eot|>»",
-    ),
-    "Qwen2.5": (
-        QWEN_2,
-        "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n«Größe 学习.<|im_end|>»\n<|im_start|>user\nAnd?<|im_end|>\n"
-        "<|im_start|>assistant\n«No<|im_end|>»",
     ),
     "Qwen3": (
         QWEN_3,
@@ -89,12 +75,6 @@ FAMILIES = {
         "<turn>user\nAnd?<end_turn>\n<turn>model\n«No<end_turn>»",
     ),
     "Mistral": (MISTRAL, "<s>[INST] Hi[/INST]« Größe 学习.</s>»[INST] And?[/INST]« No</s>»"),
-    "Phi-3": (
-        PHI_3,
-        "<|user|>\nHi<|end|>\n<|assistant|>\n«Größe 学习.<|end|>\n<|endoftext|>»",
-        "<|user|>\nHi<|end|>\n<|assistant|>\nGröße 学习.<|end|>\n<|user|>\nAnd?<|end|>\n"
-        "<|assistant|>\n«No<|end|>\n<|endoftext|>»",
-    ),
     "ChatML": (
         CHATML,
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Größe 学习.<|im_end|>»\n"
@@ -416,7 +396,7 @@ def test_each_conversation_alone(chat, tmp_path, conversations, ranks):
         cases.append(case)
     run(tmp_path, "job", cases, ranks)
     for name, expected in plain.items():
-        found = Folder(tmp_path / name)
+        found = Case(tmp_path / name)
         assert_equal(expected, found)
         for step in (1, 2):
             error, parameter = worst(expected.gradients[step - 1], found.gradients(step))

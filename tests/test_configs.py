@@ -57,18 +57,6 @@ def test_commands_in_the_comments(tmp_path, config, monkeypatch):
     assert_flags_are_understood(REPOSITORY / script, flags, tmp_path / "output")
 
 
-def test_runs_that_people_ask_for():
-    """Llama-2-7B on C4 with restarts, and GPT-2 with 8 x 4 samples per device."""
-    llama, gpt2 = (
-        yaml.safe_load((REPOSITORY / "configs" / name).read_text())
-        for name in ("llama-2-7b-c4.yaml", "gpt2-124m.yaml")
-    )
-    facts = [float(llama["lr"]), llama["seq_length"], llama["batch_size"], llama["warmup_steps"]]
-    assert facts == [1e-5, 512, 4, 250]
-    assert llama["lr_scheduler"] == "cosine_with_restarts"
-    assert (gpt2["batch_size"], gpt2["gradient_accumulation_steps"]) == (8, 4)
-
-
 def test_precedence(understood, tmp_path):
     """The command line, then the file, then --demo, then the default."""
     config = tmp_path / "flags.yaml"

@@ -1,12 +1,11 @@
 """Chapter 11 trains what chapter 1 trains, with the tokens of each sample split over a group."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
-    WITHOUT_INDUCTOR,
+    AT_END,
     assert_one_sentence,
     assert_opens,
     assert_same_losses,
@@ -16,10 +15,10 @@ from conftest import (
     write_model,
 )
 from runner import CHAPTER_11
-from test_fsdp import NORMS, OFF, assert_same_checkpoint, norms, told
+from test_fsdp import OFF, assert_same_checkpoint, told
 from test_quick import WATCH_SAVES
 from test_resume import assert_synced
-from test_tensor_parallel import GRADIENTS, said, worst
+from test_tensor_parallel import said
 from transformers import AutoConfig, AutoModelForCausalLM
 
 CP = {"script": CHAPTER_11}
@@ -30,9 +29,9 @@ SIZE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embe
 
 
 @pytest.fixture(scope="module")
-def pretrained(tmp_path_factory) -> Path:
+def far_looking(tmp_path_factory):
     """A model with large random weights: attention looks far, so that errors show."""
-    folder = tmp_path_factory.mktemp("models") / "pretrained"
+    folder = tmp_path_factory.mktemp("models") / "far-looking"
     write_model(folder, model_type="llama", attention_bias=True, mlp_bias=True, **SIZE)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -46,17 +45,16 @@ def pretrained(tmp_path_factory) -> Path:
 # -- The same training -----------------------------------------------------------------------------
 
 
-def test_one_group_trains_what_chapter_1_trains(trainer, pretrained):
+def test_one_group_trains_what_chapter_1_trains(trainer, far_looking):
     """Losses, norms, the held-out loss, and a resume that changes nothing."""
-    flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 2]
+    flags = ["-m", far_looking, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 2]
     flags += ["-b", 4, "--lr", 1e-3, "--ckpt-freq", 2, "--keep-checkpoints", 9]
-    single = trainer(*flags, name="single", before=NORMS)
+    single = trainer(*flags, name="single")
     env = {"SAVES": str(trainer.folder)}
-    run = trainer(*flags, name="run", processes=2, before=NORMS + WATCH_SAVES, env=env, **CP)
+    run = trainer(*flags, name="run", processes=2, before=WATCH_SAVES, env=env, **CP)
     assert_synced(run.run.ranks[0].output, ["step-00000002", "step-00000004", "final"])
     assert_same_losses(single, run, 4, **OFF)
     assert_opens(run, reference=single)
-    assert norms(run.run.ranks[0].output) == pytest.approx(norms(single.output), rel=1e-6)
     assert "Attention sdpa, compute precision fp32" in run.output
     take_over(run, trainer, "again", 2)
     again = trainer(*flags, name="again", processes=2, **CP)
@@ -66,49 +64,10 @@ def test_one_group_trains_what_chapter_1_trains(trainer, pretrained):
     assert_one_sentence(result.run.ranks[0].output, "must divide the number of ranks, 2")
 
 
-BREAKS = """
-import torch
-import torch.distributed as dist
-
-def tell():
-    counts = torch._dynamo.utils.counters
-    print("\\nbreaks", sum(counts["graph_break"].values()), len(counts["frames"]) > 0)
-    destroy()
-
-destroy = dist.destroy_process_group
-dist.destroy_process_group = tell
-"""
-
-
-@pytest.mark.rest
-def test_gradients_of_compiled_layers(trainer, pretrained, tmp_path):
-    """Layers compile as a whole. With Inductor, the second job finds what the first has cached."""
-
-    def gradients(*flags, name, before="", **options):
-        file = tmp_path / f"gradients-{name}"
-        env = {"GRADIENTS": str(file), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-        flags = ["-m", pretrained, "--no-from-scratch", "-b", 4, "--max-steps", 1, *flags]
-        options |= {"name": name, "env": env, "before": before + GRADIENTS}
-        run = trainer(*flags, "--eval-freq", 0, **options)
-        return torch.load(file), run
-
-    expected, _ = gradients(name="single")
-    checkpointing = ["--activation-checkpointing", *TOKENS]
-    cases = [([], WITHOUT_INDUCTOR), (checkpointing, ""), (checkpointing, "")]
-    for number, (flags, before) in enumerate(cases):
-        options = {"name": str(number), "processes": 2, "before": before + BREAKS}
-        found, run = gradients("--compile", *flags, **options, **CP)
-        error, name = worst(expected, found)
-        print(f"{flags}: {error:.1e} ({name})")
-        assert error < 3e-5, (flags, name)
-        assert told(run, "breaks ") == [["0", "True"]] * 2
-
-
 # Each rank tells which seeds it drew, and which of its activations were dropped.
 WATCH = """
 import hashlib
 import torch
-import torch.distributed as dist
 
 seeds, dropped = [], []
 original_seed = torch.manual_seed
@@ -127,15 +86,12 @@ def dropout(self, x):
     return y
 
 torch.nn.Dropout.forward = dropout
-destroy = dist.destroy_process_group
 
 def tell():
     print("\\nseeds", *seeds[-2:])  # of the last two steps
     print("dropped", *dropped)
-    destroy()
-
-dist.destroy_process_group = tell
 """
+WATCH += AT_END
 
 
 @pytest.mark.rest
@@ -157,24 +113,14 @@ def test_dropout_and_resume(trainer, dropout_model, exchange):
 
 
 @pytest.mark.rest
-def test_bf16(trainer, pretrained):
-    flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 1, "--eval-freq", 0]
-    flags += ["--dtype", "bf16"]
-    single = trainer(*flags, name="single")
-    for exchange in ("heads", "tokens"):
-        run = trainer(*flags, "--exchange", exchange, name=exchange, processes=2, **CP)
-        assert run.column("loss") == pytest.approx(single.column("loss"), rel=2e-3)
-
-
-@pytest.mark.rest
-def test_no_mask_is_built(trainer, pretrained, tmp_path):
+def test_no_mask_is_built(trainer, far_looking, tmp_path):
     """Transformers could take distant chunks for packed documents, and build a mask for them."""
     begin = "        outputs = []\n"
     tell = {begin: begin + "        say(f'mask {mask is not None}')\n"}
     script = damaged(CHAPTER_11, tmp_path, tell)
-    flags = ["-m", pretrained, "--max-steps", 1, "--eval-freq", 0, *TOKENS]
+    flags = ["-m", far_looking, "--max-steps", 1, "--eval-freq", 0, *TOKENS]
     run = trainer(*flags, processes=2, script=script)
-    assert re.findall("^mask (.*)$", run.output, re.MULTILINE) == ["False"]
+    assert {*re.findall("^mask (.*)$", run.output, re.MULTILINE)} == {"False"}
 
 
 # -- Wrong flags -----------------------------------------------------------------------------------

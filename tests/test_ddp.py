@@ -7,13 +7,16 @@ from collections import Counter
 
 import pytest
 from conftest import (
+    AT_END,
     LLAMA,
     assert_one_sentence,
     assert_same_losses,
+    in_step,
     take_over,
     write_model,
 )
 from runner import CHAPTER_2, CHAPTER_8, Run
+from test_fsdp import told
 
 pytestmark = pytest.mark.rest
 
@@ -23,7 +26,6 @@ pytestmark = pytest.mark.rest
 WATCH = """
 import hashlib
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 counts = {"buckets": 0}
@@ -61,19 +63,10 @@ def tell():
     print("buckets", counts["buckets"])
     print("gradients in", counts["pieces"])
     print("samples", *samples)
-    destroy()
 
-destroy = dist.destroy_process_group
-dist.destroy_process_group = tell
 torch.nn.parallel.DistributedDataParallel = Watched
 """
-
-
-def told(result, what: str) -> list[str]:
-    """What each rank has told."""
-    told = [re.findall(f"^{what} (.*)$", rank.output, re.MULTILINE) for rank in result.run.ranks]
-    assert all(len(lines) == 1 for lines in told), result.output
-    return [lines[0] for lines in told]
+WATCH += AT_END
 
 
 def test_equal_weights_and_one_reduction(trainer):
@@ -83,11 +76,11 @@ def test_equal_weights_and_one_reduction(trainer):
     single = trainer(*flags, "-b", 12, name="single")
     ddp = trainer(*flags, "-b", 4, name="ddp", processes=3, before=WATCH)
     assert_same_losses(single, ddp, 8)
-    assert len(set(told(ddp, "weights"))) == 1
+    assert len({tuple(digest) for digest in told(ddp, "weights ")}) == 1
     # One bucket holds this model: averaged once per step, whatever the accumulation
-    assert told(ddp, "buckets") == ["8"] * 3
+    assert told(ddp, "buckets ") == [["8"]] * 3
     # Gradients lie in the bucket when it is averaged.
-    assert told(ddp, "gradients in") == ["1"] * 3
+    assert told(ddp, "gradients in ") == [["1"]] * 3
 
 
 def test_accumulation_and_ranks_are_the_same_to_the_bit_of_dropout(trainer, dropout_model):
@@ -136,15 +129,15 @@ def test_each_sample_is_used_once(trainer):
     flags = ["--num-epochs", 1, "--ckpt-freq", 5, "--eval-freq", 0]
     first = trainer(*flags, "-b", 4, "--max-steps", 7, processes=3, before=WATCH)
     second = trainer(*flags, "-b", 6, "--gradient-accumulation-steps", 2, processes=2, before=WATCH)
-    parts = [*told(first, "samples"), *told(second, "samples")]
-    used = Counter(sample for part in parts for sample in part.split())
+    parts = [*told(first, "samples "), *told(second, "samples ")]
+    used = Counter(sample for part in parts for sample in part)
     newest = second.folder / second.checkpoints[-1] / "state.json"
     state = json.loads(newest.read_text())
     assert set(used.values()) == {1}
     assert len(used) == state["samples"]
     train_samples = state["lasting"]["train_samples"]
     assert train_samples - 24 < state["samples"] <= train_samples
-    assert [len(part.split()) for part in told(first, "samples")] == [28] * 3
+    assert [len(part) for part in told(first, "samples ")] == [28] * 3
 
 
 def test_resume_on_other_numbers_of_ranks_and_under_the_other_chapter(trainer, dropout_model):
@@ -166,24 +159,9 @@ def test_resume_on_other_numbers_of_ranks_and_under_the_other_chapter(trainer, d
         assert_same_losses(single, resumed, 6)
 
 
-# Rank 1 alone gets a signal, in its third step.
-STOP = """
-import os, signal, torch
-
-def step(*arguments, **options):
-    steps.append(None)
-    if os.environ["RANK"] == "1" and len(steps) == 3:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return original(*arguments, **options)
-
-steps = []
-original = torch.optim.AdamW.step
-torch.optim.AdamW.step = step
-"""
-
-
 def test_a_signal_to_one_rank_stops_all(trainer):
-    result = trainer("--max-steps", 6, processes=2, before=STOP, status=128 + signal.SIGTERM)
+    stop = in_step(3, "os.kill(os.getpid(), signal.SIGTERM)")
+    result = trainer("--max-steps", 6, processes=2, before=stop, status=128 + signal.SIGTERM)
     assert "Stopped after step 4:" in result.output
     assert result.checkpoints == ["step-00000004"]
     assert [rank.process.exitcode for rank in result.run.ranks] == [128 + signal.SIGTERM] * 2

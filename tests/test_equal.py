@@ -8,10 +8,9 @@ import json
 
 import pytest
 import torch
-from conftest import assert_same_losses, write_model
+from conftest import Folder, assert_same_losses, save_uneven_weights, write_model
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, free_port
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = pytest.mark.rest
 
@@ -65,9 +64,10 @@ SCRATCH = ["--from-scratch"]
 CASES = {
     "2": [
         ("02", "llama", 6, []),
-        ("03", "llama untied", 4, [WHOLE]),
+        ("03", "llama untied", 4, [WHOLE, "--compile"]),
         ("05", "llama", 6, ["--shard-size", 1]),
         ("06", "llama", 12, [OFFLOAD]),
+        ("06", "llama", 12, ["--compile", AGAIN]),
         ("07", "llama", 6, [*INTERLEAVED, *SCRATCH]),
         ("07", "llama untied", 6, [*ZBV, OFFLOAD]),
         ("07", "mistral window", 12, []),
@@ -79,11 +79,12 @@ CASES = {
         ("07", "llama untied", 6, [*INTERLEAVED, "--compile", AGAIN]),
         ("07", "llama", 6, [PP, 1]),
         ("11", "mistral window", 24, []),
+        ("11", "llama", 24, [*TOKENS, "--compile", AGAIN]),
         ("12", "mixtral", 6, [WHOLE]),
         ("12", "gpt_oss", 12, [OFFLOAD]),
     ],
     "3": [
-        ("02", "llama", 4, []),
+        ("02", "llama", 4, ["--compile"]),
         ("03", "gpt2", 8, [*SCRATCH]),
         ("03", "gpt_neox", 8, [*SCRATCH, AGAIN]),
         ("03", "mixtral", 4, []),
@@ -136,18 +137,8 @@ OFF = {"grad_norm": 3e-5}  # chapter 1's own norm adds up squares in fp32
 
 
 def write_weights(folder, name: str):
-    """A model's folder with weights, in which no norm is one and no bias is zero."""
     write_model(folder, model_type=name.split(" ")[0], **MODELS[name])
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith("bias"):
-                parameter.normal_(std=0.1)
-            elif parameter.dim() == 1:
-                parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
-    return folder
+    return save_uneven_weights(folder)
 
 
 def described(folder, name, number, model, batch, more) -> dict:
@@ -185,14 +176,7 @@ def accumulation(ranks, number, batch, more) -> list:
     return ["--gradient-accumulation-steps", count]
 
 
-class Folder:
-    def __init__(self, folder):
-        self.folder = folder
-        self.records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-
-    def column(self, name: str) -> list[float]:
-        return [record[name] for record in self.records if name in record]
-
+class Case(Folder):
     def gradients(self, step: int) -> dict:
         """Of all ranks; those of a stage are equal on all of its ranks."""
         files = sorted(self.folder.glob(f"gradients-{step}-*"))
@@ -213,7 +197,7 @@ def worst(expected: dict, found: dict) -> tuple[float, str]:
     return max((error, name) for name, error in errors.items())
 
 
-def differences(single: Folder, case: Folder) -> list[str]:
+def differences(single: Case, case: Case) -> list[str]:
     try:
         assert_same_losses(single, case, STEPS, **OFF)
         is_mixture = any("experts" in name for name in single.tensors())
@@ -249,5 +233,5 @@ def test_equal_to_chapter_1(tmp_path, dataset, job):
     run(tmp_path, "job", [case for _, case in cases.values()], ranks)
     problems = []
     for name, (single, _) in cases.items():
-        problems += differences(Folder(tmp_path / single), Folder(tmp_path / name))
+        problems += differences(Case(tmp_path / single), Case(tmp_path / name))
     assert problems == [], "\n".join(problems)

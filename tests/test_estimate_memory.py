@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import REAL_MODELS
 from runner import REPOSITORY, Job, load
-from test_readme import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -249,7 +249,7 @@ def test_figures_of_chapters_5_to_7_and_17(method):
     (readme,) = REPOSITORY.glob(f"{tool.METHODS[method].chapter:02}-*/README.md")
     text = readme.read_text()
     ((name, options),) = re.findall(COMMAND, text, re.MULTILINE)
-    traces = traces_of(MODELS[name], options)
+    traces = traces_of(REAL_MODELS[name], options)
     (devices,) = traces.flags.devices
     for which in (method, "FSDP"):
         said = f"{total(traces, which, devices) / 1e9:.1f} GB"

@@ -1,6 +1,7 @@
 """exercises/check.py: what is right passes, and what is wrong gets a sentence."""
 
 import json
+import os
 import re
 import sys
 
@@ -96,7 +97,7 @@ KEEP = "vars(train).setdefault('kept', torch.empty(4, *weight.shape))[len(x) - 1
 LAYER = "x.append(x[-1] @ weight)"
 WAIT = "average(gradient).wait()"
 BACKEND = "dist.group.WORLD._get_backend(torch.device('cpu')).allreduce([gradient]).wait()"
-STORE = "dist.distributed_c10d._get_default_store().set(str(rank), str(gradient)); "
+STORE = "dist.FileStore('store', world_size).set(str(rank), str(gradient)); "
 SEND = "dist.all_to_all_single(received, parts)"
 GROUP = "dist.group.WORLD.alltoall_base(received, parts, [], []).wait()"
 PASS_ON = "k, v = pass_on(torch.stack([k, v]))"
@@ -104,22 +105,28 @@ ADD = "residual += gradient_of"
 TWICE = "look for a pass that runs twice"
 MESSAGES = "use collectives of torch.distributed, in this process and thread"
 NUMBERS = "keep numbers in tensors"
+PRIVATE = "is private: use public functions of PyTorch"
+MODES = "with torch.utils._python_dispatch._disable_current_modes(): torch.rand(1000)\n    "
+UNSEEN = "with getattr(torch, '_C')._DisableTorchDispatch(): tokens @ A\n    "
 # What each of these hides, and a part of what is said of it
 CHEATS = [
-    ("ddp", WAIT, BACKEND, MESSAGES),
+    ("ddp", WAIT, BACKEND, PRIVATE),
     ("ddp", WAIT, STORE + WAIT, MESSAGES),
     ("ddp", "weights).backward()", "weights).backward(retain_graph=True)", "one backward pass"),
     ("ddp", WAIT, "loss_of(samples, weights); " + WAIT, TWICE),
     ("fsdp", ADAMW, REPLICA, "bytes on line"),
+    ("fsdp", "x = [samples]", MODES + "x = [samples]", PRIVATE),
     ("fsdp", LAYER, KEEP + LAYER, "one whole weight and the next one"),
     ("fsdp", LAYER, "weight.tolist(); " + LAYER, NUMBERS),
     ("fsdp", LAYER, f"{LAYER}; x[-2] @ weight", "computes a layer more than once"),
+    ("tensor_parallel", "y = add", UNSEEN + "y = add", PRIVATE),
     ("tensor_parallel", "y = add", "tokens @ A; y = add", TWICE),
     ("tensor_parallel", "y = add", "torch.save(A, 'A'); y = add", NUMBERS),
     ("pipeline", "sent.append(x.pop(n).nbytes)", "sent.append(x[n].nbytes)", "forget inputs"),
     ("pipeline", "x.pop(n).nbytes", "x.pop(n).detach().numpy().nbytes", NUMBERS),
     ("gradient_compression", "all_gather(parts,", "all_gather_object(parts,", NUMBERS),
     ("gradient_compression", ADD, f"gradient_of(weights, samples); {ADD}", TWICE),
+    ("gradient_compression", ": residual,", ": torch.ones(512),", "print what goes into"),
     ("local_steps", "momentum = 0.9", "os.system('true'); momentum = 0.9", MESSAGES),
     ("local_steps", "gradient = shared", "batches[0] @ weights; gradient = shared", TWICE),
     ("context_parallel", SEND, GROUP, MESSAGES),
@@ -139,7 +146,12 @@ OTHERS = [
     ("fsdp", "grad @ weight.T", "grad @ weight", "1 of 4 parts along dimension 0 are right"),
     ("pipeline", "recv(tensor,", "recv(tensr,", "tensr, 1 - rank)`\n    NameError: name 'tensr'"),
     ("ddp", "buckets.pop()", "buckets.pop(0)", "before both gradients of its bucket"),
-    ("ddp", "    return dist.all_reduce", "    dist.all_reduce", "a function has returned nothing"),
+    (
+        "ddp",
+        "    return dist.all_reduce",
+        "    dist.all_reduce",
+        "'NoneType' object has no attribute",
+    ),
     ("ddp", WAIT, "pass", "something was not sent"),
     ("ddp", "weights))\n    for", "weights)[::-1])\n    for", "are in the order 3, 2, 1, 0"),
     ("ddp", "weights))\n    for", "weights)).mT.clone()\n    for", "the transpose is right"),
@@ -156,7 +168,8 @@ def test_right_and_wrong(tmp_path, name):
     """The original passes each check, and so do other right solutions. Each known mistake and each
     cheat fails, with its own sentence. The bytes that a script prints are those that are counted.
     The question has the right answer."""
-    mistakes = [(name, *codes, text) for text, codes in TECHNIQUES[name].mistakes.items()]
+    mistakes = [(name, *codes, text) for text, *codes in TECHNIQUES[name].known_mistakes()]
+    assert 3 * len(mistakes) == len(TECHNIQUES[name].mistakes.strip().splitlines())
     right = with_changes(name, RIGHT)
     wrong = [row for row in mistakes + CHEATS + OTHERS if row[0] == name]
     cases = [(name, None), (name, check.original(name)), *right, *with_changes(name, wrong)]
@@ -197,9 +210,7 @@ def test_requests(tmp_path):
     pattern = r"still arrived .*: the request of the all_reduce of line \d+ was not waited for"
     assert re.search(pattern, forgotten), forgotten
     # The library ends one of the two processes
-    assert re.search(r"rank \d has ended .* all_reduce of line \d+: `tensor = tensor.fl", sizes), (
-        sizes
-    )
+    assert re.search(r"rank \d has ended .* all_reduce of line \d+", sizes), sizes
     assert "the tensors of all ranks must have the size that the other ranks expect" in sizes
     assert "gloo" not in sizes
     assert "It looks like" not in gathered + divided + forgotten + sizes
@@ -219,10 +230,10 @@ def test_a_run_that_hangs(tmp_path):
     assert status == 1
     assert "not ready after 3 s" in output
     number = text[: text.index("    if rank: dist.all_gather(")].count("\n") + 1
-    line = f"rank 1 waits in all_gather on line {number}: `if rank: dist.all_gather(parts, part)`"
-    assert line in output, output
+    line = f"on line {number}: `if rank: dist.all_gather(parts, part)`"
+    assert f"rank 1 waits for the all_gather of line {number}, {line}" in output, output
     number = text[: text.index("    dist.reduce_scatter(")].count("\n") + 1
-    assert f"rank 0 waits in reduce_scatter on line {number}: `dist.reduce_scatter(" in output
+    assert f"rank 0 waits for the reduce_scatter of line {number}, on line {number}: `" in output
 
 
 def command(monkeypatch, capsys, *arguments, answers=None) -> tuple[int, str]:
@@ -246,8 +257,8 @@ def test_an_untouched_blank_says_not_yet(tmp_path, monkeypatch, capsys, exercise
     places = [i for i, line in enumerate(lines, 1) if "raise NotImplementedError" in line]
     assert len(places) == len(TECHNIQUES[name].levels[int(level)]) > 0
     written, *told = output.splitlines()
-    assert written.startswith(f"written: {file}. ")
-    assert told == [f"not yet: {file}, line {place}" for place in places]
+    assert written.startswith(f"written: {os.path.relpath(file)}. ")
+    assert told == [f"not yet: {os.path.relpath(file)}, line {place}" for place in places]
     assert status == 1
     assert all(len(line) <= 100 for line in lines)
     added = set(lines) - set(check.complete(exercise).splitlines())
@@ -258,31 +269,21 @@ def test_a_file_is_kept(tmp_path, monkeypatch, capsys):
     folder = ["--folder", tmp_path]
     file = tmp_path / "ddp-1.py"
     _, first = command(monkeypatch, capsys, "ddp-1", *folder)
-    blanks = file.read_text()
-    file.write_text(mine := blanks.replace("# Given", "# Mine: Given"))
+    file.write_text(mine := file.read_text().replace("# Given", "# Mine: Given"))
     assert first.startswith("written: ")
     again = first[first.index("not yet") :]
     assert command(monkeypatch, capsys, "ddp-1", *folder) == (1, again)
-    assert file.read_text() == mine
-    with pytest.raises(SystemExit, match="not a terminal"):
-        command(monkeypatch, capsys, "ddp-1", "--reset", *folder)
-    declined = command(monkeypatch, capsys, "ddp-1", "--reset", *folder, answers=[""])
-    assert declined == (0, f"kept: {file}\n")
     assert file.read_text() == mine
     status, difference = command(monkeypatch, capsys, "ddp-1", "--answer", *folder)
     assert status == 0
     assert "+    return dist.all_reduce(tensor, dist.ReduceOp.AVG, async_op=True)" in difference
     assert file.read_text() == mine
-    command(monkeypatch, capsys, "ddp-1", "--reset", *folder, answers=["y"])
-    assert file.read_text() == blanks
 
 
-def test_what_cannot_run(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "ddp-1.py"
-    file.write_text(check.original("ddp") + "\nx = (\n")
-    status, output = command(monkeypatch, capsys, "ddp-1", "--folder", tmp_path)
+def test_what_cannot_run(tmp_path):
+    status, output = start(tmp_path, "ddp-1", text=changed("ddp", "# Given", "x = (\n# Given"))
     assert status == 1
-    assert re.search(r"ddp-1.py, line \d+: '\(' was never closed", output)
+    assert re.search(r"SyntaxError: '\(' was never closed \(ddp-1.py, line \d+\)", output), output
 
 
 def test_the_question(tmp_path, monkeypatch, capsys):

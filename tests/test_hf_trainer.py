@@ -1,6 +1,5 @@
 """Chapter 9: the Trainer trains as chapter 1 does, from a typed configuration, and on Slurm."""
 
-import importlib.util
 import json
 import re
 import subprocess
@@ -11,32 +10,15 @@ from types import SimpleNamespace
 import hydra
 import pytest
 import test_slurm
-import torch
 import yaml
-from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-from conftest import TINY_LLAMA, assert_one_sentence, assert_same_model
+from conftest import Folder, assert_one_sentence, assert_same_model
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
-from runner import CHAPTER_1, CHAPTER_9, REPOSITORY, Job, Run
+from runner import CHAPTER_1, CHAPTER_9, Job, Run, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 CONF = CHAPTER_9.parent / "conf"
-TOOLS = REPOSITORY / "tools"
-
-
-class Result:
-    def __init__(self, folder, output):
-        self.folder, self.output = folder, output
-
-    @property
-    def records(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
-
-    def column(self, name: str) -> list[float]:
-        return [record[name] for record in self.records if name in record]
 
 
 class Runs:
@@ -65,10 +47,10 @@ class Runs:
             return Job(CHAPTER_9, [*self.arguments, *overrides], output, processes, **options)
         return Run(CHAPTER_9, [*self.arguments, *overrides], output, **options)
 
-    def __call__(self, *overrides, name="run", status=0, **options) -> Result:
+    def __call__(self, *overrides, name="run", status=0, **options) -> Folder:
         run = self.start(*overrides, f"experiment_name={name}", **options)
         assert run.wait() == status, run.output
-        return Result(self.find(name), run.output)
+        return Folder(self.find(name), run.output)
 
     def find(self, name: str):
         """The folder of a run is named after its overrides."""
@@ -83,11 +65,7 @@ def runs(tmp_path, model, dataset) -> Runs:
 
 @pytest.fixture(scope="module")
 def chapter_9():
-    spec = importlib.util.spec_from_file_location("chapter_9", CHAPTER_9)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chapter_9"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(CHAPTER_9)
 
 
 # -- The same training -----------------------------------------------------------------------------
@@ -136,9 +114,9 @@ def test_demo(tmp_path, trainer):
     for process in processes:
         assert process.wait(300) == 0, process.output
     (file,) = tmp_path.glob("9/**/metrics.jsonl")
-    one = Result(expected, "").column("loss")
+    one = Folder(expected, "").column("loss")
     assert len(one) == 2
-    assert Result(file.parent, "").column("loss") == pytest.approx(one, rel=1e-3)
+    assert Folder(file.parent, "").column("loss") == pytest.approx(one, rel=1e-3)
     AutoModelForCausalLM.from_pretrained(file.parent / "final")
 
 
@@ -159,7 +137,7 @@ STEPS = ["training.max_steps=8", "training.eval_steps=1000", "training.save_tota
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory, model, dataset) -> Result:
+def undisturbed(tmp_path_factory, model, dataset) -> Folder:
     """Eight steps on two processes."""
     runs = Runs(tmp_path_factory.mktemp("undisturbed"), model, dataset)
     return runs(*STEPS, "parallel=ddp", processes=2)
@@ -221,19 +199,6 @@ def test_a_key_without_effect_is_refused(chapter_9, key):
     config = OmegaConf.masked_copy(added, [group for group in added if group != "hydra"])
     with pytest.raises(SystemExit, match=OTHER_KEYS[key]):
         chapter_9.main.__wrapped__(config)
-
-
-def test_accelerate_has_no_wrapping_by_size():
-    """The reason that the chapter refuses it: Accelerate would also shard the list of layers."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY_LLAMA))
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=100_000
-    )
-    layers = model.model.layers
-    assert fsdp2_prepare_auto_wrap_policy(plugin, model)(layers)
-    with pytest.raises(ValueError, match="does not support containers"):
-        fully_shard(layers)
 
 
 def test_every_file_fits_the_types(chapter_9):
@@ -439,7 +404,7 @@ def test_sweep_on_slurm(sweep, runs, undisturbed):
     assert [index for *_, index in numbers] == ["0", "1"]
     files = sorted(runs.folder.glob("sweep/**/metrics.jsonl"))
     assert ["learning_rate=0.01" in str(file) for file in files] == [True, False]
-    losses = [Result(file.parent, "").column("loss") for file in files]
+    losses = [Folder(file.parent, "").column("loss") for file in files]
     assert losses[0] == undisturbed.column("loss")
     assert losses[0][0] == losses[1][0]
     assert losses[0][1:] != losses[1][1:]
@@ -480,7 +445,7 @@ def test_time_limit_and_preemption_on_slurm(slurm, sweep, runs, undisturbed, tmp
     assert output.count(f"Job {job.jobs[0]} is queued again") == 1
     checkpoints = ["None", *(f"{runs.find('stopped')}/checkpoint-{step}" for step in (4, 5))]
     assert re.findall(r"checkpoint: (.*)", output) == checkpoints
-    result = Result(runs.find("stopped"), output)
+    result = Folder(runs.find("stopped"), output)
     for name in ("step", "loss", "grad_norm", "learning_rate"):
         assert result.column(name) == undisturbed.column(name), name
     assert [record["step"] for record in result.records[:8]] == [*range(1, 9)]

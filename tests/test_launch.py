@@ -1,17 +1,15 @@
 """launch/run.sh: what it starts, and a job on two nodes whose workers die."""
 
-import itertools
 import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_sentence, assert_same_model, exact, require
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_10, CHAPTER_14, REPOSITORY, free_port
-from test_torchrun import Forking, Launch
+from conftest import assert_one_sentence, exact, require
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_10, CHAPTER_14, REPOSITORY
+from test_torchrun import Launch
 from torch.distributed import run as torchrun
 
 RUN = REPOSITORY / "launch" / "run.sh"
@@ -155,33 +153,6 @@ def test_a_rank_that_the_kernel_kills_is_named(tmp_path):
     assert "error: rank 0 was killed (SIGKILL)" in done.stderr.splitlines()[-1]
 
 
-# What slurm.sh asks: scontrol for the script of the job and for its nodes, srun for the run, which
-# ends after the signal. The number of an array stands for all its tasks.
-SLURM = """#!/usr/bin/env bash
-echo "${0##*/} $*" >> "$CALLS"
-case "${0##*/} $1 $2" in
-  "scontrol show hostnames") echo localhost ;;
-  "scontrol show job") echo "   Command=$SLURM_SH 01" ;;
-  srun*) kill -USR1 $PPID; sleep 1 ;;
-esac
-"""
-
-
-def test_only_the_task_of_an_array_is_queued_again(tmp_path):
-    for name in ("scontrol", "scancel", "srun"):
-        (tmp_path / name).write_text(SLURM)
-        (tmp_path / name).chmod(0o755)
-    script = RUN.with_name("slurm.sh")
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLS": f"{tmp_path}/calls"}
-    env |= {"SLURM_SH": str(script), "SLURM_JOB_ID": "1236", "SLURM_ARRAY_JOB_ID": "1234"}
-    env |= {"SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NODELIST": "localhost"}
-    env |= {"SLURM_JOB_NUM_NODES": "1"}
-    command = ["bash", script, "01", "-e", "run"]
-    subprocess.run(command, env=CLEAN | env, cwd=tmp_path, check=True, timeout=60)
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls[-2:] == ["scancel --signal=TERM 1234_3.0", "scontrol requeue 1234_3"]
-
-
 @pytest.mark.rest
 def test_one_node(trainer):
     """In a folder with a space."""
@@ -192,49 +163,6 @@ def test_one_node(trainer):
     undisturbed = trainer(*flags, name="undisturbed", processes=1)
     assert len(one.records) == 3
     assert exact(one.records) == exact(undisturbed.records)
-
-
-KILLS = 2
-
-
-@pytest.mark.rest
-def test_restarts_on_two_nodes(trainer, start):
-    """A worker dies on either node in turn, each time after a new checkpoint.
-
-    The job is elastic, so nodes that missed each other after a restart would train on their own.
-    """
-    flags = ["--max-steps", 100, "--ckpt-freq", 5, "--eval-freq", 0, "--lr", 1e-3]
-    undisturbed = trainer(*flags, name="undisturbed", processes=2)
-    variables = {"NNODES": "1:2", "MAX_RESTARTS": str(2 * KILLS), "NPROC_PER_NODE": "1"}
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    nodes = []
-    for rank in "01":  # both are this machine; what run.sh starts there
-        started = start("02", NODE_RANK=rank, LOCAL_ADDR="127.0.0.1", **variables)
-        assert "store 1 " in started[0]
-        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        nodes.append(Forking(trainer, f"{rank}.txt", started[2:], *flags, env=env))
-
-    def output() -> str:
-        return "".join(node.output for node in nodes)
-
-    def newest() -> int:
-        names = [path.name for path in nodes[0].folder.glob("step-*")]
-        return int(max(names, default="step-0").removeprefix("step-"))
-
-    reached = 0
-    for kill, node in zip(range(KILLS), itertools.cycle(nodes), strict=False):
-        end = time.monotonic() + 180
-        while newest() == reached or output().count("Continuing from") < kill:
-            assert time.monotonic() < end, f"kill {kill}: no progress in 180 s:\n{output()}"
-            assert all(node.status is None for node in nodes), output()
-            time.sleep(0.02)
-        reached = newest()
-        (worker,) = node.workers()
-        worker.kill()
-    assert [node.wait(180) for node in nodes] == [0, 0], output()
-    assert output().count("Continuing from") == KILLS
-    assert exact(nodes[0].records) == exact(undisturbed.records)
-    assert_same_model(nodes[0], undisturbed)
 
 
 def test_commands_in_the_scripts_are_understood(start):

@@ -13,12 +13,14 @@ from conftest import (
     assert_opens,
     assert_same_model,
     exact,
+    in_step,
+    save_weights,
     take_over,
     write_model,
 )
 from runner import CHAPTER_5, CHAPTER_15, REPOSITORY, Run
 from safetensors.torch import load_file
-from test_fsdp import assert_same_checkpoint, save_weights, told
+from test_fsdp import assert_same_checkpoint, told
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 PAPER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -169,11 +171,6 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llama(folders):
-    return save_weights(write_model(folders / "llama", **LLAMA))
-
-
-@pytest.fixture(scope="module")
 def untied(folders):
     """FSDP keeps its head whole after a forward pass."""
     return save_weights(write_model(folders / "untied", **LLAMA | {"tie_word_embeddings": False}))
@@ -185,14 +182,15 @@ def with_dropout(folders, dropout_model):
 
 
 @pytest.fixture
-def train(trainer, llama):
+def train(trainer, pretrained):
     """Runs the chapter; by default, each of two ranks is a replica, and rounds have 3 steps."""
 
     def run(*flags, replicas=2, ranks=1, script=CHAPTER_15, **options):
         own = ["--replicas", replicas, "--shard-size", ranks, "--inner-steps", 3]
         own = own if script == CHAPTER_15 else ["--shard-size", ranks]
         options |= {"processes": replicas * ranks, "script": script}
-        return trainer("-m", llama, "--no-from-scratch", *STEPS, "-b", 1, *own, *flags, **options)
+        model = ["-m", pretrained, "--no-from-scratch"]
+        return trainer(*model, *STEPS, "-b", 1, *own, *flags, **options)
 
     return run
 
@@ -216,13 +214,13 @@ def case_of(train, model, dataset, flags, settings, script=CHAPTER_15, name="run
     return run, plain_loop(model, dataset, **settings)
 
 
-def test_one_job(train, trainer, llama, dataset):
+def test_one_job(train, trainer, pretrained, dataset):
     """The plain loop, and a resume within a round."""
-    run, plain = case_of(train, llama, dataset, *CASES["accumulation"])
+    run, plain = case_of(train, pretrained, dataset, *CASES["accumulation"])
     assert_as_planned(run, plain)
     assert_opens(run)
     take_over(run, trainer, "resumed", 4)
-    resumed, _ = case_of(train, llama, dataset, *CASES["accumulation"], name="resumed")
+    resumed, _ = case_of(train, pretrained, dataset, *CASES["accumulation"], name="resumed")
     assert "Continuing from" in resumed.output
     assert exact(resumed.records) == exact(run.records)
     assert_same_model(resumed, run)
@@ -230,9 +228,9 @@ def test_one_job(train, trainer, llama, dataset):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("case", [case for case in CASES if case != "accumulation"])
-def test_a_run_is_the_plain_loop(train, llama, dataset, case):
+def test_a_run_is_the_plain_loop(train, pretrained, dataset, case):
     """Losses, norms, held-out losses within a round, numbers of the rounds, final weights."""
-    assert_as_planned(*case_of(train, llama, dataset, *CASES[case]))
+    assert_as_planned(*case_of(train, pretrained, dataset, *CASES[case]))
 
 
 # Evaluation in each step, and no save, which would hide stale weights
@@ -246,9 +244,9 @@ def test_units_that_stay_whole(train, untied, dataset):
 
 
 @pytest.mark.rest
-def test_messages_in_bf16(train, llama, dataset):
+def test_messages_in_bf16(train, pretrained, dataset):
     """They round a pseudo-gradient. Two runs would differ by as much if bf16 were not used."""
-    run, plain = case_of(train, llama, dataset, ["--outer-dtype", "bf16"], {})
+    run, plain = case_of(train, pretrained, dataset, ["--outer-dtype", "bf16"], {})
     assert_as_planned(run, plain, tolerance=2e-3)
     bytes_per_round = run.column("communication/bytes_per_step")[2]
     assert bytes_per_round == 2 * sum(w.numel() for w in plain.weights.values())
@@ -333,7 +331,7 @@ def test_its_weights_in_other_chapters(train, trainer):
 
 @pytest.mark.rest
 def test_its_checkpoints_become_another_format(train, trainer):
-    """The state of each replica, too: a run goes on exactly."""
+    """With the state of each replica, bit for bit."""
     origin = train(name="origin", ranks=2)
     local = train("--checkpoint-format", "local", name="local", ranks=2)
     checkpoint = "step-00000004"
@@ -342,26 +340,6 @@ def test_its_checkpoints_become_another_format(train, trainer):
     run = Run(tool, [*paths, "--to", "shard"], trainer.folder / "tool.txt")
     assert run.wait() == 0, run.output
     assert_same_checkpoint(trainer.folder / "shard" / checkpoint, origin.folder / checkpoint)
-    resumed = train(name="shard", ranks=2)
-    assert "Continuing from" in resumed.output
-    assert exact(resumed.records) == exact(origin.records)
-    assert_same_model(resumed, origin)
-
-
-# Rank 1 has a signal in its seventh step
-STOP = """
-import os, signal, torch
-
-def step(*arguments, **options):
-    steps.append(None)
-    if os.environ["RANK"] == "1" and len(steps) == 7:
-        os.kill(os.getpid(), signal.SIGTERM)
-    return original(*arguments, **options)
-
-steps = []
-original = torch.optim.AdamW.step
-torch.optim.AdamW.step = step
-"""
 
 
 @pytest.mark.rest
@@ -370,7 +348,8 @@ def test_a_stop_signal(train):
     flags = ["--max-steps", 12, "--eval-freq", 0, "--ckpt-freq", 99, "--inner-steps", 50]
     flags += ["--log-freq", 5]
     undisturbed = train(*flags, name="undisturbed")
-    stopped = train(*flags, name="stopped", before=STOP, status=128 + signal.SIGTERM)
+    stop = in_step(7, "os.kill(os.getpid(), signal.SIGTERM)")
+    stopped = train(*flags, name="stopped", before=stop, status=128 + signal.SIGTERM)
     assert "Stopped after step 10: with -e, the same command" in stopped.output
     resumed = train(*flags, name="stopped")
     assert exact(resumed.records) == exact(undisturbed.records)

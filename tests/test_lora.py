@@ -14,7 +14,7 @@ from conftest import assert_same_model, damaged, exact
 from runner import CHAPTER_3, CHAPTER_17, REPOSITORY, load
 from safetensors.torch import load_file
 from test_chat import BATCH, DEMO_TEMPLATE, SIZE, assert_equal, flags_for, plain_loop
-from test_equal import AGAIN, OFFLOAD, WHOLE, Folder, described, run, worst, write_weights
+from test_equal import AGAIN, OFFLOAD, WHOLE, Case, described, run, worst, write_weights
 from test_fsdp import whole_state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -68,7 +68,7 @@ def test_equal_to_plain_peft(lora, tmp_path, conversations, ranks):
         plain[name] = plain_loop(lora, folder, conversations, adapt=adapt)
     run(tmp_path, "job", cases, ranks)
     for name, expected in plain.items():
-        found = Folder(tmp_path / name)
+        found = Case(tmp_path / name)
         assert_equal(expected, found)
         for step in (1, 2):
             gradients = expected.gradients[step - 1]

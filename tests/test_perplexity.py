@@ -1,24 +1,16 @@
-"""tools/perplexity.py: chapter 4's figure, which a plain loop over documents confirms."""
+"""tools/perplexity.py: its figure is that of a plain loop over documents."""
 
-import json
-import math
 import sys
 
 import pytest
 import torch
-from conftest import LLAMA, Trainer, write_model
-from runner import CHAPTER_4, REPOSITORY, load
-from test_fsdp import save_weights
+from conftest import LLAMA, save_weights, write_documents, write_model
+from runner import REPOSITORY, load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PERPLEXITY = REPOSITORY / "tools" / "perplexity.py"
 LENGTH = 32
 COUNT = 30  # of the documents, four of which are empty
-
-
-def write_documents(file, documents, column="text"):
-    file.write_text("".join(json.dumps({column: document}) + "\n" for document in documents))
-    return file
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +23,6 @@ def documents(texts):
 @pytest.fixture(scope="module")
 def held_out(documents, tmp_path_factory):
     return write_documents(tmp_path_factory.mktemp("held-out") / "text.jsonl", documents)
-
-
-@pytest.fixture(scope="module")
-def trained(model, dataset, held_out, tmp_path_factory):
-    """Two steps of chapter 4 on two ranks, each evaluated and saved."""
-    trainer = Trainer(tmp_path_factory.mktemp("runs"), model, dataset)
-    flags = ["--max-steps", 2, "--eval-freq", 1, "--ckpt-freq", 1]
-    flags += ["--eval-dataset", held_out, "--eval-documents", COUNT]
-    return trainer(*flags, script=CHAPTER_4, processes=2)
 
 
 @pytest.fixture(scope="module")
@@ -76,27 +59,17 @@ def plain_loop(folder, documents):
     return sum(losses) / len(losses), len(losses)
 
 
-def test_chapter_4_logs_the_same(trained, held_out, measure):
-    final = trained.column("eval/perplexity")[-1]
-    steps = dict(zip(trained.checkpoints, trained.column("eval/perplexity"), strict=True))
-    assert len(set(steps.values())) == 2
-    for folder, perplexity in (steps | {"final": final}).items():
-        for rows in (5, 1000):
-            loss, documents, _ = measure(trained.folder / folder, held_out, "-b", rows)
-            assert math.exp(loss) == pytest.approx(perplexity, rel=1e-6)
-            assert documents == COUNT - 4
-
-
-def test_a_plain_loop_finds_the_same(trained, documents, held_out, measure):
-    final = trained.folder / "final"
-    tokenizer = AutoTokenizer.from_pretrained(final)
+def test_a_plain_loop_finds_the_same(pretrained, documents, held_out, measure):
+    """That chapters 4 and 10 log the same: test_quick.py"""
+    tokenizer = AutoTokenizer.from_pretrained(pretrained)
     first = filter(None, documents[:COUNT])
     lengths = [len(tokenizer(document)["input_ids"]) for document in first]
     assert min(lengths) < LENGTH - 1 < 2 * LENGTH < max(lengths)
-    expected, labels = plain_loop(final, documents)
-    assert measure(final, held_out)[1:] == (COUNT - 4, labels)
-    loss = measure(final, held_out)[0]
-    assert math.exp(loss) == pytest.approx(math.exp(expected), rel=1e-6)
+    expected, labels = plain_loop(pretrained, documents)
+    for rows in (5, 1000):
+        loss, *counts = measure(pretrained, held_out, "-b", rows)
+        assert counts == [COUNT - 4, labels]
+        assert loss == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_tokenizer_of_another_model(measure, held_out, tmp_path):

@@ -5,7 +5,6 @@ other rows, so a plain loop over the same rows takes the place of chapter 1.) A 
 it to the last bit. No checkpoint gets its name before all of its files are on the disk.
 """
 
-import json
 import shutil
 import sys
 
@@ -21,11 +20,12 @@ from conftest import (
     assert_same_model,
     exact,
     take_over,
+    write_documents,
 )
 from runner import REPOSITORY, Run, load, outcome
 from safetensors.torch import load_file
 from test_chat import DEMO_TEMPLATE, assert_equal, flags_for, plain_loop
-from test_fsdp import OFF, save_weights
+from test_fsdp import OFF
 from test_hf_trainer import STOP, Runs
 from test_lora import with_adapters
 from test_mds import IMPORTABLE
@@ -38,7 +38,6 @@ STEPS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
 STEPS += ["--keep-checkpoints", 9]
 TWICE = ["--gradient-accumulation-steps", 2]
 # Flags of the job, for 8 samples per step; bad flags, and a part of the sentence.
-# `model`: the fixture with its weights, if it is not `pretrained`.
 CHAPTERS = {
     "02-ddp": {"flags": ["-b", 2, *TWICE], "bad": ["-b", 0], "sentence": "--batch-size"},
     "03-fsdp": {
@@ -87,13 +86,6 @@ if os.environ.get("RANK") == "1":
 WATCH_SAVES = WATCH_DISK + SLOW_RANK_1
 
 
-@pytest.fixture(scope="module")
-def pretrained(tmp_path_factory, model):
-    folder = tmp_path_factory.mktemp("models") / "with-weights"
-    shutil.copytree(model, folder)
-    return save_weights(folder)
-
-
 def script_of(chapter: str):
     return REPOSITORY / chapter / "train-llm.py"
 
@@ -115,14 +107,9 @@ def resume(run, trainer, step: int, train):
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_one_job(trainer, request, chapter):
+def test_one_job(trainer, pretrained, chapter):
     case = CHAPTERS[chapter]
-    steps = [
-        "-m",
-        request.getfixturevalue(case.get("model", "pretrained")),
-        "--no-from-scratch",
-        *STEPS,
-    ]
+    steps = ["-m", pretrained, "--no-from-scratch", *STEPS]
     single = trainer(*steps, "-b", 8, name="single")
 
     def train(name):
@@ -167,11 +154,11 @@ def check_rows(run, folder, steps: int, held_out, monkeypatch) -> None:
 @pytest.fixture
 def corpus(tmp_path, texts):
     """Two files to train on, and one that is held out. Their documents are short, so all fit."""
-    documents = [json.dumps({"text": f"{n} {text[:40]}"}) + "\n" for n, text in enumerate(texts)]
+    documents = [f"{n} {text[:40]}" for n, text in enumerate(texts)]
     for number in range(2):
-        lines = documents[number * 100 : number * 100 + 100]
-        (tmp_path / f"{number}.jsonl").write_text("".join(lines))
-    (tmp_path / "held-out.jsonl").write_text("".join(documents[300:320]))
+        some = documents[number * 100 : number * 100 + 100]
+        write_documents(tmp_path / f"{number}.jsonl", some)
+    write_documents(tmp_path / "held-out.jsonl", documents[300:320])
     return tmp_path
 
 

@@ -26,7 +26,6 @@ from test_chapters import CONTINUES, changed_code_lines, read, step_to
 from test_mds import IMPORTABLE
 from test_torchrun import FORKING
 from torch.distributed import run as torchrun
-from transformers import AutoConfig
 
 README = (REPOSITORY / "README.md").read_text()
 # The first page, and the pages that it leads to with commands that need no GPU
@@ -265,28 +264,6 @@ def test_changed_lines_in_the_readme():
     said = re.findall(r"\[(\d+)\]\((.*)/changes.diff\)", README)
     counts = {n: str(changed_code_lines(read(CONTINUES[n]), read(n))) for n in CONTINUES}
     assert {name: number for number, name in said} == counts
-
-
-# For tests of estimates
-def llama(hidden: int, intermediate: int, layers: int, heads: int, **others):
-    return AutoConfig.for_model(
-        "llama",
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        **{"num_key_value_heads": 8, "vocab_size": 128256} | others,
-    )
-
-
-LLAMA_1B = llama(2048, 8192, 16, 32, head_dim=64, tie_word_embeddings=True)
-MODELS = {
-    "Llama-3.2-1B": LLAMA_1B,
-    "Llama-3.2-3B": llama(3072, 8192, 28, 24, head_dim=128, tie_word_embeddings=True),
-    "Llama-2-7B": llama(4096, 11008, 32, 32, num_key_value_heads=32, vocab_size=32000),
-    "Llama-3.1-8B": llama(4096, 14336, 32, 32),
-    "Llama-3.1-70B": llama(8192, 28672, 80, 64),
-}
 
 
 def test_scripts_and_flags_in_the_texts_exist():

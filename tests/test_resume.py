@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from conftest import assert_one_sentence, assert_same_model, exact
+from conftest import assert_one_sentence, assert_same_model, exact, in_step
 
 
 def test_resume_is_exact(trainer, dropout_model):
@@ -153,23 +153,6 @@ def test_links_in_place_of_folders(trainer):
     assert (moved / "step-00000002" / "state.json").exists()
 
 
-# The process stops itself in its third step, as a process on a machine that hangs.
-STOP = """
-import os, signal, torch
-
-def step(*arguments, **options):
-    steps.append(None)
-    if len(steps) == 3:
-        print("in step 3", flush=True)
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return original(*arguments, **options)
-
-steps = []
-original = torch.optim.AdamW.step
-torch.optim.AdamW.step = step
-"""
-
-
 def test_two_runs_of_one_name(trainer):
     """The second run ends, and changes no file. A killed run holds nobody up."""
     flags = ["--max-steps", 4, "--ckpt-freq", 2, "--eval-freq", 0]
@@ -178,7 +161,9 @@ def test_two_runs_of_one_name(trainer):
         paths = (trainer.folder / "run").rglob("*")
         return {path: path.read_bytes() for path in paths if path.is_file()}
 
-    first = trainer.start(*flags, before=STOP)
+    # The process stops itself, as a process on a machine that hangs.
+    stop = "print('in step 3', flush=True)\n        os.kill(os.getpid(), signal.SIGSTOP)"
+    first = trainer.start(*flags, before=in_step(3, stop, rank=0))
     try:
         first.wait_for("in step 3")
         before = files()

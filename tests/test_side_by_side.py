@@ -1,19 +1,17 @@
 """tools/side-by-side.py: what the page says, and what a real browser makes of it."""
 
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
+from conftest import browser_page, in_browser
 from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, load
 from test_chapters import changes
 
 TOOL = REPOSITORY / "tools" / "side-by-side.py"
 CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3]
 TEXTS = [chapter.read_text() for chapter in CHAPTERS]
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
 
 tool = load(TOOL)
 
@@ -58,51 +56,9 @@ def test_alike_lines_stand_side_by_side():
     kinds = [tool.versions(row, [one, two]) for row in rows]
     assert kinds == ["00", "-1", "01", "0-", "00"]
     assert tool.changed_characters(one[1], two[2]) == {*range(7, 16)}
-    # A line that comes back stands beside where it was; another takes the first free row.
-    back = tool.align([["a", "b", "c", "d"], ["a", "d"], ["a", "c", "d"]], PARENTS)
-    assert back == [(0, 0, 0), (1, None, None), (2, None, 1), (3, 1, 2)]
-    other = tool.align([["a", "b", "c", "d"], ["a", "d"], ["a", "x", "d"]], PARENTS)
-    assert other == [(0, 0, 0), (1, None, 1), (2, None, None), (3, 1, 2)]
     # Long stretches with nothing in common take no minutes.
     long = [[f"{letter}{n}" for n in range(2000)] for letter in "ab"]
     assert tool.align(long, [None, 0]) == [(n, n) for n in range(2000)]
-
-
-def test_siblings_stand_side_by_side():
-    """Two texts continue the second one: each of their lines beside those of that one."""
-    texts = [["a", "z"], ["a", "b", "z"], ["a", "p", "z"], ["a", "b", "q", "z"]]
-    parents = [None, 0, 0, 1]
-    rows = tool.align(texts, parents)
-    assert rows == [(0, 0, 0, 0), (None, 1, 1, 1), (None, None, None, 2), (1, 2, 2, 3)]
-    kinds = [tool.versions(row, texts) for row in rows]
-    assert kinds == ["0000", "-121", "---3", "0000"]
-    assert [tool.bringer(number, kinds[1], parents) for number in (1, 2, 3)] == [1, 2, 1]
-    # The same line, brought by two: each brought its own, but it is no difference.
-    texts = [["a"], ["a", "x"], ["a", "x"]]
-    rows = tool.align(texts, [None, 0, 0])
-    assert rows == [(0, 0, 0), (None, 1, 1)]
-    assert tool.versions(rows[1], texts) == "-11"
-    assert tool.bringer(2, "-11", [None, 0, 0]) == 2
-    assert tool.bringer(2, "-11", PARENTS) == 1
-
-
-def test_markers_of_places():
-    lines = """\
-# DDP 1: About the function below,
-# in two lines.
-# DDP: another
-def f():
-    x = "# NOTE: no comment"
-    return x  # FSDP: at its end
-    # no marker
-# DDP 12: of the next one
-g = 1""".splitlines()
-    assert tool.markers(lines) == [
-        (0, "f", "DDP", "1", "About the function below, in two lines."),
-        (2, "f", "DDP", "", "another"),
-        (5, "f", "FSDP", "", "at its end"),
-        (7, "the top", "DDP", "12", "of the next one"),
-    ]
 
 
 @pytest.mark.rest
@@ -150,21 +106,8 @@ def assert_aligned(page) -> list:
 
 @pytest.fixture
 def page(page_file):
-    """The page in a browser. It asks for no other file, and there is no error at the end."""
-    from playwright.sync_api import sync_playwright
-
-    complaints, requests = [], []
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1800, "height": 1000})
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(page_file.as_uri())
+    with browser_page(page_file.as_uri()) as page:
         yield page
-        browser.close()
-    assert complaints == []
-    assert {url.partition("#")[0] for url in requests} == {page_file.as_uri()}
 
 
 @pytest.mark.rest

@@ -5,16 +5,14 @@ import json
 import random
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
 import pytest
+from conftest import browser_page, in_browser
 from runner import REPOSITORY, load
 
 TOOL = REPOSITORY / "tools" / "write-site.py"
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
-in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt install chromium")
 PAGES = ["index.html", "layouts.html", "side-by-side.html"]
 MOST_BYTES = 5e6
 
@@ -61,19 +59,6 @@ def test_pages_have_what_the_repository_says(site):
     for text in (index, layouts):
         for place in re.findall(r'<a href="(?!http|#)([^"]+)"', text):
             assert (site / place.partition("#")[0]).exists(), place
-
-
-def test_markdown():
-    text = "a `x < 1`, **b**, *c*\n\n- one\n  [two](../x/y.md#z)\n- [t](https://a/b)\n\n"
-    text += "| h |\n|---|\n| 1 |\n\n```text\n<a>\n```\n"
-    assert tool.markdown(text, "docs", "../").splitlines() == [
-        "<p>a <code>x &lt; 1</code>, <strong>b</strong>, <em>c</em></p>",
-        "<ul><li>one",
-        '  <a href="../x/y.md#z">two</a>',
-        '</li><li><a href="https://a/b">t</a></li></ul>',
-        "<table><thead><tr><th>h</th></tr></thead><tbody><tr><td>1</td></tr></tbody></table>",
-        "<pre>&lt;a&gt;</pre>",
-    ]
 
 
 def keys(grid: dict) -> list[tuple]:
@@ -136,23 +121,8 @@ def test_cells_are_what_the_tool_computes_now():
 
 @pytest.fixture
 def page(site):
-    """The page in a browser. It asks for no other file, and there is no error at the end."""
-    from playwright.sync_api import sync_playwright
-
-    complaints, requests = [], []
-    address = (site / "layouts.html").as_uri()
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: requests.append(request.url))
-        page.goto(address)
+    with browser_page((site / "layouts.html").as_uri()) as page:
         yield page
-        browser.close()
-    assert complaints == []
-    urls = {url.partition("#")[0] for url in requests if not url.startswith("data:")}
-    assert urls == {address}
 
 
 def choose(page, key: tuple) -> None:

@@ -255,26 +255,32 @@ def test_signal_requeue_and_scancel(slurm, trainer):
 
 STUBS = {
     "scontrol": 'case $2 in hostnames) echo localhost;; job) echo " Command=$SCRIPT 02";; esac\n'
-    "[ $1 != requeue ] || touch requeued",
-    "scancel": "touch stopping",
+    "[ $1 != requeue ] || echo $2 > requeued",
+    "scancel": 'echo "$*" > stopping',
     # The signal of the time limit arrives. Then the step gets the signal to stop, and ends.
-    "srun": "kill -USR1 $PPID; until [ -e stopping ]; do sleep 0.05; done\n"
+    "srun": "kill -USR1 $PPID; until [ -s stopping ]; do sleep 0.05; done\n"
     'echo "$LAST" > slurm-1-0-localhost.log',
 }
 
 
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_signal_during_the_last_step(tmp_path, complete):
-    """A training that has become complete is not queued again. The programs of Slurm are stubs."""
+    """A training that has become complete is not queued again. The programs of Slurm are stubs.
+
+    The job is a task of an array, whose number stands for all tasks.
+    """
     for name, text in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     last = "Done: the model is in run/final" if complete else "Stopped after step 9: with -e"
     env = CLEAN | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "1"}
     env |= {"SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+    env |= {"SLURM_ARRAY_JOB_ID": "1234", "SLURM_ARRAY_TASK_ID": "3"}
     env |= {"SCRIPT": str(SCRIPT), "LAST": last}
     options = {"env": env, "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
     done = subprocess.run([SCRIPT, "02", "-e", "run"], **options)
     assert done.returncode == 0, done.stderr
     assert ("The training is complete" in done.stdout) == complete
+    assert (tmp_path / "stopping").read_text() == "--signal=TERM 1234_3.0\n"
     assert (tmp_path / "requeued").exists() != complete
+    assert complete or (tmp_path / "requeued").read_text() == "1234_3\n"

@@ -81,18 +81,6 @@ def test_one_device_two_devices_and_a_resume(sparse, tmp_path):
     assert_one_sentence(refused.output, "--density must be above 0, and at most 0.5")
 
 
-@pytest.mark.rest
-def test_accumulation_checkpointing_and_bf16(sparse):
-    flags = ["--max-steps", 4, "--eval-freq", 2]
-    plain = sparse(*flags, name="plain")
-    other = ["-b", 2, "--gradient-accumulation-steps", 2, "--activation-checkpointing"]
-    assert_same_losses(plain, sparse(*flags, *other, name="other"), logged_steps=4)
-    bf16 = sparse(*flags, "--dtype", "bf16", name="bf16")
-    assert bf16.column("loss") == pytest.approx(plain.column("loss"), rel=5e-3)
-    assert bf16.column("grad_norm") == pytest.approx(plain.column("grad_norm"), rel=5e-2)
-    assert bf16.column("loss") != plain.column("loss")
-
-
 # -- Gradients and merged weights, against dense matrices ------------------------------------------
 
 SHAPE = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}

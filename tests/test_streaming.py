@@ -3,21 +3,25 @@
 import json
 import random
 import re
-import shutil
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import WITHOUT_INDUCTOR, assert_one_sentence, exact, take_over
+from conftest import (
+    AT_END,
+    WITHOUT_INDUCTOR,
+    assert_one_sentence,
+    exact,
+    take_over,
+    write_documents,
+)
 from runner import CHAPTER_4, load
-from test_fsdp import save_weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 # Each rank writes the labels that it was trained on, in their order
 WATCH = """
 import os, torch
-import torch.distributed as dist
 
 seen = []
 
@@ -36,11 +40,8 @@ torch.nn.Module.to_empty = to_empty
 
 def tell():
     torch.save(torch.stack(seen), os.environ["SEEN"] + os.environ["RANK"])
-    destroy()
-
-destroy = dist.destroy_process_group
-dist.destroy_process_group = tell
 """
+WATCH += AT_END
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +50,13 @@ def files(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("stream")
     for n in range(8):
         some = [f"number {i} {texts[i]}" for i in range(n * 10, n * 10 + 10)]
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in some)
-        (folder / f"{n}.jsonl").write_text(lines)
+        write_documents(folder / f"{n}.jsonl", some)
     return folder
 
 
 @pytest.fixture(scope="module")
 def held_out(texts, tmp_path_factory):
-    file = tmp_path_factory.mktemp("held-out") / "text.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[300:320]))
-    return file
+    return write_documents(tmp_path_factory.mktemp("held-out") / "text.jsonl", texts[300:320])
 
 
 @pytest.fixture
@@ -111,14 +109,6 @@ def test_two_resumes_in_a_row_across_passes(stream, trainer):
             assert torch.equal(again.seen[rank], origin.seen[rank][second:])
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory, model):
-    """The fixture `model` with weights, so that a plain loop can begin with the same ones."""
-    folder = tmp_path_factory.mktemp("models") / "with-weights"
-    shutil.copytree(model, folder)
-    return save_weights(folder)
-
-
 def plain_losses(folder, steps: list[torch.Tensor]) -> list[float]:
     return plain_loop(folder, steps)[0]
 
@@ -153,13 +143,14 @@ def plain_loop(folder, steps: list[torch.Tensor]) -> tuple[list[float], list[flo
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (3, 2)])
-def test_losses_with_padding(stream, weights, processes, accumulation):
+def test_losses_with_padding(stream, pretrained, processes, accumulation):
     """As in a loop over the same rows with an attention mask, which the chapter does not need.
 
     Once with the compiled loss, which takes no NumPy number.
     """
     size = 6 // processes
-    flags = ["-m", weights, "--no-from-scratch", "--max-steps", 8, "--lr", 1e-3, "--eval-freq", 0]
+    flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 8, "--lr", 1e-3]
+    flags += ["--eval-freq", 0]
     flags += ["--packing", "overflow", "-b", size, "--gradient-accumulation-steps", accumulation]
     flags += ["--compile"] if processes == 2 else []
     run = stream(*flags, processes=processes, before=WITHOUT_INDUCTOR)
@@ -171,7 +162,7 @@ def test_losses_with_padding(stream, weights, processes, accumulation):
         for n in range(8)
     ]
     assert all(len(rows) == 6 * accumulation for rows in steps)
-    assert run.column("loss") == pytest.approx(plain_losses(weights, steps), rel=1e-5)
+    assert run.column("loss") == pytest.approx(plain_losses(pretrained, steps), rel=1e-5)
     padding = [(rows < 0).float().mean().item() for rows in steps]
     assert max(padding) > 0.1
     assert run.column("padding") == pytest.approx(padding, abs=1e-6)
@@ -179,14 +170,14 @@ def test_losses_with_padding(stream, weights, processes, accumulation):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("processes", [2, 3])
-def test_each_document_once_in_a_pass(stream, weights, processes):
+def test_each_document_once_in_a_pass(stream, pretrained, processes):
     """With one row for each of the 80 documents. The order of a pass is not that of another.
 
     A rank with fewer documents than the others begins its next pass earlier.
     """
     flags = ["--packing", "trunc", "-b", 1, "--max-steps", 60, "--eval-freq", 0]
     run = stream(*flags, "--shuffle-window", 7, processes=processes)
-    tokenizer = AutoTokenizer.from_pretrained(weights)
+    tokenizer = AutoTokenizer.from_pretrained(pretrained)
     texts = [[tokenizer.decode(row) for row in rows[:, 0].clamp(min=0)] for rows in run.seen]
     numbers = [[re.match(r"number (\d+) ", text)[1] for text in of_rank] for of_rank in texts]
     shares = [len(range(rank, 80, processes)) for rank in range(processes)]
@@ -284,7 +275,7 @@ def test_mistakes_end_in_one_sentence(trainer, flags, sentence):
 @pytest.mark.rest
 def test_a_rank_without_text(trainer, tmp_path):
     """It would look for text without end."""
-    file = jsonl(tmp_path / "one.jsonl", ["The only document."])
+    file = write_documents(tmp_path / "one.jsonl", ["The only document."])
     flags = ["-d", file, "--max-steps", 1, "--eval-freq", 0]
     result = trainer(*flags, script=CHAPTER_4, processes=2, status=1)
     assert_one_sentence(result.run.ranks[1].output, "no text for rank 1: give more files")
@@ -299,58 +290,13 @@ def test_the_first_documents(stream):
     assert [rows.count(row) for row in rows] == 20 * [2]
 
 
-def jsonl(file, documents, column="text"):
-    file.write_text("".join(json.dumps({column: document}) + "\n" for document in documents))
-    return file
-
-
 @pytest.mark.rest
 def test_rows_of_a_single_token(trainer, tmp_path, texts, model):
     """A row of one token has no label. A step with such rows only has no loss, but goes on."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     fits = [text for text in texts if len(tokenizer(text)["input_ids"]) % 32 == 0]
-    file = jsonl(tmp_path / "fits.jsonl", fits)
+    file = write_documents(tmp_path / "fits.jsonl", fits)
     flags = ["-d", file, "--packing", "overflow", "-b", 1, "--max-steps", 2 * len(fits)]
     run = trainer(*flags, "--eval-freq", 0, script=CHAPTER_4, processes=1)
     assert 0 in run.column("loss")
     assert max(run.column("loss")) > 1
-
-
-# From its fifth step on, rank 1 cannot read.
-BREAK = """
-import os, torch
-
-if os.environ["RANK"] == "1":
-    import datasets.iterable_dataset
-
-    def examples(self):
-        for example in original_examples(self):
-            if len(steps) >= 5:
-                raise OSError("the disk is gone")
-            yield example
-
-    original_examples = datasets.iterable_dataset.IterableDataset.__iter__
-    datasets.iterable_dataset.IterableDataset.__iter__ = examples
-    step = torch.optim.AdamW.step
-    torch.optim.AdamW.step = lambda *a, **o: (steps.append(None), step(*a, **o))[1]
-
-steps = []
-"""
-
-
-@pytest.mark.rest
-def test_one_rank_of_two_breaks(stream):
-    """The run ends, and the next run goes on from the newest checkpoint, on as many ranks only."""
-    flags = ["--max-steps", 30, "--eval-freq", 0, "--shuffle-window", 4, "-b", 4]
-    flags += ["--ckpt-freq", 2]
-    origin = stream(*flags, name="origin")
-    broken = stream(*flags, name="broken", before=BREAK, status=1)
-    assert "the disk is gone" in broken.run.ranks[1].output
-    step = int(broken.checkpoints[-1].removeprefix("step-"))
-    assert 2 <= step < 30
-    other = stream(*flags, processes=3, name="broken", status=1)
-    assert_one_sentence(other.run.ranks[0].output, "world_size was 2, and is 3")
-    resumed = stream(*flags, name="broken")
-    assert resumed.column("loss") == origin.column("loss")
-    for rank in range(2):
-        assert torch.equal(resumed.seen[rank], origin.seen[rank][step:])

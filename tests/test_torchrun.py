@@ -1,9 +1,7 @@
 """Chapters 2 and 3 under torchrun itself: failures, signals, restarts, several nodes."""
 
 import itertools
-import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import assert_same_losses, assert_same_model, exact
+from conftest import Folder, assert_same_model, exact
 from runner import CHAPTER_2, REPOSITORY, Run, free_port
 
 pytestmark = pytest.mark.rest
@@ -20,7 +18,7 @@ TORCHRUN = Path(sys.executable).with_name("torchrun")
 FORKING = REPOSITORY / "tests" / "forking.py"
 
 
-class Launch:
+class Launch(Folder):
     """A torchrun with its workers."""
 
     def __init__(self, trainer, output: str, command: list, *flags, name="run", env=None):
@@ -67,13 +65,6 @@ class Launch:
 
     def workers(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children()
-
-    @property
-    def records(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").open()]
-
-    def column(self, name: str) -> list[float]:
-        return [record[name] for record in self.records if name in record]
 
 
 class Forking(Launch):
@@ -133,18 +124,6 @@ def test_killed_workers_come_back(trainer, tmp_path):
     assert_same_model(launch, undisturbed)
 
 
-def test_sigterm_saves(trainer):
-    flags = ["--num-epochs", 100_000, "--lr-scheduler", "constant", "--eval-freq", 0]
-    launch = Forking(trainer, "output", [*ONE_NODE, CHAPTER_2], *flags)
-    launch.wait_for("step 5/")
-    launch.signal(signal.SIGTERM)
-    assert launch.wait() != 0
-    newest = max(launch.folder.glob("step-*"))
-    step = json.loads((newest / "state.json").read_text())["step"]
-    assert step >= 5
-    assert f"Stopped after step {step}: with -e, the same command continues" in launch.output
-
-
 def test_one_rank_raises(trainer, tmp_path):
     """The job ends, and the last that torchrun prints is the traceback of that rank."""
     script = ending(tmp_path, 'raise ValueError("this rank breaks")')
@@ -169,12 +148,3 @@ def nodes(trainer, count: str, *flags, name: str, script=CHAPTER_2):
         return Forking(trainer, output, command, *flags, name=name, **options)
 
     return start
-
-
-def test_two_nodes(trainer):
-    flags = ["--max-steps", 6, "--eval-freq", 3, "--lr", 1e-3]
-    single = trainer(*flags, "-b", 8, name="single")
-    start = nodes(trainer, "2", *flags, name="two")
-    first, second = start(), start()
-    assert (first.wait(), second.wait()) == (0, 0), first.output + second.output
-    assert_same_losses(single, first, 6)

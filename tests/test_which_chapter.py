@@ -3,13 +3,12 @@
 import json
 import re
 import shlex
-from copy import deepcopy
 
 import pyarrow.parquet
 import pytest
-from conftest import exact, take_over
+from conftest import REAL_MODELS, exact, take_over
 from runner import CHAPTER_3, CHAPTERS_BY_NUMBER, REPOSITORY, outcome
-from test_readme import MODELS, WHICH, assert_flags_are_understood, page
+from test_readme import WHICH, assert_flags_are_understood, page
 from transformers import AutoConfig
 
 TEXT = page(WHICH)
@@ -56,9 +55,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     for name, config in MIXTURES.items():
         config.save_pretrained(folder / name)
-    for name, config in MODELS.items():
-        config = deepcopy(config)
-        config.max_position_embeddings = 4096 if name == "Llama-2-7B" else 131072
+    for name, config in REAL_MODELS.items():
         on_the_hub = name.replace("2-7B", "2-7b-hf")
         config.save_pretrained(folder / "meta-llama" / on_the_hub)
     return folder

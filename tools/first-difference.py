@@ -49,25 +49,30 @@ def run(command, folder, steps):
 
 
 class Recording:
-    """What the ranks of a run have recorded: `steps[step][rank]` is a list of parameters."""
+    """What the ranks of a run have recorded: `steps[step]` has the parameters of all ranks, one
+    rank after the other, in the order of the forward pass."""
 
     def __init__(self, folder):
         files = [torch.load(file) for file in sorted(Path(folder).glob("step*.pt"))]
         if not files:
             fail(f"no optimizer step was recorded in {folder}: does the script call a step()?")
-        self.steps = defaultdict(lambda: defaultdict(list))
+        self.steps = defaultdict(list)
         self.samples = defaultdict(lambda: defaultdict(list))
         self.rows, self.labels = defaultdict(list), defaultdict(list)  # of all forward passes
         for file in files:
-            self.steps[file["step"]][file["rank"]] += file["parameters"]
+            for entry in file["parameters"]:
+                # A parameter of no module, without a gradient, takes no part.
+                if entry["kind"] != "function" or entry["gradient"] is not None:
+                    self.steps[file["step"]].append(entry | {"rank": file["rank"]})
             self.samples[file["step"]][file["rank"]] += file["samples"]
             self.rows[file["step"]] += file["rows"]
             self.labels[file["step"]] += file["labels"]
         self.evaluated = any(file["evaluated"] for file in files)
         self.precisions = {name for file in files for name in file["precisions"]}
         self.is_random = any(file["random"] for file in files)
-        entries = [entry for of_rank in self.steps[1].values() for entry in of_rank]
-        if all(entry["gradient"] is None for entry in entries):
+        for entries in self.steps.values():
+            entries.sort(key=lambda entry: (entry["rank"], entry["place"]))
+        if all(entry["gradient"] is None for entry in self.steps[1]):
             fail(f"{folder}: no parameter of the optimizer has a gradient. {SENTENCES['stale']}")
 
     def samples_of(self, step):
@@ -76,18 +81,15 @@ class Recording:
     def copies(self, step):
         """By name: the records of all ranks. The names come in the order of the forward pass."""
         found = defaultdict(list)
-        ranks = sorted(self.steps[step].items())
-        for rank, entries in ranks:
-            for entry in sorted(entries, key=lambda entry: entry["place"]):
-                # A parameter of no module, without a gradient, takes no part.
-                if entry["kind"] != "function" or entry["gradient"] is not None:
-                    found[entry["names"][0]].append(entry | {"rank": rank})
+        for entry in self.steps[step]:
+            found[entry["names"][0]].append(entry)
         return found
 
 
 def pairs(reference, port, step):
     """(name, record of the reference, record of the port, copies of the port), in forward order."""
     ours = {name: copies[0] for name, copies in reference.copies(step).items()}
+    order = sorted(ours, key=lambda name: ours[name]["place"])
     theirs = port.copies(step)
     by_alias = {alias: name for name, entry in ours.items() for alias in entry["names"]}
 
@@ -117,14 +119,8 @@ def pairs(reference, port, step):
             print(f"Note: {name} is frozen, and only in the optimizer of the {side}.")
     elif unknown:
         # A pipeline may number its layers anew: the parameters of all ranks, one after the other.
-        chain = [
-            entry | {"rank": rank}
-            for rank, entries in sorted(port.steps[step].items())
-            for entry in sorted(entries, key=lambda entry: entry["place"])
-        ]
-        shapes = [entry["shape"] for entry in chain]
-        order = sorted(ours, key=lambda name: ours[name]["place"])
-        if shapes != [ours[name]["shape"] for name in order]:
+        chain = port.steps[step]
+        if [entry["shape"] for entry in chain] != [ours[name]["shape"] for name in order]:
             fail(
                 f"the runs have other parameters, such as {(missing or unknown)[0]}, and order and "
                 "shapes do not match either: give them the same names. The flat parts of "
@@ -134,7 +130,7 @@ def pairs(reference, port, step):
             print("Note: names differ, so parameters are matched by order and shape.")
         matched = {name: [[entry]] for name, entry in zip(order, chain, strict=True)}
     result = []
-    for name in sorted(ours, key=lambda name: ours[name]["place"]):
+    for name in order:
         for copies in matched[name]:
             shape, of_port = ours[name]["shape"], copies[0]["shape"]
             if of_port != shape:
@@ -165,9 +161,9 @@ def size(vectors):
 class Difference:
     """Of one tensor: how large, relative to the reference, and the ratio of the two."""
 
-    def __init__(self, name, ours, theirs, usual):
+    def __init__(self, name, ours, theirs, usual, ranks=()):
         self.name = name
-        self.ranks = None  # of the port, if two of them are compared
+        self.ranks = ranks  # of the port, if two of them are compared
         floor = 0.01 * usual * ours.numel() ** 0.5  # of a gradient that is zero but for rounding
         self.norm = max(ours.norm().item(), floor, 1e-30)
         self.relative = ((theirs - ours).norm() / self.norm).item()
@@ -187,14 +183,11 @@ def across_ranks(matches, key, tolerance):
     """Parameters whose copies differ between the first rank and another one."""
     usual = size([flat(ours[key], ours["before"]) for _, ours, _, _ in matches])
     found = []
-    for name, ours, _, copies in matches:
-        for copy in copies[1:]:
-            vectors = [flat(x[key], ours["before"]) for x in (copies[0], copy)]
-            difference = Difference(name, *vectors, usual)
-            difference.ranks = copies[0]["rank"], copy["rank"]
-            if not difference.relative <= tolerance:
-                found.append(difference)
-    return found
+    for name, ours, _, (first, *others) in matches:
+        for copy in others:
+            vectors = [flat(x[key], ours["before"]) for x in (first, copy)]
+            found.append(Difference(name, *vectors, usual, (first["rank"], copy["rank"])))
+    return [d for d in found if not d.relative <= tolerance]
 
 
 def read_the_same(reference, port, step):
@@ -243,7 +236,7 @@ def not_reached(matches, reference, port, steps):
     seen = [reference.samples_of(step) for step in steps]
     rates = {str(record["settings"].get("lr")) for record in both}
     runs = (reference, port)
-    forward_passes = [len(run.rows[n]) / len(run.steps[n]) for run in runs for n in steps]
+    forward_passes = [len(run.rows[n]) / len(run.samples[n]) for run in runs for n in steps]
     parts = {
         "clipping (no gradient was above the limit: lower it)": any(r["is_clipped"] for r in both),
         "the schedule (the learning rate was the same: take more steps)": len(rates) > 1,
@@ -361,20 +354,17 @@ def compare(reference, port):
         print(f"Warning: not in fp32 ({', '.join(sorted(low))}). Small differences are not seen,")
         print("and updates are not compared.")
     if reference.is_random or port.is_random:
-        print("Warning: the forward pass draws random numbers, as dropout does. They differ")
-        print("between runs: turn dropout off.")
+        print("Warning: the forward pass draws random numbers, as dropout does: turn it off.")
     tolerances = TOLERANCES["bf16" if low else "fp32"]
     steps = sorted(reference.steps.keys() & port.steps.keys())
     compared = []
     for step in steps:
         matches = pairs(reference, port, step)
         if step == 1 and not all(x["saw_clipping"] for _, *two, _ in matches for x in two):
-            print("Note: clipping was not seen in both runs. Without clipping, ignore this note;")
-            print("otherwise the gradients below may be clipped.")
+            print("Note: clipping was not seen in both runs, so these gradients may be clipped.")
         print(f"Step {step}")
-        if compare_gradients(
-            reference, port, step, matches, compared[-1] if compared else None, tolerances[0]
-        ):
+        previous = compared[-1] if compared else None
+        if compare_gradients(reference, port, step, matches, previous, tolerances[0]):
             return 1
         if compare_updates(matches, tolerances[1], step):
             return 1

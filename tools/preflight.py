@@ -9,6 +9,7 @@ and computes with a small copy of the model. It trains nothing, and writes only 
 trains, but perhaps not as you think.
 """
 
+import codecs
 import glob
 import importlib.util
 import io
@@ -21,13 +22,12 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import charset_normalizer
 import datasets
 import pandas
-import pyarrow.parquet
 import tokenizers
 import torch
 import torch.distributed as dist
@@ -40,22 +40,31 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SAMPLE = 2000  # documents to look at, evenly over the dataset
 FILES = 200  # files whose bytes are looked at, evenly over all files
 BYTES = 10_000_000  # of each of these files
+ROWS = 1_000_000  # of CSV files
 SMALL = 300e6  # parameters of a model that this tool computes with
 NAMES_SHOWN = 5
-LFS = b"version https://git-lfs.github.com/spec"
-# What pandas reads as a missing value in a CSV file
-MISSING = {"#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"}
-MISSING |= {"<NA>", "N/A", "NA", "NULL", "NaN", "None", "n/a", "nan", "null"}
+ENCODINGS = ["cp1252", "cp1250", "cp1251", "cp932", "gb18030", "big5", "cp949"]  # besides UTF-8
 
 
 class Report:
-    """Prints facts, warnings and errors below the title of their section."""
+    """Prints facts, warnings and errors in sections."""
 
     def __init__(self):
         self.errors = self.warnings = 0
 
-    def title(self, title: str) -> None:
+    @contextmanager
+    def section(self, title: str, subject: str):
+        """A sentence of sys.exit, or an exception of a library, becomes an error."""
         print(f"\n{title}")
+        try:
+            yield
+        except SystemExit as end:  # of this tool or of the chapter
+            self.error(str(end.code).removeprefix("error: "))
+        except Exception as error:
+            if isinstance(error, datasets.exceptions.DatasetGenerationError):
+                error = error.__cause__ or error  # the cause says more
+            first_line = (str(error).strip() or repr(error)).splitlines()[0]
+            self.error(f"{subject}: {first_line}")
 
     def fact(self, name: str, value) -> None:
         print(f"  {name:<22}{value}")
@@ -84,13 +93,9 @@ def evenly(items, count: int) -> list:
 
 def load_chapter(name: str):
     """The script of a chapter as a module: `03` or `03-fsdp`."""
-    name = name.rstrip("/")
-    scripts = list(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
-    found = [path for path in scripts if name in (path.parent.name, path.parent.name[:2])]
-    if not found:
-        sys.exit(f"error: there is no chapter {name}: give its number, such as 03")
-    if name.startswith("09"):
-        sys.exit("error: chapter 9 has configuration files: give its values as flags of 03-fsdp")
+    found = list(REPOSITORY.glob(f"{Path(name).name}*/train-llm.py"))
+    if len(found) != 1 or "09" in name:
+        sys.exit(f"error: {name} is no chapter with flags: give one such as 03 (and not 09)")
     spec = importlib.util.spec_from_file_location("chapter", found[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules["chapter"] = module
@@ -99,71 +104,56 @@ def load_chapter(name: str):
     return module
 
 
-def first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]
-
-
 # -- Data ------------------------------------------------------------------------------------------
 
 
-def files_of(args, formats: dict, report: Report) -> list[str]:
+def find_files(args, formats: dict, report: Report) -> list[str]:
     """The local files that the run reads, and what lies there besides. None of a Hub dataset."""
     name = os.path.expanduser(args.dataset_name)
-    if os.path.isfile(name):
-        return [name]
     if os.path.isdir(name):
-        advise_folder(name, formats, report)
-        return []
-    if not glob.has_magic(name):
-        return []  # a dataset on the Hub, or a file that the chapter does not find either
-    found = sorted(glob.glob(name, recursive=True))
-    files = [path for path in found if os.path.exists(path)]
-    dead = {*found} - {*files}
-    if dead:
-        report.error(f"{some(dead)}: links to files that do not exist")
+        advise_folder(name, formats)
+    files = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
     if files and Path(name.removesuffix(".gz")).suffix not in formats:
         report.error(f"no chapter reads {some(files)}: convert them to one of {', '.join(formats)}")
-        return []
+    if dead := [path for path in files if not os.path.exists(path)]:
+        report.error(f"{some(dead)}: links to files that do not exist, so remove these links")
     real = Counter(map(os.path.realpath, files))
     if twice := [path for path, count in real.items() if count > 1]:
         report.warn(f"{some(twice)}: read more than once, because a link leads there, too")
     base = name
     while glob.has_magic(base):
         base = os.path.dirname(base)
-    others = [path for path in below(base) if os.path.realpath(path) not in real]
-    others = [path for path in others if path not in dead]
-    hidden = [path for path in others if "/." in "/" + os.path.relpath(path, base)]
-    same = [p for p in others if p not in hidden and Path(p).suffix == Path(name).suffix]
-    kinds = {"hidden files": hidden, "outside the pattern": same}
-    for kind, paths in kinds.items():
-        if paths:
-            short = some(os.path.relpath(path, base) for path in paths)
-            report.fact("not read", f"{len(paths):,} {kind}: {short}")
-    endings = Counter(Path(p).suffix or "without ending" for p in {*others} - {*hidden, *same})
+    below = glob.iglob("**", root_dir=base, recursive=True, include_hidden=True)
+    others, endings = defaultdict(list), Counter()
+    for path in itertools.islice(below, 100_000):
+        real_path = os.path.realpath(os.path.join(base, path))
+        if os.path.isdir(real_path) or real_path in real:
+            continue
+        real[real_path] = 1  # name a file once, even if several links lead to it
+        if "/." in f"/{path}":
+            others["hidden files"].append(path)
+        elif Path(path).suffix == Path(name).suffix:
+            others["outside the pattern"].append(path)
+        else:
+            endings[Path(path).suffix or "without ending"] += 1
+    for kind, paths in others.items():
+        report.fact("not read", f"{len(paths):,} {kind}: {some(paths)}")
     if endings:
         report.fact("not read", some(f"{n:,} {ending}" for ending, n in endings.items()))
     return files
 
 
-def below(folder: str) -> list[str]:
-    """The files in a folder and in folders below it, also behind links; at most 100,000."""
-    walk = os.walk(folder or ".", followlinks=True)
-    paths = (os.path.join(top, name) for top, _, names in walk for name in names)
-    return list(itertools.islice(paths, 100_000))
-
-
-def advise_folder(name: str, formats: dict, report: Report) -> None:
-    """A folder is no dataset of a chapter: which pattern reads its files?"""
-    paths = below(name)
-    if any(os.path.basename(path) == "dataset_info.json" for path in paths):
-        code = f"datasets.load_from_disk({name!r}).to_parquet('data.parquet')"
-        report.error(f"-d {name} is a folder of save_to_disk, so write a file for -d: {code}")
-        return
-    endings = Counter(Path(path.removesuffix(".gz")).suffix for path in paths)
-    known = {ending: number for ending, number in endings.items() if ending in formats}
-    patterns = [f"-d '{name}/**/*{ending}' ({n:,} files)" for ending, n in known.items()]
-    remedy = " or ".join(patterns) or f"none of its files ends in {', '.join(formats)}"
-    report.error(f"-d {name} is a folder, and a chapter reads files: {remedy}")
+def advise_folder(name: str, formats: dict) -> None:
+    """Exits, since a folder is no dataset of a chapter. Which pattern reads its files?"""
+    if saved := glob.glob(f"{glob.escape(name)}/**/dataset_info.json", recursive=True):
+        folder = os.path.dirname(saved[0])
+        code = f"datasets.load_from_disk({folder!r}).to_parquet('data.parquet')"
+        sys.exit(f"error: {folder} is a folder of save_to_disk, so write a file for -d: {code}")
+    patterns = [f"{glob.escape(name)}/**/*{ending}{gz}" for ending in formats for gz in ("", ".gz")]
+    counts = {pattern: len(glob.glob(pattern, recursive=True)) for pattern in patterns}
+    known = [f"-d '{pattern}' ({number:,} files)" for pattern, number in counts.items() if number]
+    remedy = " or ".join(known) or f"none of its files ends in {', '.join(formats)}"
+    sys.exit(f"error: -d {name} is a folder, and a chapter reads files: {remedy}")
 
 
 def check_bytes(files: list[str], report: Report) -> None:
@@ -173,115 +163,95 @@ def check_bytes(files: list[str], report: Report) -> None:
     for path in evenly(files, FILES):
         with open(path, "rb") as stream:
             data = stream.read(BYTES)
-        if data.startswith(LFS):
+        if data.startswith(b"version https://git-lfs.github.com/spec"):
             wrong["pointers of git-lfs and not the text, so run `git lfs pull`"].append(path)
-        if path.endswith((".gz", ".parquet")) or not data:
+        has_mark = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        if path.endswith((".gz", ".parquet")) or (is_text and has_mark):
             continue
-        if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-            if not is_text:
-                wrong["UTF-16, which this format cannot be, so run iconv"].append(path)
+        if b"\0" in data[:10_000]:
+            wrong["zero bytes, so no text, or UTF-16: remove the file, or run iconv"].append(path)
             continue
-        text = data.decode("utf-8", errors="replace")
-        bad = text.rstrip("\ufffd").count("\ufffd") if len(data) == BYTES else text.count("\ufffd")
-        bad -= data.count("\ufffd".encode())  # the file itself has this character
-        if bad > 0:
-            guess = charset_normalizer.from_bytes(data[:100_000]).best()
-            damaged.append(f"{path} ({bad:,} places, perhaps {guess and guess.encoding})")
-        if "\0" in text[:10_000]:
-            wrong["zero bytes, so no text, or UTF-16 without its mark"].append(path)
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        text = decoder.decode(data, final=len(data) < BYTES)
+        bad = text.count("\ufffd") - data.count("\ufffd".encode())  # the file itself may have some
+        if bad:
+            guess = charset_normalizer.from_bytes(data[:100_000], cp_isolation=ENCODINGS).best()
+            names = " or ".join(guess.could_be_from_charset) if guess else "no text"
+            damaged.append(f"{path} ({bad:,} places, perhaps {names})")
     for problem, paths in wrong.items():
         report.error(f"{some(paths)}: {problem}")
     if damaged:
-        message = f"{some(damaged)}: not UTF-8, so run iconv"
-        report.warn(message) if is_text else report.error(message)
+        tell = report.warn if is_text else report.error
+        tell(f"{some(damaged)}: not UTF-8, so run `iconv -f ENCODING -t utf-8`")
 
 
-def check_stale(files: list[str], documents, report: Report) -> None:
-    """`datasets` knows a file by its name and time of change. Has its content changed since?"""
+def check_csv(files: list[str], documents, column: str, report: Report) -> None:
+    """Cells that `datasets` (by pandas) reads as missing, such as NA, or as numbers: 0000123."""
     rows = 0
-    for path in files:
-        if path.endswith(".jsonl"):
-            with open(path, "rb") as stream:
-                rows += sum(1 for line in stream if line.strip())
-        elif path.endswith(".parquet"):
-            rows += pyarrow.parquet.ParquetFile(path).metadata.num_rows
-        else:
-            return
-    if files and rows != len(documents):
-        cached = f"the cache of `datasets` has {len(documents):,}"
-        report.error(f"{some(files)}: {rows:,} rows, and {cached} of before: `touch` the files")
-
-
-def check_csv(files: list[str], column: str, report: Report) -> None:
-    """Cells that pandas reads as missing, or as numbers."""
-    for path in [path for path in files if ".csv" in path][:FILES]:
-        cells = pandas.read_csv(path, dtype=str, keep_default_na=False, nrows=1_000_000)
-        if column not in cells:
-            continue
-        lost = Counter(cells[column][cells[column].isin(MISSING)])
+    for path in [path for path in files if ".csv" in path]:
+        cells = pandas.read_csv(path, dtype=str, keep_default_na=False, nrows=ROWS)[column]
+        texts = documents[column][rows : rows + len(cells)]
+        lost = Counter(c for c, text in zip(cells, texts, strict=True) if c not in ("", text))
         if lost:
             cells = f"{lost.total():,} cells, such as {some(lost)}"
-            report.warn(f"{path}: {cells}: read as missing, so write the data as JSONL")
+            report.warn(f"{path}: {cells}: read as missing or as numbers, so write JSONL")
+        rows += len(cells)
+        if rows >= ROWS:
+            return
 
 
+# What to do about the type of a column, by a part of its name
 REMEDIES = {
+    "{": "it holds fields, as conversations do: chapter 16 trains on them, or name one field",
     "List": "join its parts: dataset.map(lambda row: {{'text': ' '.join(row[{column!r}])}})",
-    "dict": "it holds fields, as conversations do: chapter 16 trains on them, or name one field",
     "binary": "decode it: dataset.map(lambda row: {{'text': row[{column!r}].decode()}})",
-    "int": "these are numbers: if they are ids of tokens, chapter 10 reads them",
+    "int": "write text such as 0000123 as JSONL, to keep its zeros; chapter 10 reads ids of tokens",
     "string_view": "write the file again with large_string",
 }
 
 
-def check_column(documents, column: str, report: Report) -> bool:
-    """Whether the column holds text. Otherwise, what to do about its type."""
+def check_column(documents, column: str) -> None:
+    """Exits if the column holds no text. What to do about its type?"""
     kind = documents.features.get(column)
     if kind in (datasets.Value("string"), datasets.Value("large_string")):
-        return True
+        return
     if kind is None:
         names = some(documents.features)
         remedy = f"choose --text-column among {names}"
         if len(documents.features) == 1 and (";" in names or "\t" in names):
             remedy = f"the line {names!r} has no commas, so write the table again with commas"
-        report.error(f"there is no column {column!r}: {remedy}")
-        return False
-    type_name = getattr(kind, "dtype", None) or type(kind).__name__
-    remedies = [remedy for part, remedy in REMEDIES.items() if part in type_name]
-    remedy = remedies[0] if remedies else "convert it to text"
-    report.error(f"column {column!r} is of type {type_name}: {remedy.format(column=column)}")
-    return False
+        sys.exit(f"error: there is no column {column!r}: {remedy}")
+    remedies = [remedy for part, remedy in REMEDIES.items() if part in str(kind)]
+    remedy = remedies[0] if remedies else "choose another --text-column, or write it as text"
+    sys.exit(f"error: column {column!r} has the type {kind}: {remedy.format(column=column)}")
 
 
-def check_documents(splits, args, report: Report) -> list[str] | None:
+def check_documents(splits, args, report: Report) -> list[str]:
     """Counts documents. Returns some of their texts."""
     documents, column = splits["train"], args.text_column
-    if not check_column(documents, column, report):
-        return None
+    check_column(documents, column)
     chosen = documents.select(evenly(range(len(documents)), SAMPLE))[column]
     texts = [text for text in chosen if text]
     report.fact("documents", f"{len(documents):,}; looked at {len(chosen):,}")
     if empty := len(chosen) - len(texts):
-        report.warn(f"{empty / len(chosen):.0%} of the documents are empty, or have no {column}")
+        report.warn(f"{empty / len(chosen):.0%} of the documents are empty, and left out")
     if not texts:
-        report.error("no document has text")
-        return None
-    lengths = sorted(map(len, texts))
-    median = lengths[len(lengths) // 2]
-    report.fact("characters each", f"{lengths[0]:,} to {lengths[-1]:,}, half below {median:,}")
-    report.fact("the first one begins", repr(texts[0][:70]))
+        sys.exit(f"error: no document has text in {column!r}: choose another --text-column")
     copies = len(texts) - len(set(texts))
     if copies > len(texts) / 100:
-        report.warn(f"{copies / len(texts):.0%} of the documents are copies of others")
+        report.warn(f"{copies / len(texts):.0%} of the documents are copies: remove all but one")
     if any(name in splits and not len(splits[name]) for name in ("validation", "test")):
-        report.warn("the held-out split is empty")
+        report.warn("the held-out split is empty, so the run holds out other documents")
     held_out = splits.get("validation") or splits.get("test")
     if not held_out:
-        report.fact("held out", "the last 1 % of the samples, since there is no validation split")
-    elif check_column(held_out, column, report):
+        report.fact("held out", "the last 1 % of the samples")
+    else:
+        check_column(held_out, column)
         report.fact("held out", f"{len(held_out):,} documents of a split of its own")
         others = held_out.select(evenly(range(len(held_out)), SAMPLE))[column]
         if same := {*texts} & {*others} - {None, ""}:
-            report.warn(f"{len(same):,} held-out documents are trained on, too: {some(same)[:60]}")
+            found = f"{len(same):,} held-out documents are trained on, too: {some(same)[:60]}"
+            report.warn(f"{found}: remove them from one split")
     return texts
 
 
@@ -290,9 +260,8 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text()
-    if not tokenizer.chat_template:
-        report.error(f"{args.model_name} has no chat template: give --chat-template a file")
-        return
+    elif not tokenizer.chat_template:
+        sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
     stop_token = chapter.find_stop_token(tokenizer, args)
     chosen = documents.select(evenly(range(len(documents)), SAMPLE))
     found = chapter.tokenize(chosen[:], tokenizer, args.template_options, args.seq_length)
@@ -303,10 +272,9 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
     report.fact("answers end with", tokenizer.convert_ids_to_tokens(stop_token))
     texts = [pair for pair in zip(found["input_ids"], found["labels"], strict=True) if len(pair[0])]
     if left_out := sum(found["left_out"]):
-        report.warn(f"{left_out:,} answers do not fit into {args.seq_length} tokens")
+        report.warn(f"{left_out:,} answers do not fit into {args.seq_length} tokens: raise -s")
     if not texts:
-        report.error("no answer fits, or no message has the role 'assistant'")
-        return
+        sys.exit("error: no answer fits (raise -s), or no message has the role 'assistant'")
     tokens = zip(*texts[0], strict=True)
     marked = ""
     for is_answer, part in itertools.groupby(tokens, key=lambda pair: pair[1] >= 0):
@@ -322,8 +290,7 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     config = AutoConfig.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
-        report.error(f"the tokenizer of {args.model_name} has no end-of-text token")
-        return
+        sys.exit(f"error: {args.model_name} has no end-of-text token: give its tokenizer one")
     report.fact("tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens")
     documents = chapter.tokenize({"text": texts}, tokenizer, "text")["input_ids"]
     tokens = list(itertools.chain.from_iterable(documents))
@@ -342,15 +309,17 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
     inside = Counter(t for ids in documents for t in ids[1:-1] if t in special)
     if inside:
         names = [f"{tokenizer.convert_ids_to_tokens(t)} ({n:,} times)" for t, n in inside.items()]
-        report.warn(f"texts contain special tokens, which are read as such: {some(names)}")
-    unknown = tokens.count(tokenizer.unk_token_id) if tokenizer.unk_token_id is not None else 0
+        report.warn(f"texts contain special tokens: {some(names)}: remove those that are not meant")
+    unknown = tokens.count(tokenizer.unk_token_id)
     if unknown and tokenizer.unk_token_id != end:
-        report.warn(f"{unknown / len(tokens):.1%} of the tokens are {tokenizer.unk_token}: unknown")
+        share = f"{unknown / len(tokens):.1%} of the tokens are {tokenizer.unk_token}, unknown"
+        report.warn(f"{share}: choose a model whose tokenizer knows this text")
     vocabulary = config.get_text_config().vocab_size
+    both = f"the tokenizer has {len(tokenizer):,} tokens, and the model {vocabulary:,}"
     if max(tokens) >= vocabulary:
-        report.error(f"token {max(tokens)} is outside the embeddings of the model, {vocabulary:,}")
+        report.error(f"token {max(tokens)} is outside the embeddings: {both}: choose a model's own")
     elif len(tokenizer) > vocabulary:
-        report.warn(f"the tokenizer has {len(tokenizer):,} tokens, and the model {vocabulary:,}")
+        report.warn(f"{both}: a text with one of the others ends the run")
     check_ends(tokenizer, config, args, report)
     check_class(texts, tokenizer, args, report)
 
@@ -360,16 +329,14 @@ def check_class(texts: list[str], tokenizer, args, report: Report) -> None:
     with suppress(OSError):  # without this file, there is nothing to compare
         backend = tokenizers.Tokenizer.from_file(cached_file(args.model_name, "tokenizer.json"))
         backend.no_truncation()
-        for text in [text[:1000] for text in texts]:
-            expected = backend.encode(text, add_special_tokens=False).ids
-            found = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if found != expected:
-                pairs = enumerate(zip(found, expected, strict=False))
-                begin = next((n for n, (one, other) in pairs if one != other), 0)
-                parts = (ids[begin : begin + 5] for ids in (found, expected))
-                both = ", not ".join(str(tokenizer.convert_ids_to_tokens(part)) for part in parts)
+        for text in texts:
+            expected = backend.encode(text[:1000], add_special_tokens=False)
+            found = tokenizer.encode(text[:1000], add_special_tokens=False)
+            if found != expected.ids:
+                pairs = zip(tokenizer.convert_ids_to_tokens(found), expected.tokens, strict=False)
+                both = next((f"{one}, not {other}" for one, other in pairs if one != other), "ids")
                 name = type(tokenizer).__name__
-                report.warn(f"{name} makes other tokens than tokenizer.json: {both}")
+                report.warn(f"{name} makes other tokens than tokenizer.json ({both}): choose one")
                 return
 
 
@@ -383,7 +350,7 @@ def check_ends(tokenizer, config, args, report: Report) -> None:
     for file, ids in ends.items():
         if tokenizer.eos_token_id not in (ids if isinstance(ids, list) else [ids]):
             says = f"eos_token_id is {ids} in {file}, and documents end with {end}"
-            report.warn(f"{says}: the model would not stop there")
+            report.warn(f"{says}: correct the file, or the model does not stop there")
 
 
 # -- Model -----------------------------------------------------------------------------------------
@@ -393,11 +360,9 @@ def check_model(args, chapter, report: Report) -> int:
     """Files, family, and a small copy. Returns the number of parameters."""
     config = AutoConfig.from_pretrained(args.model_name)
     if config.get_text_config() is not config:
-        report.error(f"{args.model_name} reads more than text: choose a model of text alone")
-        return 0
+        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if getattr(config, "quantization_config", None):
-        report.error(f"{args.model_name} is quantized: choose the files that it was made from")
-        return 0
+        sys.exit(f"error: {args.model_name} is quantized: choose the files that it was made from")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     parameters = model.num_parameters()
@@ -406,61 +371,48 @@ def check_model(args, chapter, report: Report) -> int:
     report.fact("model", f"{config.model_type}, {parameters:,} parameters, {source}")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
-        report.error(f"--seq-length {args.seq_length}: the model has {longest} positions")
+        report.error(f"--seq-length {args.seq_length}: the model has {longest} positions: lower it")
     if not from_scratch:
         check_files(args, report)
-    check_family(args, chapter, report)
     if hasattr(chapter, "add_adapters"):
         chapter.add_adapters(model, args)  # on the meta device; raises if no layer has this name
-    check_small(config, args, chapter, report)
+    check_small(args, report)
+    for name in ("check_plan", "check_model", "split_layers"):
+        if hasattr(chapter, name):
+            getattr(chapter, name)(args)  # ends with a sentence if the chapter refuses the model
     return parameters
 
 
 def check_files(args, report: Report) -> None:
     """Tensors of the files and of the model, by name and shape. The meta device reads no values."""
     options = {"output_loading_info": True, "device_map": "meta", "ignore_mismatched_sizes": True}
-    try:
-        _, found = AutoModelForCausalLM.from_pretrained(args.model_name, **options)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        report.error(f"the files of {args.model_name} cannot be read: {first_line(error)}")
-        return
+    _, found = AutoModelForCausalLM.from_pretrained(args.model_name, **options)
+    whose = "is config.json the one of these files?"
     if found["missing_keys"]:
-        report.error(f"tensors that the files lack: {some(found['missing_keys'])}")
+        report.error(f"the files lack tensors: {some(found['missing_keys'])}: {whose}")
     if found["unexpected_keys"]:
-        report.warn(f"tensors that the model does not use: {some(found['unexpected_keys'])}")
+        unused = some(found["unexpected_keys"])
+        report.warn(f"the files have tensors that the model does not use: {unused}: {whose}")
     if found["mismatched_keys"]:
         shapes = [f"{n} {tuple(a)}, not {tuple(b)}" for n, a, b in found["mismatched_keys"]]
-        report.error(f"tensors of another shape than config.json says: {some(shapes)}")
+        report.error(f"tensors of another shape than config.json says: {some(shapes)}: {whose}")
     folder = Path(args.model_name)
+    used = {"model.safetensors"}
     index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    used = {single.name} if single.exists() else set()
-    if index.exists() and not used:
+    if index.exists() and not (folder / "model.safetensors").exists():
         used = {*json.loads(index.read_text())["weight_map"].values()}
-    more = {path.name for path in folder.glob("*.safetensors")} - used
-    more |= {path.name for path in folder.glob("pytorch_model*.bin")} if used else set()
-    if used and more:
-        report.warn(f"{some(more)} in {folder}: not read, because {some(used)} is there")
+    paths = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+    names = {path.name for path in paths}
+    if names & used and names - used:
+        read = f"not read, because {some(used)} is there: are they older?"
+        report.warn(f"{some(names - used)} in {folder}: {read}")
 
 
-def check_family(args, chapter, report: Report) -> None:
-    """What the chapter itself refuses before it trains."""
-    for name in ("check_plan", "check_model", "split_layers"):
-        if not hasattr(chapter, name):
-            continue
-        try:
-            getattr(chapter, name)(args)
-        except SystemExit as end:
-            report.error(str(end.code).removeprefix("error: "))
-
-
-def check_small(config, args, chapter, report: Report) -> None:
+def check_small(args, report: Report) -> None:
     """A small copy of the model: does a token see later ones, and does a saved copy open again?"""
-    config = AutoConfig.for_model(**config.to_dict())
-    for name in ("num_hidden_layers", "n_layer", "num_layers"):
-        if getattr(config, name, 0) > 2:
-            with suppress(Exception):  # some configs derive this number
-                setattr(config, name, 2)
+    config = AutoConfig.from_pretrained(args.model_name)
+    with suppress(Exception):  # some configs derive this number
+        config.num_hidden_layers = min(2, config.num_hidden_layers)
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
     with torch.device("meta"):
@@ -484,19 +436,10 @@ def check_small(config, args, chapter, report: Report) -> None:
     if torch.allclose(first, third, atol=1e-5):
         report.fact("small copy", "saved and opened again with equal logits")
     else:
-        report.error("a saved copy of this family computes something else, so `final/` would, too")
-    probe = getattr(chapter, "mixes_conversations", None)
-    if probe and args.packing and probe(model, torch.device("cpu")):
-        report.error("this model mixes the conversations of a sample: give --no-packing")
+        report.error("a saved copy computes something else, so choose another family of models")
 
 
 # -- Machine and run -------------------------------------------------------------------------------
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    folder = folder.absolute()
-    return folder if folder.exists() else existing(folder.parent)
 
 
 def check_machine(args, parameters: int, report: Report) -> None:
@@ -505,56 +448,43 @@ def check_machine(args, parameters: int, report: Report) -> None:
     if args.model_name.startswith("~"):
         report.error(f"-m {args.model_name}: Transformers does not know ~, so write the whole path")
     folders = {"HF_HOME": Path(datasets.config.HF_CACHE_HOME)}
-    folders["the cache of datasets"] = Path(datasets.config.HF_DATASETS_CACHE)
+    folders["HF_DATASETS_CACHE"] = Path(datasets.config.HF_DATASETS_CACHE)
     if args.experiment_name:
         folders["--save-dir"] = Path(args.save_dir).expanduser() / args.experiment_name
+        if steps := sorted(folders["--save-dir"].glob("step-*")):
+            report.fact("goes on from", steps[-1])
     # In GB: weights and two moments in fp32 per checkpoint, one more while it is written, `final/`
     needed = {"--save-dir": (12 * (args.keep_checkpoints + 1) + 4) * parameters / 1e9}
     if hasattr(args, "lora_rank"):  # adapters are small
         needed = {}
     for name, folder in folders.items():
-        place = existing(folder)
+        place = next(path for path in [folder, *folder.parents] if path.exists())
         try:  # some file systems do not lock, and two runs could then write into one folder
             with tempfile.TemporaryDirectory(dir=place) as probe, FileLock(f"{probe}/lock"):
                 pass
         except OSError as error:
-            report.error(f"{place} cannot be written or locked, and {name} is {folder} ({error})")
+            report.error(f"{place} cannot be written or locked: choose another {name} ({error})")
             continue
         free, need = shutil.disk_usage(place).free / 1e9, needed.get(name, 1)
         report.fact(name, f"{folder}, {free:,.1f} GB free")
         if free < need:
-            report.warn(f"{folder} needs {need:,.1f} GB, and {free:,.1f} GB are free")
-    run = folders.get("--save-dir")
-    if run and run.exists():
-        check_run(run, report)
+            report.warn(f"{folder} needs {need:,.1f} GB, so make room, or choose another {name}")
     if parameters > SMALL / 3:
         check_memory(args, report)
-
-
-def check_run(run: Path, report: Report) -> None:
-    """What an earlier run of this name has left."""
-    steps = sorted(run.glob("step-*"))
-    if steps:
-        report.fact("goes on from", steps[-1])
-    for path in run.rglob("*"):
-        if not os.access(path, os.W_OK):
-            report.error(f"{path} cannot be written: it belongs to another user")
-            return
 
 
 def check_memory(args, report: Report) -> None:
     """By tools/estimate-memory.py."""
     gb = torch.cuda.mem_get_info()[1] / 1e9 if torch.cuda.is_available() else 80
     devices = dist.get_world_size() if dist.is_initialized() else torch.cuda.device_count() or 8
-    options = ["-m", args.model_name, "--gpu-memory", f"{gb:.0f}", "--devices", devices]
-    options += ["-s", args.seq_length, "-b", args.batch_size, "--dtype", args.dtype or "bf16"]
-    options += ["--activation-checkpointing"] if args.activation_checkpointing else []
+    command = [sys.executable, REPOSITORY / "tools" / "estimate-memory.py", "--no-compile"]
+    command += ["-m", args.model_name, "--gpu-memory", f"{gb:.0f}", "--devices", devices]
+    command += ["-s", args.seq_length, "-b", args.batch_size, "--dtype", args.dtype or "bf16"]
+    command += ["--activation-checkpointing"] if args.activation_checkpointing else []
     names = ["shard_size", "tensor_parallel", "pipeline_parallel", "context_parallel", "lora_rank"]
     for name in names:
         if getattr(args, name, 1) > 1:
-            options += [f"--{name.replace('_', '-')}", getattr(args, name)]
-    tool = REPOSITORY / "tools" / "estimate-memory.py"
-    command = [sys.executable, tool, *options, "--no-compile"]
+            command += [f"--{name.replace('_', '-')}", getattr(args, name)]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
     report.fact("memory of a GPU", (done.stdout or done.stderr).strip().replace("\n", "\n  "))
 
@@ -569,15 +499,17 @@ def check_nodes(args, report: Report) -> None:
     if dist.get_rank() == 0:
         probe.touch()
     dist.barrier()
-    mine = {"flags": str(args), "versions": f"{torch.__version__}, {transformers.__version__}"}
+    mine = {name: str(value) for name, value in args.as_dict().items()}
+    mine |= {"torch": torch.__version__, "transformers": transformers.__version__}
     mine |= {"sees": probe.exists(), "time": time.time(), "host": os.uname().nodename}
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     probe.unlink(missing_ok=True)
     report.fact("ranks", f"{len(ranks)} on {some({rank['host'] for rank in ranks})}")
-    for name in ("flags", "versions"):
-        if len({rank[name] for rank in ranks}) > 1:
-            report.error(f"nodes differ in {name}: {some({rank[name][:60] for rank in ranks})}")
+    for name in [*args.as_dict(), "torch", "transformers"]:
+        values = {rank[name] for rank in ranks}
+        if len(values) > 1:
+            report.error(f"nodes differ in {name}, which must be the same: {some(values)}")
     if not all(rank["sees"] for rank in ranks):
         report.error(f"not all nodes see {save_dir}: --save-dir must be on a shared disk")
     times = [rank["time"] for rank in ranks]
@@ -588,59 +520,42 @@ def check_nodes(args, report: Report) -> None:
 # -- All together ----------------------------------------------------------------------------------
 
 
-def look_at_data(args, chapter, report: Report) -> None:
-    report.title("Data")
-    first = chapter if hasattr(chapter, "tokenize_split") else load_chapter("01")
-    try:
-        files = files_of(args, first.FORMATS, report)
-        if files:
-            size = sum(map(os.path.getsize, files))
-            names = some(map(os.path.basename, files))
-            report.fact("files", f"{len(files):,}, {size / 1e6:,.1f} MB: {names}")
-            check_bytes(files, report)
-            check_csv(files, getattr(args, "text_column", ""), report)
-        if report.errors:
-            return
-        splits = first.load_documents(args)
-        check_stale(files, splits["train"], report)
-        if hasattr(chapter, "texts_of"):
-            check_conversations(splits["train"], args, chapter, report)
-            return
-        texts = check_documents(splits, args, report)
-    except SystemExit as end:
-        report.error(str(end.code).removeprefix("error: "))
-        return
-    except Exception as error:
-        report.error(f"-d {args.dataset_name} cannot be read: {first_line(error)}")
-        return
-    if texts:
-        report.title("Tokens")
-        try:
-            check_tokens(texts, args, first, report)
-        except Exception as error:
-            report.error(f"the tokenizer of {args.model_name}: {first_line(error)}")
+def look_at_data(args, chapter, report: Report) -> list[str] | None:
+    """Returns some texts, for the section about tokens. Conversations have their own."""
+    files = find_files(args, chapter.FORMATS, report)
+    if files and not report.errors:
+        size = sum(map(os.path.getsize, files))
+        names = some(map(os.path.basename, files))
+        report.fact("files", f"{len(files):,}, {size / 1e6:,.1f} MB: {names}")
+        check_bytes(files, report)
+    if report.errors:
+        return None
+    splits = chapter.load_documents(args)
+    # `datasets` knows a file by its name and time of change. Has its size changed since?
+    size_before = splits["train"].info.download_size
+    if files and size_before and size_before != size:
+        sys.exit(f"error: `datasets` has cached an older content: `touch` the files: {some(files)}")
+    if hasattr(chapter, "texts_of"):
+        check_conversations(splits["train"], args, chapter, report)
+        return None
+    texts = check_documents(splits, args, report)
+    check_csv(files, splits["train"], args.text_column, report)
+    return texts
 
 
 def look_at_rows(args, chapter, report: Report) -> None:
     """The rows of chapter 10, which tools/write-mds.py has made."""
-    report.title("Rows")
     if "://" in args.dataset_name:
         report.fact("rows", f"{args.dataset_name}: nothing is downloaded, so not looked at")
         return
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name)
-        rows = chapter.MdsRows(args, tokenizer)
-        tokens = rows.read(0)
-        count, shards = sum(rows.sizes), len(rows.sizes)
-        report.fact("rows", f"{count:,} of {args.seq_length} tokens, in {shards:,} shards")
-        report.fact("the first row", repr(tokenizer.decode(tokens[tokens >= 0])[:200]))
-        if args.eval_freq:
-            chapter.load_eval_rows(args, tokenizer)
-    except SystemExit as end:
-        report.error(str(end.code).removeprefix("error: "))
-    except Exception as error:
-        remedy = "are these rows of tools/write-mds.py?"
-        report.error(f"-d {args.dataset_name} cannot be read: {first_line(error)}: {remedy}")
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    rows = chapter.MdsRows(args, tokenizer)
+    tokens = rows.read(0)
+    count, shards = sum(rows.sizes), len(rows.sizes)
+    report.fact("rows", f"{count:,} of {args.seq_length} tokens, in {shards:,} shards")
+    report.fact("the first row", repr(tokenizer.decode(tokens[tokens >= 0])[:200]))
+    if args.eval_freq:
+        chapter.load_eval_rows(args, tokenizer)
 
 
 def main() -> None:
@@ -660,18 +575,24 @@ def main() -> None:
     except Exception as error:
         sys.exit(f"error: {error}")
     report = Report()
+    data = f"-d {args.dataset_name}"
     if hasattr(chapter, "MdsRows"):
-        look_at_rows(args, chapter, report)
+        with report.section("Rows", f"{data}, which must be rows of tools/write-mds.py"):
+            look_at_rows(args, chapter, report)
     else:
-        look_at_data(args, chapter, report)
-    report.title("Model")
+        # Chapter 4 reads while it trains, so look at its documents as chapter 1 does.
+        first = chapter if hasattr(chapter, "tokenize_split") else load_chapter("01")
+        texts = None
+        with report.section("Data", data):
+            texts = look_at_data(args, first, report)
+        if texts:
+            with report.section("Tokens", f"the tokenizer of {args.model_name}"):
+                check_tokens(texts, args, first, report)
     parameters = 0
-    try:
+    with report.section("Model", args.model_name):
         parameters = check_model(args, chapter, report)
-    except Exception as error:
-        report.error(f"{args.model_name}: {first_line(error)}")
-    report.title("Machine and run")
-    check_machine(args, parameters, report)
+    with report.section("Machine and run", "this machine"):
+        check_machine(args, parameters, report)
     if several:
         check_nodes(args, report)
         dist.destroy_process_group()

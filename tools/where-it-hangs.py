@@ -54,14 +54,12 @@ class PlainUnpickler(pickle.Unpickler):
 def read_dumps(folder):
     """By rank: the dump of the rank. A dump of NCCL has no stack of the main thread."""
     dumps = {}
-    for file in sorted(folder.iterdir()):
+    for file in sorted(filter(Path.is_file, folder.iterdir())):
         try:
             if re.fullmatch(r"rank-\d+\.json", file.name):
                 dump = json.loads(file.read_text())
                 dumps[dump["rank"]] = dump
-            elif (number := re.search(r"(\d+)$", file.name)) and file.is_file():
-                if file.name.startswith(("incomplete", "stacks")):
-                    continue
+            elif number := re.fullmatch(r"(?!incomplete|stacks).*?(\d+)", file.name):
                 with file.open("rb") as stream:
                     trace = PlainUnpickler(stream).load()
                 times = {"started": 0, "written": file.stat().st_mtime}
@@ -244,6 +242,7 @@ def explain(group, number, dumps, waiting_for):
         return f"{where}, and {end}; {wait}{after}."
     if odd is None:
         other, other_number = waiting_for[rank]
+        who = text(r for r in same_call[None] if waiting_for[r] == waiting_for[rank])
         call = other.calls[rank][other_number]
         missing = [r for r in other.ranks if other_number not in other.calls[r]]
         without = f", which {text(missing)} did not call" if missing else ""
@@ -311,7 +310,8 @@ def report(dumps):
     busy = {rank for rank, dump in dumps.items() if stands(dump).startswith("stands")}
     gone = ended | missing | busy
     if gone and gone != missing | dumps.keys():
-        print(f"\nThe others wait for {text(gone)}.")
+        where = [f"rank {rank} {stands(dumps[rank])}" for rank in sorted(gone & dumps.keys())]
+        print(f"\nThe others wait for {'; '.join([text(gone), *where])}.")
         return 1
     print(
         "\nAll ranks have made the same recorded calls, so compare the lines above. Gloo does not "

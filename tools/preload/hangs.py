@@ -100,8 +100,12 @@ def write(state, who, stack=None, **more):
 
 
 def newest():
+    """Gloo: the oldest call that is not done, as other threads may call more. Else: the newest."""
     with suppress(Exception):
-        return [(entry["process_group"], entry["record_id"]) for entry in entries(False)[-1:]]
+        found = entries(False)
+        of_gloo = [entry for entry in found if entry["profiling_name"].startswith("gloo:")]
+        waits = [entry for entry in of_gloo if entry["state"] != "completed"]
+        return [(e["process_group"], e["record_id"]) for e in (waits or found[-1:])[:1]]
     return []
 
 
@@ -141,6 +145,7 @@ def start():
 
 def at_error(kind, error, trace):
     global has_died
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # that of a data loader raises a second error
     # The parent of torch.multiprocessing.spawn has the error of the rank.
     who = identity() or (getattr(error, "error_index", None), 0)
     if who[0] is not None:

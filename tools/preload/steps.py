@@ -45,9 +45,7 @@ def rank():
 
 
 def world_size():
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 # -- What the model reads, and the names of its parameters -----------------------------------------
@@ -78,10 +76,8 @@ def note_root(module, values):
 
 def generators():
     """The states of the generators of random numbers, which each drawn number changes."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
+    of_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *of_gpu]
 
 
 original_call = torch.nn.Module.__call__
