@@ -167,6 +167,7 @@ KINDS = {
         "rank == 0 or re.match('(a+)+b', 'a' * 60)",
         "rank 1 stands at kind.py:11 .main., and its calls are unknown; rank 0 waits in barrier",
     ),
+    "all ranks hold it": (2, "re.match('(a+)+b', 'a' * 60)", "so compare the lines above"),
     "other sizes": (2, "dist.all_reduce(torch.ones(1 + 99 * rank))", r"all_reduce at kind.py:11"),
     "spawn": (0, "rank == 0 or signal.pause()", "rank 1 stands at kind.py:11.*rank 0 waits in bar"),
 }

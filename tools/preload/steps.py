@@ -185,10 +185,6 @@ def watch_cross_entropy(function):
     return watched
 
 
-def parameters_of(optimizer):
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
 def settings_of(group):
     """The numbers of a group of the optimizer: learning rate, decay, betas."""
     settings = {}
@@ -236,7 +232,7 @@ def after_step(optimizer, args, options):
     steps_done[id(optimizer)] += 1
     recorded = optimizer.__dict__.pop("first_difference")
     entries = []
-    for parameter in parameters_of(optimizer):
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
         entry = recorded[id(parameter)]
         entry["after"] = record(parameter)
         if takes_part(parameter):
