@@ -30,6 +30,8 @@ from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
+import psutil
+
 PRELOAD = Path(__file__).resolve().parent / "preload"
 # Frames of these files are no lines of the user's script, and these have what a script calls.
 LIBRARIES = ("tools/preload/", "-packages/", "lib/python3", "<frozen", "<string>")
@@ -122,11 +124,6 @@ def place(line):
     return f"{os.path.basename(file)}:{number}{inside}"
 
 
-def is_collective(entry):
-    """No message. NCCL records a batch of messages as "coalesced", after its messages."""
-    return not entry["is_p2p"] and not entry["profiling_name"].endswith(":coalesced")
-
-
 class Group:
     """The calls of each rank of a process group, by their number."""
 
@@ -136,7 +133,9 @@ class Group:
         members = {rank for dump in dumps.values() for rank in dump["groups"].get(name, [])}
         for rank, dump in dumps.items():
             for entry in dump["entries"]:
-                if entry["process_group"][0] == name and is_collective(entry):
+                # NCCL records a batch of messages as "coalesced", after its messages.
+                is_message = entry["is_p2p"] or entry["profiling_name"].endswith(":coalesced")
+                if entry["process_group"][0] == name and not is_message:
                     members.add(rank)
                     call = self.calls[rank][entry["collective_seq_id"]] = Call(entry)
                     if "error" in dump and entry is dump["entries"][-1]:
@@ -354,11 +353,12 @@ def run(command, folder, seconds):
 
 
 def end_all(folder):
-    """Kills all processes that have this folder in their environment, the youngest first."""
-    for environment in sorted(Path("/proc").glob("[0-9]*/environ"), reverse=True):
-        with suppress(OSError):
-            if str(folder).encode() in environment.read_bytes():
-                os.kill(int(environment.parent.name), signal.SIGKILL)
+    """Kills what the tool has started, and other processes that got this folder for their dumps."""
+    started = psutil.Process().children(recursive=True)
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process in started or process.environ().get("HANG_DUMPS") == str(folder):
+                process.kill()
 
 
 def all_wait(folder, seconds):

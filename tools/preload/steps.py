@@ -106,12 +106,6 @@ def watched_call(module, *args, **options):
             is_random |= not all(torch.equal(one, other) for one, other in pairs)
 
 
-def clean(name):
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
-
-
 def named_parameters():
     """By id of a parameter: its names, its place in the forward pass, and its kind of module."""
     found = {}
@@ -119,7 +113,9 @@ def named_parameters():
     for number, root in enumerate(roots):
         for prefix, module in root.named_modules(remove_duplicate=False):
             for own_name, parameter in module.named_parameters(recurse=False):
-                name = clean(f"{prefix}.{own_name}" if prefix else own_name)
+                name = f"{prefix}.{own_name}" if prefix else own_name
+                for wrapper in WRAPPERS:
+                    name = name.replace(wrapper, "")
                 if taken.setdefault(name, parameter) is not parameter:
                     name = f"{name} of model {number}"  # the script calls several models
                 place = first_calls.get(id(module), len(first_calls))
