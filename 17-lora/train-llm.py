@@ -445,6 +445,10 @@ def parameter_groups(model, args):
 # The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
+# CHAT: The columns of conversations, and of the samples that are made of them.
+NUMBER = datasets.Value("int32")
+COLUMNS = dict.fromkeys(["input_ids", "labels", "position_ids"], datasets.List(NUMBER))
+COLUMNS |= dict.fromkeys(["answer_tokens", "answers", "fitting"], NUMBER)
 LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
 
 
@@ -509,44 +513,35 @@ def read_text(files, versions):
 
 def tokenize_split(documents, tokenizer, args):
     """The samples of all conversations of a split."""
-    # CHAT: First token ids and labels of each conversation, then samples.
+    # CHAT: First the conversations, then samples, which are made of 1,000 conversations at a time.
     size = args.seq_length
-    number = datasets.Value("int32")
-    numbers = datasets.List(number)
-    columns = {"input_ids": numbers, "labels": numbers, "answers": number, "left_out": number}
     tokenized = documents.map(
         tokenize,
         batched=True,
         batch_size=32,  # documents; the longest ones then need 1 GB of memory
         fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
         remove_columns=documents.column_names,  # keep only the token ids
-        features=datasets.Features(columns),
+        features=datasets.Features(COLUMNS),
     )
     if not tokenized:
         sys.exit("error: too few answers (of the role 'assistant') to train on and to hold out")
-    samples = tokenized.map(
-        pack,
-        batched=True,  # 1,000 conversations at a time
-        fn_kwargs={"size": size, "several": args.packing},
-        remove_columns=tokenized.column_names,
-        features=datasets.Features(
-            input_ids=numbers, labels=numbers, position_ids=numbers, answer_tokens=number
-        ),
-    )
-    answers, left_out = sum(tokenized["answers"]), sum(tokenized["left_out"])
+    samples = tokenized.map(pack, batched=True, fn_kwargs={"size": size, "several": args.packing})
+    answers, fitting = sum(tokenized["answers"]), sum(tokenized["fitting"])
     counts = f"{len(documents):,} conversations with {answers:,} answers"
-    say(f"{counts}, of which {left_out:,} do not fit into {size} tokens")
+    say(f"{counts}, of which {answers - fitting:,} do not fit into {size} tokens")
     return samples.with_format("torch", columns=["input_ids", "labels", "position_ids"])
+
+
+def rows_of(batch):
+    """The rows of a batch, as dictionaries. A batch has a list for each column."""
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
 
 
 def messages_of(row):
     """The conversation of a row: messages with a role and a content. The columns decide."""
     if "messages" in row:
-        messages = row["messages"] or []
-        if not all(isinstance(message, dict) for message in messages):
-            sys.exit(f"error: messages must be a list of roles and contents: {str(messages)[:60]}")
         # `datasets` fills missing keys of a message with None.
-        return [{k: v for k, v in message.items() if v is not None} for message in messages]
+        return [{k: v for k, v in m.items() if v is not None} for m in row["messages"] or []]
     if {"prompt", "completion"} <= row.keys():
         prompt, answer = row["prompt"], row["completion"]
     elif {"instruction", "output"} <= row.keys():
@@ -590,7 +585,7 @@ def find_stop_token(tokenizer, args):
     text = found["text"][:end]
     if "Answer" not in text[begin:]:
         sys.exit("error: the chat template leaves out the answers")
-    tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens = encode(text, tokenizer)
     if any(first < begin < behind for first, behind in tokens["offset_mapping"]):
         sys.exit(f"error: a prompt may not end within a token, as with a space: {text[:begin]!r}")
     last = tokens["input_ids"][-1]
@@ -599,17 +594,19 @@ def find_stop_token(tokenizer, args):
     return last
 
 
-def tokenize(rows, tokenizer, options, size):
-    """Token ids, and labels, which are -100 except for the tokens of answers."""
-    result = {"input_ids": [], "labels": [], "answers": [], "left_out": []}
-    for values in zip(*rows.values(), strict=True):
-        row = dict(zip(rows, values, strict=True))
+def encode(text, tokenizer):
+    """Token ids, and the characters of each token."""
+    # The template writes the begin-of-text token. The tokenizer must not add another one.
+    return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+
+
+def tokenize(batch, tokenizer, options, size):
+    """Conversations: token ids, and labels, which are -100 except for the tokens of answers."""
+    conversations = []
+    for row in rows_of(batch):
         for text in texts_of(messages_of(row), tokenizer, options):
             # CHAT 8: The characters of a token decide whether the token is in an answer.
-            # The template writes the begin-of-text token. The tokenizer must not add another one.
-            tokens = tokenizer(
-                text["text"], add_special_tokens=False, return_offsets_mapping=True, verbose=False
-            )
+            tokens = encode(text["text"], tokenizer)
             ids = np.array(tokens["input_ids"][:size])
             begins, ends = np.array(tokens["offset_mapping"][:size]).T
             labels = np.full(len(ids), -100)
@@ -621,38 +618,32 @@ def tokenize(rows, tokenizer, options, size):
             labels[:1] = -100  # no token comes before, which could predict the first one
             # Tokens behind the last answer teach nothing.
             length = np.max(np.flatnonzero(labels >= 0), initial=-1) + 1
-            result["input_ids"].append(ids[:length])
-            result["labels"].append(labels[:length])
-            result["answers"].append(len(text["answers"]))
-            result["left_out"].append(len(text["answers"]) - len(fitting))
-    return result
+            conversation = {"input_ids": ids[:length], "labels": labels[:length]}
+            conversation |= {"position_ids": np.arange(length), "answer_tokens": sum(labels >= 0)}
+            conversation |= {"answers": len(text["answers"]), "fitting": len(fitting)}
+            conversations.append(conversation)
+    return {name: [row[name] for row in conversations] for name in COLUMNS}
 
 
-def pack(rows, size, several):
+def pack(batch, size, several):
     """Samples of `size` tokens. Each has one or several whole conversations, then padding."""
     samples = []
     # CHAT 9: The longest conversations come first, each into the fullest sample that has room.
-    conversations = zip(rows["input_ids"], rows["labels"], strict=True)
-    for ids, labels in sorted(conversations, key=lambda pair: -len(pair[0])):
-        if not ids:  # none of its answers fits
-            continue
-        most = size - len(ids)  # tokens of a sample that has room
+    for conversation in sorted(rows_of(batch), key=lambda row: -len(row["labels"])):
+        most = size - len(conversation["labels"])  # tokens of a sample that has room
         fitting = [sample for sample in samples if several and len(sample["labels"]) <= most]
-        if not fitting:
-            fitting = [{"input_ids": [], "labels": [], "position_ids": []}]
-            samples += fitting
-        fullest = max(fitting, key=lambda sample: len(sample["labels"]))
-        fullest["input_ids"] += ids
-        fullest["labels"] += labels
-        fullest["position_ids"] += range(len(ids))  # begins at 0, as in a server
+        if fitting:
+            fullest = max(fitting, key=lambda sample: len(sample["labels"]))
+            for name in COLUMNS:
+                fullest[name] += conversation[name]  # lists get longer, and numbers add up
+        elif conversation["labels"]:  # one or more of its answers fit
+            samples.append(conversation)
     for sample in samples:
-        sample["answer_tokens"] = sum(label >= 0 for label in sample["labels"])
         padding = size - len(sample["labels"])
         sample["input_ids"] += padding * [0]
         sample["labels"] += padding * [-100]
         sample["position_ids"] += range(padding)
-    names = ["input_ids", "labels", "position_ids", "answer_tokens"]
-    return {name: [sample[name] for sample in samples] for name in names}
+    return {name: [sample[name] for sample in samples] for name in COLUMNS}
 
 
 def sample_order(args, train_samples):

@@ -246,6 +246,8 @@ def test_conversations(look):
         status, output = look(*flags, chapter="16")
         assert part in output
         assert status == (role == "gpt"), output
+    flags = [*jsonl(["[]"], column="messages"), "--chat-template", DEMO_TEMPLATE]
+    assert "messages must be a list of roles and contents: []" in look(*flags, chapter="16")[1]
 
 
 def test_targets_that_no_layer_has(look):

@@ -264,6 +264,9 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
         sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
     stop_token = chapter.find_stop_token(tokenizer, args)
     chosen = documents.select(evenly(range(len(documents)), SAMPLE))
+    for messages in chosen["messages"] if "messages" in documents.features else ():
+        if not all(isinstance(message, dict) for message in messages or ()):
+            sys.exit(f"error: messages must be a list of roles and contents: {str(messages)[:60]}")
     found = chapter.tokenize(chosen[:], tokenizer, args.template_options, args.seq_length)
     answers = f"with {sum(found['answers']):,} answers"
     report.fact("conversations", f"{len(documents):,}; looked at {len(chosen):,}, {answers}")
@@ -271,7 +274,7 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
         report.warn("the column tools is not read: write the tools into a message of the system")
     report.fact("answers end with", tokenizer.convert_ids_to_tokens(stop_token))
     texts = [pair for pair in zip(found["input_ids"], found["labels"], strict=True) if len(pair[0])]
-    if left_out := sum(found["left_out"]):
+    if left_out := sum(found["answers"]) - sum(found["fitting"]):
         report.warn(f"{left_out:,} answers do not fit into {args.seq_length} tokens: raise -s")
     if not texts:
         sys.exit("error: no answer fits (raise -s), or no message has the role 'assistant'")
