@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver
@@ -125,17 +126,21 @@ def outcome(folder: Path, script: Path, *arguments, timeout: float = 240, **opti
     return run.wait(timeout), run.output
 
 
-# Below those that systems give to outgoing connections, one of which might be faster; and others
-# in each worker of pytest-xdist.
-# Workers of one session take other ports, and so do two sessions, most of the time.
+# Below those that systems give to outgoing connections, and others in each worker of pytest-xdist
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 _ports = itertools.count(20_000 + 2_500 * _worker + os.getpid() * 37 % 2_000)
+_held = deque(maxlen=100)
 
 
 def free_port() -> int:
+    """A port for a server of a test. It stays held: only sockets that allow sharing may have it."""
     for port in _ports:
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
+        holder = socket.socket()
+        with suppress(OSError):
+            holder.bind(("", port))
+            # As servers do. Two sockets may share an address if both allow it, and one listens.
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _held.append(holder)
             return port
 
 
