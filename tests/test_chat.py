@@ -37,12 +37,14 @@ def chat():
 
 # Templates in the manner of these families, shortened. « and » are the borders of the answers, of
 # which a text has all labels, and no others. ¦ is a border of tokens: at the end of a prompt, two
-# line ends are one token. Qwen3 changes earlier turns, so there are two texts.
+# line ends are one token. Qwen3 and Phi-3 change earlier turns, so there are two texts.
 LLAMA_3 = """{{- '<|begin|>' }}{% for m in messages %}
 {{- '<|header|>' + m.role + '<|end_header|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|header|>assistant<|end_header|>\n\n' }}{% endif %}"""
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}
 {{- '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+QWEN_2 = """{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nHelp.<|im_end|>\n' }}
+{%- endif %}"""
 QWEN_3 = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}
 {%- set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}
 {%- set text = m.content if loop.index0 > ns.last else m.content.split('</think>\n\n')[-1] %}
@@ -52,6 +54,8 @@ GEMMA = """{{ '<bos>' }}{% for m in messages %}{% if m.role == 'system' %}
 {{- raise_exception('System role not supported') }}{% endif %}{{ '<turn>' }}
 {{- 'model' if m.role == 'assistant' else m.role }}{{ '\n' + m.content | trim + '<end_turn>\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<turn>model\n' }}{% endif %}"""
+PHI_3 = """{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + '<|end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ '<|endoftext|>' }}{% endif %}"""
 MISTRAL = """{{ '<s>' }}{% for m in messages %}{% if m.role == 'user' %}
 {{- '[INST] ' + m.content + '[/INST]' }}{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}
 {%- endfor %}"""
@@ -62,6 +66,12 @@ FAMILIES = {
         "<|begin|><|header|>user<|end_header|>\n¦\nHi<|eot|><|header|>assistant<|end_header|>\n¦\n"
         "«Größe 学习.<|eot|>»<|header|>user<|end_header|>\n¦\nAnd?<|eot|>"
         "<|header|>assistant<|end_header|>\n¦\n«No<|eot|>»",
+    ),
+    "Qwen2.5": (
+        QWEN_2 + CHATML,
+        "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n«Größe 学习.<|im_end|>»\n<|im_start|>user\nAnd?<|im_end|>\n"
+        "<|im_start|>assistant\n«No<|im_end|>»",
     ),
     "Qwen3": (
         QWEN_3,
@@ -75,6 +85,12 @@ FAMILIES = {
         "<turn>user\nAnd?<end_turn>\n<turn>model\n«No<end_turn>»",
     ),
     "Mistral": (MISTRAL, "<s>[INST] Hi[/INST]« Größe 学习.</s>»[INST] And?[/INST]« No</s>»"),
+    "Phi-3": (
+        PHI_3,
+        "<|user|>\nHi<|end|>\n<|assistant|>\n«Größe 学习.<|end|>\n<|endoftext|>»",
+        "<|user|>\nHi<|end|>\n<|assistant|>\nGröße 学习.<|end|>\n<|user|>\nAnd?<|end|>\n"
+        "<|assistant|>\n«No<|end|>\n<|endoftext|>»",
+    ),
     "ChatML": (
         CHATML,
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Größe 学习.<|im_end|>»\n"
