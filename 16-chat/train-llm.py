@@ -87,7 +87,7 @@ def main():
         tokenizer.chat_template = Path(args.chat_template).read_text()
     if not tokenizer.chat_template:
         sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
-    # CHAT 1: The template ends an answer with this token, so a server has to stop there.
+    # CHAT 1: A server has to stop at the token with which the template ends an answer.
     stop_token = find_stop_token(tokenizer, args)
     # DDP: One rank of each node tokenizes. The others wait, and then read its cache. The usual
     # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
@@ -102,7 +102,7 @@ def main():
     train_tokens, eval_tokens = (pyarrow.compute.list_flatten(column) for column in columns)
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
-        sys.exit("error: too few answers fit, also to hold out: lower -b, or raise -s")
+        sys.exit("error: too few answers fit, to train on or to hold out: lower -b, or raise -s")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
     order = sample_order(args, train_samples)  # of all epochs
@@ -121,8 +121,8 @@ def main():
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
-    # CHAT 2: Test for it, because some families of models let a conversation see the one before.
-    # Not earlier: a forward pass leaves some weights whole, and AdamW has to have their shards.
+    # CHAT 2: Some families of models let a conversation see the one before it, so test the model.
+    # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
     if args.packing and mixes_conversations(model, device):
         sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
     # The steps done, and those that are left: a resumed run may have another batch size.
@@ -184,9 +184,9 @@ def main():
         wait = log_now and device.type != "cpu"
         if wait:
             torch.accelerator.synchronize()  # until the GPU has done the steps before
-        # CHAT 3: The loss is the mean over the answer tokens of the whole global batch.
-        # Each rank knows the samples of all ranks, so it counts their answer tokens without a
-        # message. FSDP averages the gradients over the ranks, so each rank divides by its share.
+        # CHAT 3: The loss is the mean over the N answer tokens of the whole global batch.
+        # Each rank knows the samples of all ranks, so it counts N without a message. FSDP averages
+        # the gradients over the ranks, so each rank divides its sum of losses by N / WORLD_SIZE.
         batch_tokens = answer_tokens[order[state.samples : state.samples + global_batch]].sum()
         # A tensor, because a compiled loss would be compiled again for each Python number.
         tokens_per_rank = torch.full((), batch_tokens / WORLD_SIZE, device=device)
@@ -208,7 +208,7 @@ def main():
                 # The model shifts the labels itself, so that each token predicts the next one.
                 # A cache of keys and values serves generation. In training it only takes memory.
                 # CHAT: The sum over the answers of this micro-batch, divided by `tokens_per_rank`.
-                # A micro-batch without an answer adds 0, and has no mean that would not be finite.
+                # So each answer token of the global batch counts the same.
                 loss = model(**batch, num_items_in_batch=tokens_per_rank, use_cache=False).loss
             with timed("backward", times, wait):
                 scaler.scale(loss).backward()
@@ -306,9 +306,9 @@ def build_model(args, device, checkpoint):
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
     # In each pass, Transformers looks whether positions restart at 0 within a sample, and Python
-    # waits for the GPU. This function does not wait.
-    # CHAT 4: A conversation begins at position 0, and sees no other conversation of the sample.
-    # The function numbers the conversations. A token attends to tokens with its own number only.
+    # waits for the GPU. The function below takes the place of this search, and does not wait.
+    # CHAT 4: A token attends only to tokens of its own conversation, which have the same number.
+    # Each position 0 begins a conversation, so count the zeros up to each token.
     transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -415,7 +415,8 @@ def parameter_groups(model, args):
 # The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
-# CHAT: The columns of conversations, and of the samples that are made of them.
+# CHAT: The columns of conversations, and of the samples that are made of them. `answers` and
+# `fitting` are numbers of answers: all, and those that fit into a sample.
 NUMBER = datasets.Value("int32")
 COLUMNS = dict.fromkeys(["input_ids", "labels", "position_ids"], datasets.List(NUMBER))
 COLUMNS |= dict.fromkeys(["answer_tokens", "answers", "fitting"], NUMBER)
@@ -508,7 +509,7 @@ def rows_of(batch):
 
 
 def messages_of(row):
-    """The conversation of a row: messages with a role and a content. The columns decide."""
+    """The messages of a row, each with a role and a content, from one of three sets of columns."""
     if "messages" in row:
         # `datasets` fills missing keys of a message with None.
         return [{k: v for k, v in m.items() if v is not None} for m in row["messages"] or []]
@@ -524,7 +525,7 @@ def messages_of(row):
 
 
 def texts_of(messages, tokenizer, options):
-    """The texts of a conversation. Each has the places of its answers: (begin, end) pairs."""
+    """One or more texts of a conversation, each with the characters (begin, end) of its answers."""
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
     texts = []
     for n, message in enumerate(messages):
@@ -532,18 +533,18 @@ def texts_of(messages, tokenizer, options):
         if not isinstance(message.get("content"), str):
             sys.exit(f"error: the content of a message must be text, perhaps empty: {message}")
         if message.get("role") != "assistant" or n == 0:
-            continue
+            continue  # an answer needs a prompt
         # CHAT 6: The answer begins where the prompt ends, because a server sends this prompt.
         prompt = render(messages[:n], add_generation_prompt=True)
         whole = render(messages[: n + 1])
         if not whole.startswith(prompt):
             sys.exit(f"error: an answer does not begin where its prompt ends: {prompt[-60:]!r}")
-        # CHAT 7: Some templates change earlier turns, so the next answer gets a text of its own.
-        # Qwen3, for example, removes the thoughts of earlier answers.
+        # CHAT 7: Usually, the prompt continues the last text, which then grows.
+        # Some templates change earlier turns, as Qwen3's removes thoughts. Then begin another text.
         if not texts or not prompt.startswith(texts[-1]["text"]):
             texts.append({"answers": []})
         texts[-1]["text"] = whole
-        texts[-1]["answers"].append((len(prompt), len(whole.rstrip())))
+        texts[-1]["answers"].append((len(prompt), len(whole.rstrip())))  # no line end
     return texts
 
 
@@ -585,11 +586,12 @@ def tokenize(batch, tokenizer, options, size):
             for begin, end in fitting:
                 inside = (begins >= begin) & (begins < end)
                 labels[inside] = ids[inside]
-            labels[:1] = -100  # no token comes before, which could predict the first one
+            labels[:1] = -100  # after an empty prompt: no token before it could predict it
+            labelled = np.flatnonzero(labels >= 0)
             # Tokens behind the last answer teach nothing.
-            length = np.max(np.flatnonzero(labels >= 0), initial=-1) + 1
+            length = labelled[-1] + 1 if len(labelled) else 0
             conversation = {"input_ids": ids[:length], "labels": labels[:length]}
-            conversation |= {"position_ids": np.arange(length), "answer_tokens": sum(labels >= 0)}
+            conversation |= {"position_ids": np.arange(length), "answer_tokens": len(labelled)}
             conversation |= {"answers": len(text["answers"]), "fitting": len(fitting)}
             conversations.append(conversation)
     return {name: [row[name] for row in conversations] for name in COLUMNS}
@@ -601,16 +603,16 @@ def pack(batch, size, several):
     # CHAT 9: The longest conversations come first, each into the fullest sample that has room.
     for conversation in sorted(rows_of(batch), key=lambda row: -len(row["labels"])):
         most = size - len(conversation["labels"])  # tokens of a sample that has room
-        fitting = [sample for sample in samples if several and len(sample["labels"]) <= most]
-        if fitting:
-            fullest = max(fitting, key=lambda sample: len(sample["labels"]))
+        with_room = [sample for sample in samples if len(sample["labels"]) <= most]
+        if several and with_room:
+            fullest = max(with_room, key=lambda sample: len(sample["labels"]))
             for name in COLUMNS:
                 fullest[name] += conversation[name]  # lists get longer, and numbers add up
         elif conversation["labels"]:  # one or more of its answers fit
             samples.append(conversation)
     for sample in samples:
         padding = size - len(sample["labels"])
-        sample["input_ids"] += padding * [0]
+        sample["input_ids"] += padding * [0]  # any token, since it has no label
         sample["labels"] += padding * [-100]
         sample["position_ids"] += range(padding)
     return {name: [sample[name] for sample in samples] for name in COLUMNS}
@@ -678,7 +680,7 @@ def evaluate(model, eval_set, args, device):
 
 # A resumed run must keep the values of these flags. Others would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["chat_template", "template_options"]  # CHAT: they make the text; no column does
+LASTING += ["chat_template", "template_options"]  # CHAT: the text depends on them
 LASTING += ["seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
@@ -1003,7 +1005,7 @@ if __name__ == "__main__":
         main()
     except (OSError, ArgumentError) as error:  # such as a file that is not there, or a wrong flag
         sys.exit(f"error: {error}")
-    except jinja2.TemplateError as error:  # CHAT: for example, it knows no system messages
+    except jinja2.TemplateError as error:  # CHAT: such as one without system messages
         sys.exit(f"error: the chat template refuses a conversation: {error}")
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")

@@ -89,7 +89,7 @@ def main():
         tokenizer.chat_template = Path(args.chat_template).read_text()
     if not tokenizer.chat_template:
         sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
-    # CHAT 1: The template ends an answer with this token, so a server has to stop there.
+    # CHAT 1: A server has to stop at the token with which the template ends an answer.
     stop_token = find_stop_token(tokenizer, args)
     # DDP: One rank of each node tokenizes. The others wait, and then read its cache. The usual
     # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
@@ -104,7 +104,7 @@ def main():
     train_tokens, eval_tokens = (pyarrow.compute.list_flatten(column) for column in columns)
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
-        sys.exit("error: too few answers fit, also to hold out: lower -b, or raise -s")
+        sys.exit("error: too few answers fit, to train on or to hold out: lower -b, or raise -s")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
     order = sample_order(args, train_samples)  # of all epochs
@@ -123,8 +123,8 @@ def main():
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
-    # CHAT 2: Test for it, because some families of models let a conversation see the one before.
-    # Not earlier: a forward pass leaves some weights whole, and AdamW has to have their shards.
+    # CHAT 2: Some families of models let a conversation see the one before it, so test the model.
+    # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
     if args.packing and mixes_conversations(model, device):
         sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
     # The steps done, and those that are left: a resumed run may have another batch size.
@@ -186,9 +186,9 @@ def main():
         wait = log_now and device.type != "cpu"
         if wait:
             torch.accelerator.synchronize()  # until the GPU has done the steps before
-        # CHAT 3: The loss is the mean over the answer tokens of the whole global batch.
-        # Each rank knows the samples of all ranks, so it counts their answer tokens without a
-        # message. FSDP averages the gradients over the ranks, so each rank divides by its share.
+        # CHAT 3: The loss is the mean over the N answer tokens of the whole global batch.
+        # Each rank knows the samples of all ranks, so it counts N without a message. FSDP averages
+        # the gradients over the ranks, so each rank divides its sum of losses by N / WORLD_SIZE.
         batch_tokens = answer_tokens[order[state.samples : state.samples + global_batch]].sum()
         # A tensor, because a compiled loss would be compiled again for each Python number.
         tokens_per_rank = torch.full((), batch_tokens / WORLD_SIZE, device=device)
@@ -210,7 +210,7 @@ def main():
                 # The model shifts the labels itself, so that each token predicts the next one.
                 # A cache of keys and values serves generation. In training it only takes memory.
                 # CHAT: The sum over the answers of this micro-batch, divided by `tokens_per_rank`.
-                # A micro-batch without an answer adds 0, and has no mean that would not be finite.
+                # So each answer token of the global batch counts the same.
                 loss = model(**batch, num_items_in_batch=tokens_per_rank, use_cache=False).loss
             with timed("backward", times, wait):
                 scaler.scale(loss).backward()
@@ -301,7 +301,7 @@ def build_model(args, device, checkpoint):
     # read later, by dcp.load.
     whole = load_model(args, checkpoint=None) if RANK == 0 else None
     # LORA 1: Both models get the same adapters, so rank 0 also sends A and B.
-    # A resumed run reads the frozen weights here again. Then its checkpoint replaces A and B.
+    # A resumed run reads the frozen weights again. Then its checkpoint replaces A and B alone.
     if RANK == 0:
         add_adapters(whole, args)
     config = AutoConfig.from_pretrained(args.model_name)
@@ -316,9 +316,9 @@ def build_model(args, device, checkpoint):
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
     # In each pass, Transformers looks whether positions restart at 0 within a sample, and Python
-    # waits for the GPU. This function does not wait.
-    # CHAT 4: A conversation begins at position 0, and sees no other conversation of the sample.
-    # The function numbers the conversations. A token attends to tokens with its own number only.
+    # waits for the GPU. The function below takes the place of this search, and does not wait.
+    # CHAT 4: A token attends only to tokens of its own conversation, which have the same number.
+    # Each position 0 begins a conversation, so count the zeros up to each token.
     transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and args.seq_length > longest:
@@ -364,7 +364,7 @@ def load_model(args, checkpoint):
 
 
 def add_adapters(model, args):
-    """LORA: Freezes the model, and adds two narrow matrices A and B to its linear layers."""
+    """LORA: Freezes the model, and adds two narrow matrices A and B to linear layers."""
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
@@ -372,12 +372,12 @@ def add_adapters(model, args):
         task_type="CAUSAL_LM",
         base_model_name_or_path=args.model_name,
     )
-    torch.manual_seed(args.seed)  # for A: how many numbers were drawn before, depends on versions
+    torch.manual_seed(args.seed)  # for A, as versions differ in the numbers drawn before
     # LORA 3: A layer with the weights W now computes W x + alpha / rank × B A x.
     # A is random, and B is 0, so training begins with the model as it was. PEFT freezes W.
     inject_adapter_in_model(config, model)
     # LORA 4: A and B train, so they are in fp32, because bf16 would round small changes away.
-    # FSDP gathers weights of both types together. Only those that train must have a common type.
+    # FSDP can gather both types together, because only weights that train must have one type.
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -445,7 +445,8 @@ def parameter_groups(model, args):
 # The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
-# CHAT: The columns of conversations, and of the samples that are made of them.
+# CHAT: The columns of conversations, and of the samples that are made of them. `answers` and
+# `fitting` are numbers of answers: all, and those that fit into a sample.
 NUMBER = datasets.Value("int32")
 COLUMNS = dict.fromkeys(["input_ids", "labels", "position_ids"], datasets.List(NUMBER))
 COLUMNS |= dict.fromkeys(["answer_tokens", "answers", "fitting"], NUMBER)
@@ -538,7 +539,7 @@ def rows_of(batch):
 
 
 def messages_of(row):
-    """The conversation of a row: messages with a role and a content. The columns decide."""
+    """The messages of a row, each with a role and a content, from one of three sets of columns."""
     if "messages" in row:
         # `datasets` fills missing keys of a message with None.
         return [{k: v for k, v in m.items() if v is not None} for m in row["messages"] or []]
@@ -554,7 +555,7 @@ def messages_of(row):
 
 
 def texts_of(messages, tokenizer, options):
-    """The texts of a conversation. Each has the places of its answers: (begin, end) pairs."""
+    """One or more texts of a conversation, each with the characters (begin, end) of its answers."""
     render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
     texts = []
     for n, message in enumerate(messages):
@@ -562,18 +563,18 @@ def texts_of(messages, tokenizer, options):
         if not isinstance(message.get("content"), str):
             sys.exit(f"error: the content of a message must be text, perhaps empty: {message}")
         if message.get("role") != "assistant" or n == 0:
-            continue
+            continue  # an answer needs a prompt
         # CHAT 6: The answer begins where the prompt ends, because a server sends this prompt.
         prompt = render(messages[:n], add_generation_prompt=True)
         whole = render(messages[: n + 1])
         if not whole.startswith(prompt):
             sys.exit(f"error: an answer does not begin where its prompt ends: {prompt[-60:]!r}")
-        # CHAT 7: Some templates change earlier turns, so the next answer gets a text of its own.
-        # Qwen3, for example, removes the thoughts of earlier answers.
+        # CHAT 7: Usually, the prompt continues the last text, which then grows.
+        # Some templates change earlier turns, as Qwen3's removes thoughts. Then begin another text.
         if not texts or not prompt.startswith(texts[-1]["text"]):
             texts.append({"answers": []})
         texts[-1]["text"] = whole
-        texts[-1]["answers"].append((len(prompt), len(whole.rstrip())))
+        texts[-1]["answers"].append((len(prompt), len(whole.rstrip())))  # no line end
     return texts
 
 
@@ -615,11 +616,12 @@ def tokenize(batch, tokenizer, options, size):
             for begin, end in fitting:
                 inside = (begins >= begin) & (begins < end)
                 labels[inside] = ids[inside]
-            labels[:1] = -100  # no token comes before, which could predict the first one
+            labels[:1] = -100  # after an empty prompt: no token before it could predict it
+            labelled = np.flatnonzero(labels >= 0)
             # Tokens behind the last answer teach nothing.
-            length = np.max(np.flatnonzero(labels >= 0), initial=-1) + 1
+            length = labelled[-1] + 1 if len(labelled) else 0
             conversation = {"input_ids": ids[:length], "labels": labels[:length]}
-            conversation |= {"position_ids": np.arange(length), "answer_tokens": sum(labels >= 0)}
+            conversation |= {"position_ids": np.arange(length), "answer_tokens": len(labelled)}
             conversation |= {"answers": len(text["answers"]), "fitting": len(fitting)}
             conversations.append(conversation)
     return {name: [row[name] for row in conversations] for name in COLUMNS}
@@ -631,16 +633,16 @@ def pack(batch, size, several):
     # CHAT 9: The longest conversations come first, each into the fullest sample that has room.
     for conversation in sorted(rows_of(batch), key=lambda row: -len(row["labels"])):
         most = size - len(conversation["labels"])  # tokens of a sample that has room
-        fitting = [sample for sample in samples if several and len(sample["labels"]) <= most]
-        if fitting:
-            fullest = max(fitting, key=lambda sample: len(sample["labels"]))
+        with_room = [sample for sample in samples if len(sample["labels"]) <= most]
+        if several and with_room:
+            fullest = max(with_room, key=lambda sample: len(sample["labels"]))
             for name in COLUMNS:
                 fullest[name] += conversation[name]  # lists get longer, and numbers add up
         elif conversation["labels"]:  # one or more of its answers fit
             samples.append(conversation)
     for sample in samples:
         padding = size - len(sample["labels"])
-        sample["input_ids"] += padding * [0]
+        sample["input_ids"] += padding * [0]  # any token, since it has no label
         sample["labels"] += padding * [-100]
         sample["position_ids"] += range(padding)
     return {name: [sample[name] for sample in samples] for name in COLUMNS}
@@ -708,7 +710,7 @@ def evaluate(model, eval_set, args, device):
 
 # A resumed run must keep the values of these flags. Others would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["chat_template", "template_options"]  # CHAT: they make the text; no column does
+LASTING += ["chat_template", "template_options"]  # CHAT: the text depends on them
 LASTING += ["seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 LASTING += ["lora_rank", "lora_alpha", "lora_targets"]  # LORA: the shapes and the scale of B A
@@ -766,12 +768,13 @@ def sharded_state(model, stateful):
 
 
 def whole_weights(model):
-    """LORA: All of A and B on rank 0, and nothing on other ranks. All ranks have to call it."""
+    """LORA: The whole adapters on rank 0, and nothing on other ranks. All ranks have to call it."""
     options = state_dict.StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
     )
     weights = state_dict.get_model_state_dict(model, options=options)
     # LORA 6: PEFT, Transformers and servers can read final/, because its names are those of PEFT.
+    # A tied head has a second name, which `ignore_frozen_params` keeps. So choose by name, too.
     weights = {n.replace(".default", ""): x for n, x in weights.items() if ".lora_" in n}
     return {f"base_model.model.{n}": x for n, x in weights.items()}
 
@@ -966,7 +969,7 @@ DEMO = {
     "seq_length": 256,
     "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
     "max_steps": 400,
-    "lr": 5e-3,  # LORA: higher, as below
+    "lr": 5e-3,  # LORA: higher, as for --lr
     "warmup_steps": 40,
     "eval_freq": 100,
     "ckpt_freq": 200,
@@ -1026,11 +1029,12 @@ def parse_args():
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
     args = parser.parse_args().clone(with_meta=False)  # the flags alone
-    # LORA: Random weights that never change would be useless, so this demo needs trained ones.
+    # LORA: This demo begins where another demo has ended.
     if args.model_name == DEMO["model_name"] and not os.path.exists(args.model_name):
         sys.exit("error: first run the demo of chapter 3, whose model this demo continues")
     counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
     counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    counts += ["lora_rank", "lora_alpha"]  # LORA: with 0, nothing would train
     for name, value in args.as_dict().items():
         least = 1 if name in counts else 0
         if isinstance(value, int | float) and value < least:
@@ -1046,7 +1050,7 @@ if __name__ == "__main__":
         main()
     except (OSError, ArgumentError) as error:  # such as a file that is not there, or a wrong flag
         sys.exit(f"error: {error}")
-    except jinja2.TemplateError as error:  # CHAT: for example, it knows no system messages
+    except jinja2.TemplateError as error:  # CHAT: such as one without system messages
         sys.exit(f"error: the chat template refuses a conversation: {error}")
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")

@@ -244,7 +244,7 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     strict.write_text("{{ raise_exception('no system messages') }}")
     sentence = "refuses a conversation: no system messages"
     refuse(trainer, chapter, ["--chat-template", strict], sentence)
-    refuse(trainer, chapter, [*flags, "-s", 4], "too few answers fit, also to hold out")
+    refuse(trainer, chapter, [*flags, "-s", 4], "too few answers fit, to train on or")
 
 
 # The name of a checkpoint is written when all ranks have written their files.
