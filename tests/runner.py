@@ -5,6 +5,7 @@ fork of it: a process of its own with its own arguments, signals, output and exi
 """
 
 import atexit
+import faulthandler
 import importlib.util
 import itertools
 import multiprocessing
@@ -67,6 +68,7 @@ def _child(script: Path, arguments: list[str], output: Path, options: dict) -> N
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    faulthandler.enable()  # a crash of a library prints where all threads are
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(options.get("env", {}))
     os.chdir(options.get("cwd", "/"))
