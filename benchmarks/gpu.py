@@ -71,7 +71,7 @@ TITLES = {
 NEEDED = ("torch", "transformers", "datasets", "comet_ml", "psutil", "pyarrow", "tqdm")
 NEEDED += ("jsonargparse", "filelock")
 OPTIONAL = ("accelerate", "hydra-core", "submitit", "lightning", "liger-kernel", "flash-attn")
-OPTIONAL += ("mosaicml-streaming", "torchvision")
+OPTIONAL += ("mosaicml-streaming", "torchvision", "peft")
 SHAPE = "llama-3.2-1b"
 
 
@@ -257,6 +257,8 @@ def time_attention(rehearse: bool) -> None:
 TEXT = f"{REPOSITORY}/*-*/train-llm.py"
 GLOBAL_BATCH = 8  # samples of a step, whatever the ranks
 PIPELINE = ["-b", 2, "--gradient-accumulation-steps", 4, "--pipeline-parallel", 2]
+CHAT = ["-d", REPOSITORY / "tiny-chat" / "*.jsonl"]
+CHAT += ["--chat-template", REPOSITORY / "tiny-chat" / "template.jinja", "-s", 256]
 # Ranks and flags of each chapter; `same` is the row whose losses it must have
 CHAPTERS = {
     1: {"ranks": 0, "flags": ["-b", 8]},
@@ -286,6 +288,11 @@ CHAPTERS = {
     },
     14: {"ranks": 0, "flags": ["-b", 8]},
     "15, two replicas": {"ranks": 2, "flags": ["-b", 4, "--replicas", 2, "--inner-steps", 2]},
+    # On conversations
+    16: {"ranks": 1, "flags": ["-b", 8, *CHAT]},
+    "16, two ranks": {"ranks": 2, "flags": ["-b", 4, *CHAT], "same": 16},
+    17: {"ranks": 1, "flags": ["-b", 8, *CHAT], "needs": ("peft",)},
+    "17, two ranks": {"ranks": 2, "flags": ["-b", 4, *CHAT], "same": 17, "needs": ("peft",)},
 }
 
 
