@@ -89,6 +89,7 @@ def set_up(*own_flags: str):
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     device = torch.device(args.device)
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")  # as in chapter 1
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
