@@ -137,10 +137,14 @@ def end(process: subprocess.Popen) -> None:
         process.wait()
 
 
+held_ports = []  # sockets that keep their ports until a server listens there, which may share them
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    held_ports.append(socket.socket())
+    held_ports[-1].bind(("", 0))
+    held_ports[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return held_ports[-1].getsockname()[1]
 
 
 def load(name: str):

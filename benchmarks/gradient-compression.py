@@ -58,10 +58,14 @@ PRELOAD += ["transformers.modeling_layers", "transformers.models.llama.modeling_
 # -- Processes and links ---------------------------------------------------------------------------
 
 
+held_ports = []  # sockets that keep their ports until a server listens there, which may share them
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    held_ports.append(socket.socket())
+    held_ports[-1].bind(("", 0))
+    held_ports[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return held_ports[-1].getsockname()[1]
 
 
 def rank_process(rank: int, size: int, endpoint: tuple, flags: list, output: Path, link: str):
@@ -204,8 +208,7 @@ def hooks(args, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    dist.init_process_group("gloo", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     chapter = chapter_module()
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(REPOSITORY / "tiny-llama")

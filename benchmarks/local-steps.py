@@ -104,10 +104,14 @@ for name in TRAPS:
         METHODS[name] = METHODS["H = 30, 0.7 and 0.9 from step 200"]
 
 
+held_ports = []  # sockets that keep their ports until a server listens there, which may share them
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+    held_ports.append(socket.socket())
+    held_ports[-1].bind(("", 0))
+    held_ports[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return held_ports[-1].getsockname()[1]
 
 
 def run_rank(rank: int, size: int, port: int, script: Path, flags: list, output: Path) -> None:

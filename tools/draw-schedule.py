@@ -10,7 +10,6 @@ two: one for the gradient of the input, and one for the gradients of the weights
 
 import argparse
 import os
-import socket
 import sys
 import time
 from datetime import timedelta
@@ -206,7 +205,7 @@ class Held:
 
 def work(rank, schedule, ranks, micro_batches, seconds, port, queue):
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, timedelta(minutes=2))
+    store = dist.TCPStore("127.0.0.1", port, ranks, False, timedelta(minutes=2))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     kind, count, _ = SCHEDULES[schedule]
     last = ranks * count - 1
@@ -234,12 +233,10 @@ def work(rank, schedule, ranks, micro_batches, seconds, port, queue):
 
 def measure(schedule: str, ranks: int, micro_batches: int, seconds: float) -> tuple:
     """Of a real run on so many processes: the bubble, best of three, and what is in flight."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = torch.multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
-    arguments = (schedule, ranks, micro_batches, seconds, port, queue)
+    arguments = (schedule, ranks, micro_batches, seconds, store.port, queue)
     workers = [context.Process(target=work, args=(rank, *arguments)) for rank in range(ranks)]
     for worker in workers:
         worker.start()
