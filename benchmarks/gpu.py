@@ -137,7 +137,8 @@ def end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-held_ports = []  # sockets that keep their ports until a server listens there, which may share them
+# Open sockets, so that no other program gets these ports. The servers of PyTorch may share them.
+held_ports = []
 
 
 def free_port() -> int:

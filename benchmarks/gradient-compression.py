@@ -58,7 +58,8 @@ PRELOAD += ["transformers.modeling_layers", "transformers.models.llama.modeling_
 # -- Processes and links ---------------------------------------------------------------------------
 
 
-held_ports = []  # sockets that keep their ports until a server listens there, which may share them
+# Open sockets, so that no other program gets these ports. The servers of PyTorch may share them.
+held_ports = []
 
 
 def free_port() -> int:

@@ -104,7 +104,8 @@ for name in TRAPS:
         METHODS[name] = METHODS["H = 30, 0.7 and 0.9 from step 200"]
 
 
-held_ports = []  # sockets that keep their ports until a server listens there, which may share them
+# Open sockets, so that no other program gets these ports. The servers of PyTorch may share them.
+held_ports = []
 
 
 def free_port() -> int:
