@@ -598,8 +598,10 @@ def main() -> None:
         check_machine(args, parameters, report)
     if several:
         check_nodes(args, report)
+    print(f"\n{report.errors} errors, {report.warnings} warnings", flush=True)
+    if several:
+        dist.barrier()  # rank 0 has printed: torchrun ends it as soon as another rank has failed
         dist.destroy_process_group()
-    print(f"\n{report.errors} errors, {report.warnings} warnings")
     sys.exit(1 if report.errors else 0)
 
 
