@@ -594,7 +594,7 @@ def say(message):
 # files such as _sysconfigdata.py, which differ between machines.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
-    "model_name": f"{REPOSITORY}/tiny-llama",
+    "model_name": f"{REPOSITORY}/models/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,

@@ -864,7 +864,7 @@ def say(message):
 DEMO_RANKS = 2 if WORLD_SIZE % 2 == 0 else 1  # TP: of a group, since tiny-llama has 2 kv heads
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
-    "model_name": f"{REPOSITORY}/tiny-llama",
+    "model_name": f"{REPOSITORY}/models/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,

@@ -936,7 +936,7 @@ def say(message):
 # files such as _sysconfigdata.py, which differ between machines.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
-    "model_name": f"{REPOSITORY}/tiny-mixtral",
+    "model_name": f"{REPOSITORY}/models/tiny-mixtral",
     "expert_parallel": math.gcd(8, WORLD_SIZE),  # EP: it divides 8 experts and the ranks
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",

@@ -1095,7 +1095,7 @@ def say(message):
 DEMO_GROUP = 2 if WORLD_SIZE % 4 == 0 else 1  # 3D: of a group, if there are two stages, too
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
-    "model_name": f"{REPOSITORY}/tiny-llama",
+    "model_name": f"{REPOSITORY}/models/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,

@@ -963,8 +963,8 @@ def say(message):
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/outputs/demo-fsdp/final",
-    "dataset_name": f"{REPOSITORY}/tiny-chat/*.jsonl",
-    "chat_template": f"{REPOSITORY}/tiny-chat/template.jinja",
+    "dataset_name": f"{REPOSITORY}/models/tiny-chat/*.jsonl",
+    "chat_template": f"{REPOSITORY}/models/tiny-chat/template.jinja",
     "num_epochs": 9,  # CHAT: the conversations fill few samples
     "seq_length": 256,
     "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1

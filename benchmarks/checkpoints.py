@@ -73,7 +73,7 @@ def compile_slow_disk(folder: Path) -> Path:
 
 def write_model(folder: Path, shape: dict) -> None:
     """A config of this shape, tied, and the demo's tokenizer."""
-    source = REPOSITORY / "tiny-llama"
+    source = REPOSITORY / "models" / "tiny-llama"
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((source / name).read_bytes())
     ends = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": True}

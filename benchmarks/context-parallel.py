@@ -271,7 +271,9 @@ def main() -> None:
         folder = Path(temporary)
         (folder / "model").mkdir()
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / "model" / name).write_bytes((REPOSITORY / "tiny-llama" / name).read_bytes())
+            (folder / "model" / name).write_bytes(
+                (REPOSITORY / "models" / "tiny-llama" / name).read_bytes()
+            )
         (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
         {"traffic": traffic, "memory": memory, "attention": attention}[args.what](folder, args)
 

@@ -90,7 +90,7 @@ def compare_streams(rounds: int) -> None:
     from transformers import AutoTokenizer
 
     cached, streamed = load_chapter("01-single-gpu"), load_chapter("04-streaming")
-    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "tiny-llama")
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "models" / "tiny-llama")
     times = {name: [] for name in ("cached", "pack", "overflow", "trunc")}
     rows = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ def compare_rows(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_documents(folder)
         pattern = f"{folder}/*.jsonl"
-        model = REPOSITORY / "tiny-llama"
+        model = REPOSITORY / "models" / "tiny-llama"
         write_mds(f"{folder}/mds", "-d", pattern, "-m", model, "-s", 1024, "--processes", 1)
         whole = datasets.load_dataset("json", data_files=pattern, cache_dir=folder)["train"]
         tokenizer = AutoTokenizer.from_pretrained(model)

@@ -196,7 +196,9 @@ def main() -> None:
         folder = Path(temporary)
         (folder / "model").mkdir()
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / "model" / name).write_bytes((REPOSITORY / "tiny-llama" / name).read_bytes())
+            (folder / "model" / name).write_bytes(
+                (REPOSITORY / "models" / "tiny-llama" / name).read_bytes()
+            )
         (folder / "model" / "config.json").write_text(json.dumps(MIXTRAL))
         cases = {"chapter 3": (FSDP, 1, []), f"groups of {ranks}": (EP, ranks, [])}
         if ranks == 4:

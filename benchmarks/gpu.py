@@ -262,8 +262,8 @@ def time_attention(rehearse: bool) -> None:
 TEXT = f"{REPOSITORY}/*-*/train-llm.py"
 GLOBAL_BATCH = 8  # samples of a step, whatever the ranks
 PIPELINE = ["-b", 2, "--gradient-accumulation-steps", 4, "--pipeline-parallel", 2]
-CHAT = ["-d", REPOSITORY / "tiny-chat" / "*.jsonl"]
-CHAT += ["--chat-template", REPOSITORY / "tiny-chat" / "template.jinja", "-s", 256]
+CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "*.jsonl"]
+CHAT += ["--chat-template", REPOSITORY / "models" / "tiny-chat" / "template.jinja", "-s", 256]
 # Ranks and flags of each chapter; `same` is the row whose losses it must have
 CHAPTERS = {
     1: {"ranks": 0, "flags": ["-b", 8]},

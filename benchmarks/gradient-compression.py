@@ -212,7 +212,7 @@ def hooks(args, folder: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     chapter = chapter_module()
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(REPOSITORY / "tiny-llama")
+    config = AutoConfig.from_pretrained(REPOSITORY / "models" / "tiny-llama")
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     tokens = torch.randint(0, config.vocab_size, (4, 128))
     print("| method | sent per step, 2 ranks, MB | 4 ranks | ratio, 2 | 4 | hook, ms |", end="")

@@ -164,8 +164,8 @@ def write_model(folder: Path, tied: bool) -> None:
     """The model of the demo, with fewer and smaller layers."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((REPOSITORY / "tiny-llama" / name).read_bytes())
-    config = json.loads((REPOSITORY / "tiny-llama" / "config.json").read_text())
+        (folder / name).write_bytes((REPOSITORY / "models" / "tiny-llama" / name).read_bytes())
+    config = json.loads((REPOSITORY / "models" / "tiny-llama" / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | SMALL | {"tie_word_embeddings": tied}))
 
 

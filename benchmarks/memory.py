@@ -47,7 +47,9 @@ QWEN_0_6B |= {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value
 QWEN_0_6B |= {"head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True}
 GPT_2 = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 50257}
 ON_GPU = {"Llama-3.2-1B": LLAMA_1B, "Qwen3-0.6B": QWEN_0_6B, "GPT-2 medium": GPT_2}
-ON_CPU = {"tiny-llama": json.loads((REPOSITORY / "tiny-llama" / "config.json").read_text())}
+ON_CPU = {
+    "tiny-llama": json.loads((REPOSITORY / "models" / "tiny-llama" / "config.json").read_text())
+}
 
 
 # -- In the process of a chapter -------------------------------------------------------------------
@@ -205,7 +207,7 @@ def model_folder(folder: Path, config: dict) -> Path:
     """A config without weights, and a tokenizer with fewer tokens than it has."""
     folder.mkdir()
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((REPOSITORY / "tiny-llama" / file).read_bytes())
+        (folder / file).write_bytes((REPOSITORY / "models" / "tiny-llama" / file).read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 0, "eos_token_id": 0}))
     return folder
 
@@ -216,7 +218,7 @@ def compare(name: str, folder: Path, method: str, devices: int, flags: list, dev
     stdlib = os.path.join(sysconfig.get_path("stdlib"), "[a-z]*.py")
     text = ["-d", stdlib if device == "cuda" else REPOSITORY / "0*" / "*.py"]
     if method == "LoRA":
-        chat = REPOSITORY / "tiny-chat"
+        chat = REPOSITORY / "models" / "tiny-chat"
         text = ["-d", chat / "stdlib.jsonl", "--chat-template", chat / "template.jinja"]
     output = run(method, devices, ["-m", folder, *flags, *text])
     real, real_states = measured(output, devices)

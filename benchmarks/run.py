@@ -77,7 +77,7 @@ GPT2 = {
     "eos_token_id": 0,
 }
 SHAPES = {
-    "demo": json.loads((REPOSITORY / "tiny-llama" / "config.json").read_text()),
+    "demo": json.loads((REPOSITORY / "models" / "tiny-llama" / "config.json").read_text()),
     "gpt2-124m": GPT2 | {"n_embd": 768, "n_layer": 12, "n_head": 12},
     "gpt2-355m": GPT2 | {"n_embd": 1024, "n_layer": 24, "n_head": 16},
     "llama-3.2-1b": LLAMA
@@ -216,7 +216,7 @@ def run(contender: Contender, flags: list[str], args, limit_s: float | None = No
 def write_shape(folder: Path, shape: str) -> None:
     """A folder for `-m`: the config of this shape and the tokenizer of the demo."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_bytes((REPOSITORY / "tiny-llama" / name).read_bytes())
+        (folder / name).write_bytes((REPOSITORY / "models" / "tiny-llama" / name).read_bytes())
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
 
 

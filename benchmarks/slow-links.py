@@ -395,7 +395,7 @@ def main() -> None:
     measured = {rate: [] for rate in rates}
     with Link() as link, tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        shutil.copytree(REPOSITORY / "tiny-llama", folder / "model")
+        shutil.copytree(REPOSITORY / "models" / "tiny-llama", folder / "model")
         config = json.loads((folder / "model" / "config.json").read_text())
         config["num_key_value_heads"] = 4  # or four ranks could not share the layers
         (folder / "model" / "config.json").write_text(json.dumps(config))

@@ -40,7 +40,7 @@ import torch
 REPOSITORY = Path(__file__).resolve().parents[1]
 DENSE = REPOSITORY / "01-single-gpu" / "train-llm.py"
 SPARSE = REPOSITORY / "14-sparse-low-rank" / "train-llm.py"
-DEMO_MODEL = REPOSITORY / "tiny-llama"
+DEMO_MODEL = REPOSITORY / "models" / "tiny-llama"
 NARROW = {"hidden_size": 96, "intermediate_size": 288, "num_attention_heads": 3}
 NARROW |= {"num_key_value_heads": 1}
 WITHOUT_S = {

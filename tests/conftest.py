@@ -31,7 +31,7 @@ from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Job, Run, load  # noqa: E40
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-TINY_LLAMA = REPOSITORY / "tiny-llama"
+TINY_LLAMA = REPOSITORY / "models" / "tiny-llama"
 # mosaicml-streaming imports torchvision for images
 NO_TORCHVISION = importlib.util.find_spec("torchvision") is None
 STAND_IN = REPOSITORY / "tests" / "stand-in"

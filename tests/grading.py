@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "exercises"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "learn" / "exercises"))
 
 import check
 

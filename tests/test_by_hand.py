@@ -1,4 +1,4 @@
-"""The scripts of by-hand/: their results, their form, and what a damage does.
+"""The scripts of learn/by-hand/: their results, their form, and what a damage does.
 
 Their bytes, their memory and their order are checked with the exercises (test_exercises.py)."""
 
@@ -8,7 +8,7 @@ import pytest
 from conftest import assert_one_sentence
 from runner import REPOSITORY, Job, outcome
 
-FOLDER = REPOSITORY / "by-hand"
+FOLDER = REPOSITORY / "learn" / "by-hand"
 SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
 FUNCTIONS = {"ddp": 2, "tensor_parallel": 2, "pipeline": 2}  # the others have one
 PROCESSES = [(name, n) for name in SCRIPTS for n in (2, 4) if (name, n) != ("pipeline", 4)]
@@ -41,7 +41,7 @@ def test_results(tmp_path, name, processes):
 
 
 def test_the_printed_order(tmp_path):
-    """What by-hand/README.md promises: the order is printed while the stages run."""
+    """What learn/by-hand/README.md promises: the order is printed while the stages run."""
     for rank, output in enumerate(launch("pipeline", tmp_path, 2)):
         printed = re.findall(r": (\w\d), micro-batches in memory: ?(.*)$", output, re.M)
         orders = ["F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]

@@ -1,4 +1,4 @@
-"""tools/carry-change.py: changes come down the tree, and conflicts are marked."""
+"""maintain/carry-change.py: changes come down the tree, and conflicts are marked."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ import sys
 import pytest
 from runner import REPOSITORY, load
 
-TOOL = load(REPOSITORY / "tools" / "carry-change.py")
+TOOL = load(REPOSITORY / "maintain" / "carry-change.py")
 FIRST = (
     "def main():\n    one()\n    # The loop.\n    two()\n    three()\n\n\ndef end():\n    pass\n"
 )
@@ -24,9 +24,9 @@ class Repository:
     def __init__(self, folder):
         self.folder = folder
         names = ["carry-change.py", "diff-chapters.py"]
-        (folder / "tools").mkdir()
+        (folder / "maintain").mkdir()
         for name in names:
-            shutil.copy(REPOSITORY / "tools" / name, folder / "tools")
+            shutil.copy(REPOSITORY / "maintain" / name, folder / "maintain")
         for name, text in CHAPTERS.items():
             (folder / name).mkdir()
             self.write(name, text)
@@ -53,7 +53,7 @@ class Repository:
 
     def carry(self, *arguments):
         """Exit status, and what the tool says about each chapter."""
-        command = [sys.executable, self.folder / "tools" / "carry-change.py", *arguments]
+        command = [sys.executable, self.folder / "maintain" / "carry-change.py", *arguments]
         result = subprocess.run(command, capture_output=True, text=True)
         assert result.stderr == ""
         return result.returncode, result.stdout.splitlines()

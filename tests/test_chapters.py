@@ -1,7 +1,7 @@
 """The rules for chapters: what differs between two of them is the technique, and it is marked.
 
 A rule reads a chapter and the one that it continues. It gives the number of a line and what is
-wrong there, for each wrong line. The tree of chapters is in `tools/diff-chapters.py`. A marker is
+wrong there, for each wrong line. `maintain/diff-chapters.py` has the tree of chapters. A marker is
 read from the chapter: `# DDP: ...` and `# DDP 1: ...` are new in chapter 2, so DDP is its marker.
 """
 
@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 import pytest
 from runner import REPOSITORY, load
 
-TREE = load(REPOSITORY / "tools" / "diff-chapters.py")
+TREE = load(REPOSITORY / "maintain" / "diff-chapters.py")
 CONTINUES = TREE.CONTINUES
 CHAPTERS = [path.parent.name for path in TREE.chapters()]
 MARK = re.compile(r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: ")  # the marker, the number of an idea
@@ -263,7 +263,7 @@ def test_rules(name):
 def test_the_stored_diff_is_new(name):
     before, after = (REPOSITORY / n / "train-llm.py" for n in (CONTINUES[name], name))
     if TREE.unified_diff(before, after) != after.with_name("changes.diff").read_text():
-        pytest.fail(f"{name}/changes.diff is old: python tools/diff-chapters.py", pytrace=False)
+        pytest.fail(f"{name}/changes.diff is old: python maintain/diff-chapters.py", pytrace=False)
 
 
 def test_the_tree_has_all_chapters():

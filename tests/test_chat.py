@@ -25,7 +25,7 @@ from transformers import (
 )
 
 END = ("<|endoftext|>", 0)
-DEMO_TEMPLATE = REPOSITORY / "tiny-chat" / "template.jinja"
+DEMO_TEMPLATE = REPOSITORY / "models" / "tiny-chat" / "template.jinja"
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""--config: a YAML file of flags, and the files in configs/."""
+"""--config: a YAML file of flags, and the files in launch/configs/."""
 
 import re
 
@@ -7,7 +7,7 @@ import yaml
 from runner import CHAPTER_1, CHAPTER_4, REPOSITORY, Run
 from test_readme import assert_flags_are_understood
 
-CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
+CONFIGS = sorted((REPOSITORY / "launch" / "configs").glob("*.yaml"))
 
 # In place of `main`: prints the flags that a chapter has understood.
 PRINT = """
@@ -53,7 +53,7 @@ def test_commands_in_the_comments(tmp_path, config, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     pattern = r"^#     (?:python|torchrun .*) (0\S+) (--config .*)$"
     ((script, flags),) = re.findall(pattern, config.read_text(), re.MULTILINE)
-    assert f"configs/{config.name}" in flags
+    assert f"launch/configs/{config.name}" in flags
     assert_flags_are_understood(REPOSITORY / script, flags, tmp_path / "output")
 
 

@@ -1,4 +1,4 @@
-"""exercises/check.py: what is right passes, and what is wrong gets a sentence."""
+"""learn/exercises/check.py: what is right passes, and what is wrong gets a sentence."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import pytest
 from runner import REPOSITORY, load, outcome
 from test_readme import page
 
-CHECK = REPOSITORY / "exercises" / "check.py"
+CHECK = REPOSITORY / "learn" / "exercises" / "check.py"
 GRADING = REPOSITORY / "tests" / "grading.py"
 check = load(CHECK)
 TECHNIQUES = check.TECHNIQUES
@@ -312,7 +312,7 @@ def test_the_question(tmp_path, monkeypatch, capsys):
 
 def test_the_page(tmp_path):
     """Each exercise is in its table, and the worked example is true."""
-    text = page("exercises/README.md")
+    text = page("learn/exercises/README.md")
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \| (.*?) ?\| \[", text, re.MULTILINE)
     found = {f"{name}-{i}" for name, *levels in rows for i, x in enumerate(levels, 1) if x}
     assert found == set(check.NAMES)
@@ -322,7 +322,9 @@ def test_the_page(tmp_path):
     (lines,) = graded(tmp_path, ("local_steps", solved))
     (output,) = re.findall("```text\n(.*?)```", text, re.DOTALL)
     assert set(output.splitlines()) <= set(lines[:-1]), lines
-    names = set(re.findall(r"exercises/check\.py ([\w-]+)", text))
+    names = set(re.findall(r"learn/exercises/check\.py ([\w-]+)", text))
     for folder in REPOSITORY.glob("[0-9][0-9]-*"):
-        names |= set(re.findall(r"exercises/check\.py ([\w-]+)", page(f"{folder.name}/README.md")))
+        names |= set(
+            re.findall(r"learn/exercises/check\.py ([\w-]+)", page(f"{folder.name}/README.md"))
+        )
     assert names <= set(check.NAMES)

@@ -1,4 +1,4 @@
-"""tools/where-it-hangs.py: what the ranks of broken/ wait for, and dumps of other kinds."""
+"""tools/where-it-hangs.py: what the ranks of learn/broken/ wait for, and dumps of other kinds."""
 
 import json
 import os
@@ -14,8 +14,8 @@ from runner import REPOSITORY, Job, free_port, load
 
 TOOL = REPOSITORY / "tools" / "where-it-hangs.py"
 PRELOAD = REPOSITORY / "tools" / "preload"
-BROKEN = {path.name[0]: path for path in sorted((REPOSITORY / "broken").glob("*.py"))}
-PAGE = (REPOSITORY / "broken" / "README.md").read_text()
+BROKEN = {path.name[0]: path for path in sorted((REPOSITORY / "learn" / "broken").glob("*.py"))}
+PAGE = (REPOSITORY / "learn" / "broken" / "README.md").read_text()
 # A process of the tests has torch, so it does by itself what Python does at its start.
 WATCH = f"import runpy; runpy.run_path({str(PRELOAD / 'sitecustomize.py')!r})\n"
 

@@ -1,4 +1,4 @@
-"""The scripts of in-short/: the losses, gradient norms and weights of a single process, their diffs
+"""The scripts of learn/in-short/: the losses, gradient norms and weights of a single process, diffs
 and their page, and what a damage does."""
 
 import json
@@ -15,16 +15,16 @@ from test_readme import page
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-FOLDER = REPOSITORY / "in-short"
+FOLDER = REPOSITORY / "learn" / "in-short"
 SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
-TREE = load(REPOSITORY / "tools" / "diff-chapters.py")
+TREE = load(REPOSITORY / "maintain" / "diff-chapters.py")
 STEPS = 4
 SEQ_LENGTH = 32
 BATCH_SIZE = 8
 LR = 5e-4  # AdamW amplifies rounding errors. Its steps are smaller here than in the scripts.
 TEXT = """f"{sysconfig.get_path('stdlib')}/[a-z]*.py\""""
 MODELS = ("tiny-llama", "tiny-mixtral")
-CHAT = REPOSITORY / "tiny-chat"
+CHAT = REPOSITORY / "models" / "tiny-chat"
 # Small models. Four ranks can share their heads, layers and experts.
 SIZES = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4}
 SIZES["intermediate_size"] = 96
@@ -48,7 +48,7 @@ class Short:
         for number, text in enumerate(self.texts):
             (folder / "text" / f"{number:03}.py").write_text(text)
         for model in MODELS:
-            shutil.copytree(REPOSITORY / model, folder / model)
+            shutil.copytree(REPOSITORY / "models" / model, folder / model)
             config = json.loads((folder / model / "config.json").read_text())
             (folder / model / "config.json").write_text(json.dumps(config | SIZES))
 
@@ -56,10 +56,11 @@ class Short:
         """The steps on each rank that prints them, and the weights that the script has saved."""
         self.count += 1
         root = self.folder / str(self.count)
-        (root / "in-short").mkdir(parents=True)
+        (root / "learn" / "in-short").mkdir(parents=True)
+        (root / "models").mkdir()
         for model in MODELS:
-            (root / model).symlink_to(self.folder / model)
-        (root / CHAT.name).symlink_to(CHAT)
+            (root / "models" / model).symlink_to(self.folder / model)
+        (root / "models" / CHAT.name).symlink_to(CHAT)
         changes = {"\nSTEPS = 20": f"\nSTEPS = {STEPS}", "lr=2e-3": f"lr={LR}"}
         if name == "local_steps":
             changes |= {"LOCAL_STEPS = 5": "LOCAL_STEPS = 2"}
@@ -70,7 +71,7 @@ class Short:
         for line, instead in (changes | (damages or {})).items():
             assert text.count(line) == 1, (name, line)
             text = text.replace(line, instead)
-        script = root / "in-short" / f"{name}.py"
+        script = root / "learn" / "in-short" / f"{name}.py"
         script.write_text(text.replace(":.4f}", ":.9f}"))
         job = Job(script, [], root / "output", processes)
         assert job.wait() == 0, job.output
@@ -262,8 +263,8 @@ def test_two_processes_on_a_machine_with_one_gpu(short):
 
 
 def test_diffs_are_up_to_date():
-    update = "python tools/diff-chapters.py"
+    update = "python maintain/diff-chapters.py"
     assert {*TREE.SHORT} == {*SCRIPTS} - {"single"}
-    text = page("in-short/README.md")
+    text = page("learn/in-short/README.md")
     assert TREE.with_diffs(text) == text, update
     assert TREE.with_diffs(text.replace("\n+if rank", "\n-if rank")) == text

@@ -41,8 +41,8 @@ for owner, names in {
 """
 STEPS = ["--max-steps", 8, "--ckpt-freq", 1, "--keep-checkpoints", 2, "--eval-freq", 4]
 ROUNDS = ["--replicas", 2, "--shard-size", 1, "--inner-steps", 3]
-CHAT = ["-d", REPOSITORY / "tiny-chat" / "stdlib.jsonl"]
-CHAT += ["--chat-template", REPOSITORY / "tiny-chat" / "template.jinja"]
+CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "stdlib.jsonl"]
+CHAT += ["--chat-template", REPOSITORY / "models" / "tiny-chat" / "template.jinja"]
 LOCAL, ASYNC = ["--checkpoint-format", "local"], ["--async-checkpoint"]
 # Chapter, processes, flags: one for each way to write a checkpoint
 KINDS = {

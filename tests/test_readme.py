@@ -43,7 +43,7 @@ COMMANDS = commands_of(GUIDE)
 CHAPTERS = [path for number, path in CHAPTERS_BY_NUMBER.items() if number != "09"]
 READMES = [f"{path.parent.name}/README.md" for path in CHAPTERS]
 LAUNCH = "launch/README.md"
-FOLDERS = [f"{name}/README.md" for name in ("by-hand", "in-short", "broken", "exercises")]
+FOLDERS = [f"learn/{name}/README.md" for name in ("by-hand", "in-short", "broken", "exercises")]
 WHICH = "docs/which-chapter.md"
 RECORDS = ["benchmarks/results.md"]
 RECORDS += [f"benchmarks/records/{p.name}" for p in (REPOSITORY / "benchmarks").glob("records/*")]
@@ -134,7 +134,7 @@ def test_demo_and_the_commands_after_it(tmp_path):
     assert (tmp_path / "demo.png").exists()
     # The model's config is on the Hub.
     estimate = command_with("estimate-memory.py")
-    estimate = estimate.replace("meta-llama/Llama-3.2-1B", f"{REPOSITORY}/tiny-llama")
+    estimate = estimate.replace("meta-llama/Llama-3.2-1B", f"{REPOSITORY}/models/tiny-llama")
     assert run(estimate).count("| largest batch ") == 4
     run(command_with("side-by-side.py"), "-o", tmp_path / "page.html")
     assert "03-fsdp/train-llm.py" in (tmp_path / "page.html").read_text()

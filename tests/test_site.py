@@ -1,4 +1,4 @@
-"""tools/write-site.py: its pages, the stored grid, and a real browser that uses the pages."""
+"""maintain/write-site.py: its pages, the stored grid, and a real browser that uses the pages."""
 
 import itertools
 import json
@@ -12,7 +12,7 @@ import pytest
 from conftest import browser_page, in_browser
 from runner import REPOSITORY, load
 
-TOOL = REPOSITORY / "tools" / "write-site.py"
+TOOL = REPOSITORY / "maintain" / "write-site.py"
 PAGES = ["index.html", "layouts.html", "side-by-side.html"]
 MOST_BYTES = 5e6
 

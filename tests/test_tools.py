@@ -17,16 +17,16 @@ GENERATE = REPOSITORY / "tools" / "generate.py"
     reason="they were made from the standard library of Python 3.11.7",
 )
 def test_tiny_llama_and_chat_are_reproduced_byte_for_byte(tmp_path):
-    command = [sys.executable, REPOSITORY / "tools" / "make-tiny-llama.py"]
+    command = [sys.executable, REPOSITORY / "models" / "make-tiny-llama.py"]
     subprocess.run([*command, "--output-dir", tmp_path], check=True)
     names = ["config.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert sorted(path.name for path in TINY_LLAMA.iterdir()) == names
     assert filecmp.cmpfiles(tmp_path, TINY_LLAMA, names, shallow=False)[0] == names
-    command = [sys.executable, REPOSITORY / "tools" / "make-tiny-chat.py"]
+    command = [sys.executable, REPOSITORY / "models" / "make-tiny-chat.py"]
     subprocess.run([*command, "--output-dir", tmp_path], check=True)
     file = "stdlib.jsonl"
-    assert filecmp.cmp(tmp_path / file, REPOSITORY / "tiny-chat" / file, shallow=False)
+    assert filecmp.cmp(tmp_path / file, REPOSITORY / "models" / "tiny-chat" / file, shallow=False)
 
 
 def generate(folder, *arguments):

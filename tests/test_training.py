@@ -276,7 +276,12 @@ CountReads().__enter__()
 READS = {"01": 0, "14": 0} | dict.fromkeys(["02", "03", "05", "06", "07", "08", "11", "13"], 1)
 READS["12"] = 1 + 4 * 2  # and the sizes of each exchange: four layers, two micro-batches
 READS_FLAGS = {"07": ["-b", 2], "13": ["--pipeline-parallel", 1, "-b", 2]}
-READS_FLAGS["12"] = ["-m", REPOSITORY / "tiny-mixtral", "--gradient-accumulation-steps", 2]
+READS_FLAGS["12"] = [
+    "-m",
+    REPOSITORY / "models" / "tiny-mixtral",
+    "--gradient-accumulation-steps",
+    2,
+]
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ KEYS = "1234567890"  # of the first files, on the keyboard
 MARKER = r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
 
 # The tree of chapters; an import statement takes no file name with a hyphen.
-spec = importlib.util.spec_from_file_location("tree", Path(__file__).with_name("diff-chapters.py"))
+spec = importlib.util.spec_from_file_location("tree", REPOSITORY / "maintain" / "diff-chapters.py")
 tree = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tree)
 
@@ -56,7 +56,7 @@ def continued(files: list[Path]) -> list[int | None]:
     """For each file the number of the one that it continues, None if there is none.
 
     A chapter continues its nearest ancestor among the files before it, and so does a script of
-    in-short/. Another file continues the file before it.
+    learn/in-short/. Another file continues the file before it.
     """
     names = {path: path.parent.name for path in tree.chapters()}
     names |= {path: path.stem for path in tree.short_scripts()}
@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=output, help=f"[{output}]")
     args = parser.parse_args()
     files = [path.resolve() for path in args.files] or tree.chapters()
-    if files == [REPOSITORY / "in-short"]:
+    if files == [REPOSITORY / "learn" / "in-short"]:
         files = tree.short_scripts()
     if not 2 <= len(files) <= MOST_FILES:
         parser.error(f"it takes from two to {MOST_FILES} files")

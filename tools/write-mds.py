@@ -45,7 +45,7 @@ from transformers import AutoTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DEMO = {
-    "model_name": f"{REPOSITORY}/tiny-llama",
+    "model_name": f"{REPOSITORY}/models/tiny-llama",
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
 }
