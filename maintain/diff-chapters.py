@@ -29,6 +29,7 @@ CONTINUES = {
     "15-local-steps": "05-multi-node",
     "16-chat": "03-fsdp",
     "17-lora": "16-chat",
+    "18-muon": "03-fsdp",
 }
 # The same for the scripts of learn/in-short/. Only single.py continues none.
 SHORT = {

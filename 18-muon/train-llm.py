@@ -1,0 +1,1011 @@
+"""Chapter 18: Muon, an optimizer that needs whole matrices, although FSDP has cut them into shards.
+
+Muon makes all singular values of an update about equal. A shard does not know the singular values
+of its matrix. So each matrix has an owner: one rank gets all shards of the matrix, computes the
+update, and sends the shards of the update back. Comments with MUON 1 to 8 mark the ideas.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-muon     # all GPUs of a node
+    torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
+        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-muon     # the same on two nodes
+"""
+
+import codecs
+import gzip
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import uuid
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from glob import escape, glob
+from pathlib import Path
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle OpenMP threads sleep, not spin
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
+import comet_ml
+import datasets
+import numpy as np
+import psutil
+import pyarrow.compute
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from filelock import FileLock
+from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser
+from jsonargparse.typing import Path_fr
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+REPOSITORY = Path(__file__).resolve().parents[1]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+stop_signals = []  # signals that ask this run to stop
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    if RANK > 0:  # DDP: the others would print the same
+        sys.stdout = open(os.devnull, "w")
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
+    device = join_process_group()
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    global_batch = args.batch_size * accumulation * WORLD_SIZE
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
+
+    # Data, model, optimizer.
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
+    # DDP: One rank of each node tokenizes. The others wait, and then read its cache. The usual
+    # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
+    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    if LOCAL_RANK > 0:
+        dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
+    train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
+    if LOCAL_RANK == 0:
+        dist.barrier(patient_group)
+    train_samples = len(train_tokens) // args.seq_length
+    if train_samples < global_batch or len(eval_tokens) < args.seq_length:
+        sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
+    say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
+    order = sample_order(args, train_samples)  # of all epochs
+    run_folder, checkpoint, state = open_run(args, train_samples)
+    # DDP: Compare all ranks, because another script or flag on one node would train wrong silently.
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
+    if differing:
+        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
+    model = build_model(args, device, checkpoint)
+    largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
+    if largest >= model.config.vocab_size:
+        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    groups = parameter_groups(model, args)
+    optimizer = Muon(groups, args, device)  # MUON: in place of AdamW
+    # The steps done, and those that are left: a resumed run may have another batch size.
+    total_steps = state.step + (len(order) - state.samples) // global_batch
+    if state.samples != state.step * global_batch:
+        say("warning: the global batch has changed, so steps and learning rate change, too")
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
+    )
+    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16, so layers need no autocast.
+    # Norms, softmax and the loss of Transformers convert to fp32 themselves.
+    autocast = torch.autocast(device.type, enabled=False)  # does nothing; chapter 2's lines stay
+    # fp16 rounds gradients below 3e-8 to zero. The scaler makes the loss larger, and so gradients,
+    # and divides the gradients again before the update. With other dtypes it does nothing.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    # A checkpoint stores the states of these objects, besides the weights.
+    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    if checkpoint:
+        # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
+        # dcp.load fills `saved` in place: its weights are the tensors of the model, and scheduler
+        # and scaler get load_state_dict(). The moments still have to go to the optimizer.
+        saved = sharded_state(model, stateful)
+        dcp.load(saved, checkpoint_id=checkpoint)
+        state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
+        # total_steps may have changed, so compute the rate again: go one step back, and forth.
+        scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
+        scheduler.step()
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
+        facts = describe_run(model, device)
+        facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
+        facts["dataset_tokens"] = len(train_tokens)
+        run_log = RunLog(args, run_folder, checkpoint, state, facts)
+        run_log.comet.set_model_graph(str(model))  # the architecture as text
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    logged_time = time.perf_counter()
+    # disable=None: no bar where the output goes to a file
+    progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
+    catch_stop_signals()
+    stop_signal = 0
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        step = state.step + 1
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: nobody waits for the GPU
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        stop_signal = stop.item()  # 0: none. Any signal makes this step the last
+        at_end = step == total_steps
+        eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
+        save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
+        log_now = step % args.log_freq == 0 or save_now  # to check the loss (below) before saving
+        times = defaultdict(float)  # of the phases of this step
+        # Python only queues work for a GPU, and runs ahead. To time a phase, logged steps wait.
+        wait = log_now and device.type != "cpu"
+        if wait:
+            torch.accelerator.synchronize()  # until the GPU has done the steps before
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
+            first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
+            torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
+            # FSDP: After each micro-batch, average the gradients and keep shards only: less memory.
+            # With --no-reshard-after-forward, do so only after the last one: less traffic.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
+            with timed("data", times, wait):
+                indices = order[first : first + args.batch_size]
+                input_ids = read_batch(train_tokens, indices, args, device)
+            with timed("forward", times, wait), autocast:
+                # The model shifts the labels itself, so that each token predicts the next one.
+                # A cache of keys and values serves generation. In training it only takes memory.
+                loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+                # After this division, the losses (and their gradients) of all micro-batches add up
+                # to the mean over the global batch.
+                loss = loss / accumulation
+            with timed("backward", times, wait):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # the number alone, without its graph
+        with timed("update", times, wait):
+            # Undo the scaling of fp16. Then clip the gradient of the whole step, so that no bad
+            # batch spoils the weights.
+            scaler.unscale_(optimizer)
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: Each rank has the norm of its shards, and full_tensor() joins these parts.
+            # So all ranks must call it.
+            grad_norm = grad_norm.full_tensor()
+            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()  # a lower scale after infinite gradients, and later a higher one
+            scheduler.step()  # once per optimizer step, not per micro-batch
+            optimizer.zero_grad()  # because backward() adds to the gradients
+        state.step = step
+        state.samples += global_batch
+        state.epoch = state.samples / train_samples
+        progress.update()
+
+        if log_now:
+            # `.item()` waits until the GPU has computed the number, so only logged steps call it.
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            mean_loss = loss_sum.item() / (step - logged_step)
+            seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            tokens_per_second = global_batch * args.seq_length / seconds
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": learning_rate,
+                "grad_norm": grad_norm.item(),
+                "tokens_per_second": tokens_per_second,
+                "time/total_ms": 1e3 * seconds,  # mean per step since the last log
+                **times,  # phases of this step alone
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
+            }
+            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
+            say(f"step {step}/{total_steps}  {numbers}  {tokens_per_second:,.0f} tokens/s")
+            # In fp16 an infinite gradient is normal: the scaler skips that step.
+            norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or norm_is_wrong:
+                sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
+            if run_log:
+                run_log.log(state, metrics)
+            loss_sum.zero_()
+            logged_step = step
+            logged_time = time.perf_counter()
+        if eval_now:
+            with autocast:
+                eval_loss = evaluate(model, eval_tokens, args, device)
+            say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            if run_log:
+                run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
+        if run_folder and save_now:
+            save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
+
+    if run_folder and not stop_signal:
+        # FSDP 4: Gather the model in CPU memory of rank 0, since other programs want it whole.
+        weights = whole_weights(model)
+        with new_folder(run_folder / "final") as folder:
+            if RANK == 0:
+                model.save_pretrained(folder, state_dict=weights)
+                tokenizer.save_pretrained(folder)
+        say(f"Done: the model is in {run_folder / 'final'}")
+    dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
+    if stop_signal:
+        say(f"Stopped after step {step}: with -e, the same command continues the run")
+        sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, device, checkpoint):
+    """The model on `device`, with its attention, and compiled if asked for."""
+    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
+    # So make the model of meta tensors, shard it, and let rank 0 send the values. A checkpoint is
+    # read later, by dcp.load.
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None
+    config = AutoConfig.from_pretrained(args.model_name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=args.attention
+        )
+    shard_model(model, args, device)
+    send_weights(whole, model, device)
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
+    # In each pass, Transformers looks whether positions restart at 0 within a sample, and Python
+    # waits for the GPU. Here they never do: a sample counts as one text. So switch the search off.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    attention = model.config._attn_implementation
+    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
+    if args.activation_checkpointing:
+        # A layer keeps only its input. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()  # before: gradient_checkpointing_enable
+    if args.compile:
+        # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
+        # fast kernels of attention take none. Layers of one kind also share their compiled code.
+        for layer in layers:
+            layer.compile()
+        # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
+        model.loss_function = torch.compile(model.loss_function)
+    return model
+
+
+def load_model(args, checkpoint):
+    """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
+    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    config = AutoConfig.from_pretrained(args.model_name)
+    if config.get_text_config() is not config:  # text is only a part of the model
+        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
+    if args.from_scratch and not checkpoint:
+        model = AutoModelForCausalLM.from_config(config, **options)
+        # from_config also draws numbers that differ between versions of Transformers. So seed and
+        # draw the weights again, and the same seed gives the same model.
+        torch.manual_seed(args.seed)
+        model.apply(model._init_weights)
+        return model
+    source = checkpoint or args.model_name
+    model, report = AutoModelForCausalLM.from_pretrained(
+        source, output_loading_info=True, **options
+    )
+    if report["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {report['missing_keys']}")
+    return model
+
+
+def shard_model(model, args, device):
+    """Gives each rank a shard of every parameter: memory, without values yet."""
+    # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # FSDP 7: Each layer is a unit, so that only one or two layers are whole at any time.
+    # FSDP gathers and frees the weights of a unit together.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
+    if not model.all_tied_weights_keys:
+        embeddings = model.get_input_embeddings()
+        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
+        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
+        # The backward pass begins with the head, so the head stays whole after the forward pass.
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
+    fully_shard(model, **policy)
+    # FSDP 8: Take memory only for the shards of this rank, because other ranks have the rest.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+    model.tie_weights()  # to_empty has separated shared weights
+
+
+def send_weights(whole, model, device):
+    """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
+    weights = {}
+    if RANK == 0:
+        if whole.all_tied_weights_keys != model.all_tied_weights_keys:
+            sys.exit("error: the files have an untied head: set tie_word_embeddings to false")
+        weights = whole.state_dict()
+        # To save final/, Transformers needs the generation settings, the names of tensors in files,
+        # and the name of the class, which fully_shard has changed: copy them from `whole`.
+        model.generation_config = whole.generation_config
+        model._weight_conversions = getattr(whole, "_weight_conversions", None)
+        type(model).__name__ = type(whole).__name__
+        type(model).__module__ = type(whole).__module__
+    # Wait for rank 0, which has to read the files before.
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+    # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, weights, options=how)
+    # `weights` does not have all buffers, such as the rotary frequencies, so send them, too.
+    for name, buffer in model.named_buffers():
+        source = whole.get_buffer(name) if RANK == 0 else buffer
+        buffer.data = source.to(device)
+        dist.broadcast(buffer, src=0)
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    # MUON 1: Muon trains the matrices of layers, and AdamW trains all other parameters.
+    # Embeddings and head look up or score single tokens, and train better with AdamW.
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    in_layers = {p for layer in layers for p in layer.parameters()}
+    of_muon = [p for p in matrices if p in in_layers]
+    matrices = [p for p in matrices if p not in in_layers]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    muon = {"params": of_muon, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}, muon]  # MUON: the last group
+
+
+# -- Muon ------------------------------------------------------------------------------------------
+
+MOMENTUM = 0.95  # MUON: as in torch.optim.Muon
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the last group of parameters, and AdamW for the other groups.
+
+    On any number of ranks, it computes what torch.optim.Muon computes on one device.
+    https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982
+    """
+
+    def __init__(self, groups, args, device):
+        super().__init__(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+        # The device that multiplies matrices. With --cpu-offload, shards are on the CPU.
+        self.device = device
+        # bf16 is exact enough for Newton-Schulz. fp16 is not, because its range is too small.
+        self.dtype = torch.float32 if args.dtype == "fp32" else torch.bfloat16
+        params = groups[-1]["params"]
+        self.experts = [p for p in params if p.dim() == 3]
+        matrices = [p for p in params if p.dim() == 2]
+        # MUON 2: Each matrix has one owner, so that no rank repeats the work of another rank.
+        by_owner = choose_owners(matrices, WORLD_SIZE)
+        self.owned = by_owner[RANK]
+        # MUON 3: Shards differ in size, and may be empty, so each rank tells all others its sizes.
+        own_sizes = []  # for each owner, the sizes of this rank's shards
+        self.matrices = []  # in the same order: those of rank 0, those of rank 1, and so on
+        for owned in by_owner:
+            own_sizes.append([shard_size(p) for p in owned])
+            self.matrices += owned
+        self.sizes = [shard_size(p) for p in self.matrices]
+        self.to_owners = [sum(sizes) for sizes in own_sizes]
+        self.from_ranks = []
+        self.received_sizes = []
+        for sizes_of_rank in gather(own_sizes):
+            sizes = sizes_of_rank[RANK]  # its shards of the matrices that this rank owns
+            self.from_ranks.append(sum(sizes))
+            self.received_sizes += sizes
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Moves all parameters. Every rank has to call it, because ranks exchange shards."""
+        # The scaler of fp16 sets found_inf, on all ranks alike. Then no rank changes anything.
+        if getattr(self, "found_inf", 0):
+            return
+        # MUON 4: One message carries this rank's shards of all matrices to their owners.
+        message = torch.cat([self.direction(p) for p in self.matrices])
+        received = message.new_empty(sum(self.from_ranks))
+        dist.all_to_all_single(received, message, self.from_ranks, self.to_owners)
+        self.orthogonalize_owned(received)
+        # MUON 5: The same numbers of bytes go back, and every shard returns to its old place.
+        dist.all_to_all_single(message, received, self.to_owners, self.from_ranks)
+        shards = message.split(self.sizes)
+        for p, shard in zip(self.matrices, shards, strict=True):
+            self.move(p, shard)
+        # MUON 6: Experts need no message, because FSDP cuts between experts, not through them.
+        for p in self.experts:
+            own_experts = self.direction(p)
+            own_experts = own_experts.view(p.to_local().shape)
+            for expert in own_experts:
+                expert.copy_(orthogonalize(expert))
+            self.move(p, own_experts)
+        super().step()  # AdamW, for all parameters that still have a gradient
+
+    def direction(self, p):
+        """Adds the gradient to the momentum. Returns this rank's shard of the direction, flat."""
+        state = self.state[p]
+        if not state:
+            # MUON 7: Momentum is sharded like its weight, so other numbers of ranks can resume.
+            state["momentum"] = torch.zeros_like(p)
+            state["step"] = torch.zeros(())  # AdamW looks for it when it loads a checkpoint
+        momentum = state["momentum"]
+        momentum.lerp_(p.grad, 1 - MOMENTUM)
+        direction = p.grad.lerp(momentum, MOMENTUM)  # one step ahead, as Nesterov does
+        p.grad = None  # AdamW skips parameters without a gradient
+        shard = direction.to_local().flatten()
+        return shard.to(self.device, self.dtype)  # rounded before it travels: half of the bytes
+
+    def orthogonalize_owned(self, received):
+        """Replaces the shards of this owner's matrices by shards of the orthogonal matrices."""
+        # The shards of rank 0 come first, then those of rank 1, and so on. Each rank has sent one
+        # shard of each matrix. So the shards of a matrix are `count` places apart.
+        places = received.split(self.received_sizes)  # views: a copy into them changes `received`
+        count = len(self.owned)
+        for number, p in enumerate(self.owned):
+            shards = places[number::count]
+            whole = torch.cat(shards)
+            whole = orthogonalize(whole.view(p.shape))
+            sizes = [len(shard) for shard in shards]
+            new_shards = whole.flatten().split(sizes)
+            for shard, new_shard in zip(shards, new_shards, strict=True):
+                shard.copy_(new_shard)
+
+    def move(self, p, direction):
+        """Moves this rank's shard of a weight."""
+        # MUON 8: Scale the update to the size of AdamW's updates, so that one --lr suits both.
+        # Numbers of AdamW's updates are about 0.2 (root mean square). Numbers of an orthogonal
+        # matrix are 1 / sqrt(longer side).
+        scale = 0.2 * math.sqrt(max(p.shape[-2:]))
+        group = self.param_groups[-1]  # a resume makes new groups, so do not keep this one
+        lr = group["lr"]
+        weight = p.to_local()
+        weight.mul_(1 - lr * group["weight_decay"])
+        direction = direction.view(weight.shape)
+        direction = direction.to(weight.device)
+        weight.add_(direction, alpha=-lr * scale)
+
+
+def shard_size(p):
+    """How many numbers of a parameter this rank has."""
+    return p.to_local().numel()
+
+
+def choose_owners(matrices, ranks):
+    """For each rank, the matrices that it owns. All ranks compute the same lists."""
+    by_owner = [[] for _ in range(ranks)]
+    work = [0] * ranks
+    # The matrix with the most work comes first. It goes to the rank with the least work so far.
+    for matrix in sorted(matrices, key=work_of, reverse=True):
+        owner = work.index(min(work))
+        by_owner[owner].append(matrix)
+        work[owner] += work_of(matrix)
+    return by_owner
+
+
+def work_of(matrix):
+    """The multiplications of `orthogonalize`, per iteration."""
+    short, long = sorted(matrix.shape)
+    return short * short * (2 * long + short)
+
+
+def orthogonalize(matrix):
+    """The matrix with the same singular vectors, and with all singular values near 1."""
+    # MUON: Newton-Schulz. Each iteration turns a singular value s into a s + b s^3 + c s^5.
+    # It multiplies the whole matrix by itself, so that some rows of it are not enough.
+    a, b, c = 3.4445, -4.7750, 2.0315  # as in torch.optim.Muon
+    rows, columns = matrix.shape
+    is_tall = rows > columns
+    x = matrix.T if is_tall else matrix  # x @ x.T is then small
+    x = x / x.norm().clamp(min=1e-7)  # now no singular value is above 1
+    for _ in range(5):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram @ gram
+        x = torch.addmm(x, polynomial, x, beta=a)  # a x + polynomial @ x
+    return x.T if is_tall else x
+
+
+# -- Data and evaluation ---------------------------------------------------------------------------
+
+# The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
+FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+FORMATS |= {".csv": "csv", ".parquet": "parquet"}
+TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
+LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
+
+
+def load_tokens(args, tokenizer):
+    """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %.
+
+    All documents are joined, and cut into samples of `seq_length` tokens. So nothing is padding.
+    """
+    splits = load_documents(args)
+    train_tokens = tokenize_split(splits["train"], tokenizer, args.text_column)
+    eval_split = splits.get("validation") or splits.get("test")
+    if eval_split:
+        return train_tokens, tokenize_split(eval_split, tokenizer, args.text_column)
+    samples = len(train_tokens) // args.seq_length
+    held_out = max(1, samples // 100)
+    end = max(0, samples - held_out) * args.seq_length
+    return train_tokens.slice(0, end), train_tokens.slice(end)
+
+
+def load_documents(args):
+    """The splits of a local file or pattern, or of a dataset on the Hub."""
+    name = os.path.expanduser(args.dataset_name)
+    file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
+    if not file_format and "*" not in name and not os.path.exists(name):
+        return datasets.load_dataset(name, args.dataset_subset)  # on the Hub
+    files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
+    if not files or not file_format:
+        sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
+    say(f"{name}: {len(files):,} files")
+    if file_format == "text":
+        # `datasets` caches by the arguments. With `versions`, it reads a changed file again.
+        versions = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
+        arguments = {"files": files, "versions": versions}
+        documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
+        undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
+        if undecoded:
+            say(f"warning: {undecoded:,} characters cannot be decoded: are the files UTF-8?")
+        return {"train": documents}
+    # `datasets` reads a name as a pattern, so escape brackets.
+    return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
+
+
+def read_text(files, versions):
+    """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
+
+    A document that is too long is split. \ufffd stands for a character that cannot be decoded.
+    """
+    for file in files:
+        opened = gzip.open if file.endswith(".gz") else open
+        with opened(file, "rb") as stream:
+            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        encoding = "utf-16" if is_utf16 else "utf-8-sig"
+        with opened(file, "rt", encoding=encoding, errors="replace") as stream:
+            rest = ""
+            while text := stream.read(LONGEST_DOCUMENT):
+                # The last piece may go on in what is read next, so keep it in `rest`.
+                *documents, rest = (rest + text).split("<|endoftext|>")
+                if len(rest) >= LONGEST_DOCUMENT:
+                    documents.append(rest)
+                    rest = ""
+                for document in documents:
+                    yield {"text": document, "undecoded": document.count("\ufffd")}
+            yield {"text": rest, "undecoded": rest.count("\ufffd")}
+
+
+def tokenize_split(documents, tokenizer, column):
+    """All documents of a split as one array of token ids."""
+    columns = [name for name, kind in documents.features.items() if kind in TEXT_TYPES]
+    if column not in columns:
+        sys.exit(f"error: no text in column {column!r}: choose --text-column among {columns}")
+    tokenized = documents.map(
+        tokenize,
+        batched=True,
+        batch_size=32,  # documents; the longest ones then need 1 GB of memory
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        remove_columns=documents.column_names,  # keep only the token ids
+        features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
+    )
+    # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
+    tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
+    empty = len(documents) - len(tokenized)
+    say(f"{len(documents):,} documents, of which {empty:,} are empty: {len(tokens):,} tokens")
+    return tokens
+
+
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, with one end-of-text token at its end."""
+    texts = [text for text in rows[column] if text]
+    # The tokenizer refuses an empty list.
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    end = tokenizer.eos_token_id
+    # Some tokenizers add an end-of-text token themselves.
+    documents = [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]
+    return {"input_ids": documents}
+
+
+def sample_order(args, train_samples):
+    """The samples of all epochs in their order. The seed decides it, so a resume repeats it."""
+    permutations = []
+    for epoch in range(args.num_epochs):
+        # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
+        generator = np.random.RandomState((args.seed, epoch))
+        permutations.append(generator.permutation(train_samples))
+    return np.concatenate(permutations)
+
+
+def read_batch(tokens, indices, args, device):
+    """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
+    size = args.seq_length
+    samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
+    batch = torch.from_numpy(np.stack(samples))
+    if device.type == "cuda":
+        # Python goes on while the GPU copies from pinned memory.
+        batch = batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device).long()  # int64, as embeddings want it
+
+
+@torch.no_grad()
+def evaluate(model, tokens, args, device):
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    samples = len(tokens) // args.seq_length
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    for begin in range(0, samples, WORLD_SIZE * args.batch_size):
+        first = begin + RANK * args.batch_size
+        indices = range(samples)[first : first + args.batch_size]
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
+        input_ids = read_batch(tokens, indices or [0], args, device)
+        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+        loss_sum += loss * len(indices)  # the last batch may be smaller
+    model.train()  # dropout on again
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    return loss_sum.item() / samples
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A resumed run must keep the values of these flags. Others would make it another training.
+LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
+LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
+LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
+
+CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"  # eight digits, so the names sort by step
+
+
+@dataclass
+class RunState:
+    """The position of a run. Every checkpoint stores it as `state.json`."""
+
+    lasting: dict  # flags, and the size of the dataset, which must not change
+    comet_key: str  # the id of its Comet experiment
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # samples read, over all epochs
+    epoch: float = 0.0
+
+
+def open_run(args, train_samples):
+    """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
+    lasting = {name: getattr(args, name) for name in LASTING} | {"train_samples": train_samples}
+    state = RunState(lasting, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
+        return None, None, state
+    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder.mkdir(parents=True, exist_ok=True)
+    # FSDP: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()
+    is_shared = all(gather(probe.exists()))
+    probe.unlink(missing_ok=True)
+    if not is_shared:
+        sys.exit(f"error: not all nodes see {run_folder}: --save-dir must be on a shared disk")
+    checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
+    if not checkpoint:
+        return run_folder, None, state
+    say(f"Continuing from {checkpoint}")
+    state = RunState(**json.loads((checkpoint / "state.json").read_text()))
+    for name, value in lasting.items():
+        before = state.lasting.get(name)
+        if before != value:
+            sys.exit(f"error: {name} was {before}, and is {value}: keep it, or choose another -e")
+    return run_folder, checkpoint, state
+
+
+def sharded_state(model, stateful):
+    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    return stateful | {"model": weights, "optimizer": moments}
+
+
+def whole_weights(model):
+    """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = state_dict.get_model_state_dict(model, options=options)
+    # FSDP: A tied weight has two names. Transformers saves one of them.
+    return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
+    if RANK == 0:
+        remove(temporary)
+        temporary.mkdir()
+    dist.barrier()
+    yield temporary
+    if RANK > 0:
+        return
+    for file in temporary.glob("*.safetensors"):  # safetensors lets only their owner read them
+        shutil.copymode(temporary / "tokenizer_config.json", file)  # so set the usual permissions
+    os.sync()  # all files are on the disk before the folder gets its name
+    remove(folder)
+    temporary.rename(folder)
+
+
+def remove(folder):
+    """Removes a folder, or a link to a folder on another disk, if it exists."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
+    """Writes all that an exact resume needs, then removes old checkpoints."""
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
+        # FSDP 11: Each rank saves its shards, as none has room for all. Then it waits for all.
+        dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
+        if RANK > 0:
+            return  # rank 0 does the rest
+        model.config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        shutil.copy(run_folder / "metrics.jsonl", folder)
+    for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
+        remove(old)
+
+
+# -- Processes -------------------------------------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks, and returns the device of this rank."""
+    if "RANK" not in os.environ:
+        sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next line, which else uses GPU 0
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return torch.device("cuda", LOCAL_RANK)
+
+
+def gather(value):
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        for name, value in of_rank.items():
+            result[name.replace("/", f"/rank{rank}/")] = value
+    return result
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+@contextmanager
+def timed(phase, times, wait):
+    """Adds the milliseconds of a block to `times`. With `wait`, they include the GPU's work."""
+    begin = time.perf_counter()
+    yield
+    if wait:
+        torch.accelerator.synchronize()
+    times[f"time/{phase}_ms"] += 1e3 * (time.perf_counter() - begin)
+
+
+def memory_metrics(device):
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without a GPU, memory of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(model, device):
+    """Facts about model and machine, which are logged once besides the flags."""
+    on_gpu = device.type == "cuda"
+    return {
+        "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
+
+    def __init__(self, args, run_folder, checkpoint, state, facts):
+        self.lock = FileLock(run_folder / "lock")
+        self.lock.acquire(timeout=0)  # fails if another process trains in this folder
+        if checkpoint:
+            # A killed run may have left later records. The checkpoint has a copy without them.
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        self.comet = start_comet(args, run_folder, state)
+        parameters = args.as_dict() | facts
+        self.comet.log_parameters(parameters)
+        (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
+
+    def log(self, state, metrics):
+        # JSON has no infinity, which the gradient norm may be in fp16.
+        metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        record = {"step": state.step, "epoch": state.epoch} | metrics
+        print(json.dumps(record), file=self.file, flush=True)
+        self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
+
+
+def start_comet(args, run_folder, state):
+    """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
+    folder = str(run_folder / "comet")
+    config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=folder)
+    options = {
+        "workspace": args.comet_workspace,
+        "project_name": args.comet_project_name,
+        "experiment_key": state.comet_key,  # a resumed run continues its experiment
+        "experiment_config": config,
+    }
+    if comet_ml.get_config("comet.api_key"):
+        try:
+            return comet_ml.start(online=True, **options)
+        except Exception as error:
+            say(f"warning: Comet cannot be reached ({error!r:.300})")
+    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the file
+    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
+    return comet_ml.start(online=False, **options)
+
+
+def catch_stop_signals():
+    """From now on, Ctrl-C, SIGTERM or a closed terminal ends the run after the next step."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, stop_soon)
+
+
+def stop_soon(signum, frame):
+    stop_signals.append(signum)  # the loop looks at this list before every step
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and printing then fails
+        tqdm.write(message)
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library, without
+# files such as _sysconfigdata.py, which differ between machines.
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
+    "model_name": f"{REPOSITORY}/models/tiny-llama",
+    "from_scratch": True,
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
+    "max_steps": 400,
+    "lr": 2e-3,
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def parse_args():
+    parser = ArgumentParser(exit_on_error=False, usage="%(prog)s [flags], which --help lists")
+    add = parser.add_argument
+    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
+    add("--text-column", default="text", help="the column to train on")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=int, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=int, default=8, help="samples per forward pass")
+    add("--gradient-accumulation-steps", type=int, default=1, help="passes per optimizer step")
+    add("--num-epochs", type=int, default=3, help="passes over the dataset")
+    add("--max-steps", type=int, help="stop after this many optimizer steps")
+    add("--lr", type=float, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
+    add("--warmup-steps", type=int, default=0, help="steps until the peak learning rate")
+    add("--adam-beta2", type=float, default=0.999, help="of AdamW; from scratch, 0.95 is common")
+    add("--weight-decay", type=float, default=0.01, help="of AdamW, for matrices only")
+    add("--max-grad-norm", type=float, default=1.0, help="clips gradients; 0: no clipping")
+    add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
+    add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
+    add("--eval-freq", type=int, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=int, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=int, default=2, help="older ones are removed")
+    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=int, default=0, help="seed of random weights and sample order")
+    # DDP: No --device, because torchrun assigns the devices.
+    # FSDP: These two flags choose between speed and memory.
+    add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
+    add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    # Parse three times: to find --config, to find --demo, and then all flags, which override both.
+    if config := parser.parse_args().config:
+        parser.default_config_files = [str(config)]
+    if parser.parse_args().demo:
+        parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
+    counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
+    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
+    for name, value in args.as_dict().items():
+        least = 1 if name in counts else 0
+        if isinstance(value, int | float) and value < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    name = args.experiment_name
+    if name is not None and (name in ("", ".", "..") or "/" in name):
+        parser.error("--experiment-name must be the name of a folder, without slashes")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ArgumentError) as error:  # such as a file that is not there, or a wrong flag
+        sys.exit(f"error: {error}")
+    except torch.OutOfMemoryError:
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
+    finally:
+        # DDP: If all ranks fail alike, one sentence per node is enough: while the others sleep,
+        # local rank 0 prints it and ends, and then torchrun ends the others.
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
+            time.sleep(5)
