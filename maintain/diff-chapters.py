@@ -39,6 +39,7 @@ SHORT = {
     "pipeline": "single",
     "context_parallel": "fsdp",
     "expert_parallel": "fsdp",
+    "muon": "fsdp",
     "local_steps": "ddp",
     "chat": "ddp",
 }

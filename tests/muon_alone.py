@@ -8,40 +8,15 @@ largest difference of a weight that Muon has trained, and of the other weights.
 import sys
 from copy import deepcopy
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from runner import CHAPTER_18, load
+from torch_muon import AdamWAndMuon
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 STEPS = 5
 LR, DECAY = 1e-2, 0.1
-
-
-class TorchMuon:
-    """torch.optim.Muon for the matrices of the layers. Of experts, each one is a matrix."""
-
-    def __init__(self, model, **options):
-        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        weights = {p: None for layer in layers for p in layer.parameters()}  # in their order
-        self.weights = [p for p in weights if p.dim() > 1]
-        self.matrices = {p: [*p.data] if p.dim() == 3 else [p.data] for p in self.weights}
-        every = [matrix for matrices in self.matrices.values() for matrix in matrices]
-        self.muon = torch.optim.Muon(every, adjust_lr_fn="match_rms_adamw", **options)
-
-    def step(self, lr, in_fp32):
-        for group in self.muon.param_groups:
-            group["lr"] = lr
-        for p, matrices in self.matrices.items():
-            for matrix, grad in zip(matrices, p.grad.view(-1, *p.shape[-2:]), strict=True):
-                matrix.grad = grad.clone()
-            p.grad = None  # AdamW then skips this weight
-        # torch.optim.Muon rounds to bf16 with this method.
-        rounding = torch.Tensor.clone if in_fp32 else torch.Tensor.bfloat16
-        with mock.patch.object(torch.Tensor, "bfloat16", rounding):
-            self.muon.step()
 
 
 def compare(chapter, config, dtype: str, cpu_offload: bool) -> list[float]:
@@ -55,32 +30,22 @@ def compare(chapter, config, dtype: str, cpu_offload: bool) -> list[float]:
     chapter.shard_model(model, args, device)
     chapter.send_weights(whole, model, device)
     optimizer = chapter.Muon(chapter.parameter_groups(model, args), args, device)
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [p for p in whole.parameters() if p.dim() > 1], "weight_decay": DECAY},
-            {"params": [p for p in whole.parameters() if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=LR,
-        betas=(0.9, 0.99),
-        fused=True,
-    )
-    muon = TorchMuon(whole, lr=LR, weight_decay=DECAY)
+    reference = AdamWAndMuon(whole, LR, args.adam_beta2, DECAY)
     for step in range(STEPS):
         lr = LR * (1 - step / STEPS)
-        for group in [*optimizer.param_groups, *adamw.param_groups]:
+        for group in [*optimizer.param_groups, *reference.param_groups]:
             group["lr"] = lr
         for p, sharded in zip(whole.parameters(), model.parameters(), strict=True):
             p.grad = torch.randn(p.shape)
             mesh, placements = sharded.device_mesh, sharded.placements
             sharded.grad = dist.tensor.distribute_tensor(p.grad.clone(), mesh, placements)
         optimizer.step()
-        muon.step(lr, in_fp32=dtype == "fp32")
-        adamw.step()
+        reference.step(in_fp32=dtype == "fp32")
         optimizer.zero_grad()
-        adamw.zero_grad()
+        reference.zero_grad()
     largest = [0.0, 0.0]
     for p, sharded in zip(whole.parameters(), model.parameters(), strict=True):
-        kind = 0 if p in muon.matrices else 1
+        kind = 0 if p in reference.muon.matrices else 1
         difference = (p - sharded.full_tensor()).abs().max().item()
         largest[kind] = max(largest[kind], difference)
     return largest

@@ -1,7 +1,8 @@
-"""Chapters 2, 3, 5, 6, 7, 11, 12 and 13 train what chapter 1 trains.
+"""Chapters 2, 3, 5, 6, 7, 11, 12, 13 and 18 train what chapter 1 trains.
 
 A job for each number of ranks runs many cases. Losses, norms, held-out losses, all gradients of two
-steps and the model in the end are those of chapter 1 at the same global batch.
+steps and the model in the end are those of chapter 1 at the same global batch. For chapter 18,
+chapter 1 has torch.optim.Muon.
 """
 
 import json
@@ -11,6 +12,7 @@ import torch
 from conftest import Folder, assert_same_losses, save_uneven_weights, write_model
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, free_port
 from safetensors.torch import load_file
+from test_muon import with_torch_muon
 
 pytestmark = pytest.mark.rest
 
@@ -82,6 +84,8 @@ CASES = {
         ("11", "llama", 24, [*TOKENS, "--compile", AGAIN]),
         ("12", "mixtral", 6, [WHOLE]),
         ("12", "gpt_oss", 12, [OFFLOAD]),
+        ("18", "llama", 6, [AGAIN, OFFLOAD]),
+        ("18", "llama untied", 12, [WHOLE, "--compile"]),
     ],
     "3": [
         ("02", "llama", 4, ["--compile"]),
@@ -90,6 +94,9 @@ CASES = {
         ("03", "mixtral", 4, []),
         ("06", "llama untied", 8, [TP, 1, OFFLOAD]),
         ("11", "llama", 8, [CP, 1]),
+        ("18", "llama untied", 4, []),
+        ("18", "gpt2", 8, [*SCRATCH]),
+        ("18", "mixtral", 8, []),
     ],
     "4 shards and stages": [
         ("03", "llama", 6, [AGAIN, OFFLOAD]),
@@ -103,6 +110,8 @@ CASES = {
         ("07", "llama of 8", 3, [*INTERLEAVED]),
         ("07", "llama of 8", 3, [*ZBV, *SCRATCH, AGAIN]),
         ("07", "llama untied", 6, [*GPIPE, PP, 2, *UNEVEN]),
+        ("18", "llama", 6, [*SCRATCH]),
+        ("18", "qwen3_moe", 3, [OFFLOAD]),
     ],
     "4 tokens and experts": [
         ("11", "llama", 24, [*TOKENS]),
@@ -142,7 +151,7 @@ def write_weights(folder, name: str):
 
 
 def described(folder, name, number, model, batch, more) -> dict:
-    script = CHAPTERS_BY_NUMBER[number]
+    script = CHAPTERS_BY_NUMBER.get(number, number)  # or a script
     flags = ["-e", name, "-m", folder / model, "--no-from-scratch", "--save-dir", folder]
     flags += ["-d", folder / "text.jsonl", "-s", 32, "-b", batch, "--lr", 1e-4, "--log-freq", 1]
     flags += ["--max-steps", STEPS, "--eval-freq", STEPS // 2, "--ckpt-freq", 99, *more]
@@ -221,11 +230,12 @@ def test_equal_to_chapter_1(tmp_path, dataset, job):
     alone, cases = {}, {}
     for number, model, batch, more in CASES[job]:
         origin = SCRATCH if SCRATCH[0] in more else []
-        single = f"{model} alone {'random' if origin else ''}"
+        script = with_torch_muon(tmp_path) if number == "18" else "01"
+        single = f"{model} alone {'random' if origin else ''} {number == '18'}"
         if not (tmp_path / model).exists():
             write_weights(tmp_path / model, model)
         if single not in alone:
-            alone[single] = described(tmp_path, single, "01", model, BATCH, origin)
+            alone[single] = described(tmp_path, single, script, model, BATCH, origin)
         name = "-".join(map(str, (number, model, batch, *more)))
         flags = [*more, *accumulation(ranks, number, batch, more)]
         cases[name] = single, described(tmp_path, name, number, model, batch, flags)

@@ -108,6 +108,22 @@ NUMBERS = "keep numbers in tensors"
 PRIVATE = "is private: use public functions of PyTorch"
 MODES = "with torch.utils._python_dispatch._disable_current_modes(): torch.rand(1000)\n    "
 UNSEEN = "with getattr(torch, '_C')._DisableTorchDispatch(): tokens @ A\n    "
+# The exercise of chapter 18, from the first exchange to the end
+MUON = check.original("muon")
+MUON = MUON[MUON.index("    received = exchange(momentum)") : MUON.index("\n\n\n# Check: ")]
+OWN_ROWS = """    new = [orthogonalize(rows) for rows in momentum.flatten(0, 1)]
+    return {"momentum": momentum, "update": torch.stack(new).view_as(momentum)}"""
+EVERYTHING = """    parts = [torch.empty_like(momentum) for _ in range(world_size)]
+    dist.all_gather(parts, momentum)
+    received = torch.stack([part[rank] for part in parts])
+"""
+GATHERED = MUON.replace("    received = exchange(momentum)\n", EVERYTHING)
+MUON_REPLICA = f"""{EVERYTHING}    update = torch.empty_like(momentum)
+    for matrix in range(2 * world_size):
+        whole = torch.cat([part.flatten(0, 1)[matrix] for part in parts])
+        update.view(-1, 4, 16)[matrix] = orthogonalize(whole)[4 * rank : 4 * rank + 4]
+    return {{"momentum": momentum, "update": update}}"""
+WHOLE = "whole = received[:, number].flatten(0, 1)"
 # What each of these hides, and a part of what is said of it
 CHEATS = [
     ("ddp", WAIT, BACKEND, PRIVATE),
@@ -135,6 +151,10 @@ CHEATS = [
     ("ring_attention", PASS_ON, f"{PASS_ON}; dist.all_reduce(output)", "gather nothing"),
     ("expert_parallel", "y[order] =", "received @ expert; y[order] =", TWICE),
     ("expert_parallel", "order = c", "open('tokens', 'w'); order = c", NUMBERS),
+    ("muon", MUON, OWN_ROWS, "something was not sent"),
+    ("muon", MUON, GATHERED, "bytes      WRONG"),
+    ("muon", MUON, MUON_REPLICA, "products   WRONG"),
+    ("muon", WHOLE, f"{WHOLE}; orthogonalize(whole)", TWICE),
 ]
 # Mistakes of others, and a part of what is said of each
 OTHERS = [

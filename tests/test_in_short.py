@@ -37,6 +37,13 @@ MIXTURE = {
 torch.save(model.state_dict(), output / "weights.pt")""",
 }
 
+# single.py with the optimizer of muon.py
+ADAMW = f"torch.optim.AdamW(model.parameters(), lr={LR}, weight_decay=0)"
+TORCH_MUON = {
+    ADAMW: f"torch_muon.AdamWAndMuon(model, lr={LR})",
+    "import torch\n": "import torch\nimport torch_muon\n",
+}
+
 
 class Short:
     """Runs copies of the scripts in a folder with small models, on few short samples."""
@@ -137,6 +144,11 @@ def mixture(short):
     return short("single", damages=MIXTURE)
 
 
+@pytest.fixture(scope="module")
+def with_torch_muon(short):
+    return short("single", damages=TORCH_MUON)
+
+
 def plain_local_steps(short, replicas):
     """DiLoCo in one process, with plain tensors: one replica after the other."""
     samples, _ = short.samples()
@@ -201,11 +213,12 @@ def expected_of(name, short, request, processes):
         return plain_local_steps(short, processes)
     if name == "chat":
         return plain_chat(short)
-    return request.getfixturevalue("mixture" if name == "expert_parallel" else "single")
+    fixtures = {"expert_parallel": "mixture", "muon": "with_torch_muon"}
+    return request.getfixturevalue(fixtures.get(name, "single"))
 
 
 PROCESSES = [(name, 2) for name in SCRIPTS if name != "single"]
-PROCESSES += [("fsdp", 4), ("expert_parallel", 4)]
+PROCESSES += [("fsdp", 4), ("expert_parallel", 4), ("muon", 4)]
 
 
 @pytest.mark.parametrize(("name", "processes"), PROCESSES)

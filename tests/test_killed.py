@@ -57,6 +57,7 @@ KINDS = {
     "own disks": ("05-multi-node", 2, LOCAL),
     "in a thread": ("05-multi-node", 2, ["--shard-size", 1, *ASYNC]),
     "replicas, own disks, in a thread": ("15-local-steps", 2, [*ROUNDS, *LOCAL, *ASYNC]),
+    "momentum": ("18-muon", 2, []),
     "adapters": ("17-lora", 2, ["-b", 2, "-s", 128, *CHAT]),
 }
 KILLS = 5

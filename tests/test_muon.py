@@ -1,23 +1,28 @@
 """Chapter 18 makes the updates of torch.optim.Muon and torch.optim.AdamW, from shards."""
 
-import json
 import re
-from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import (
     LLAMA,
-    REAL_MODELS,
-    assert_same_losses,
-    assert_same_model,
-    exact,
-    save_uneven_weights,
-    take_over,
     write_model,
 )
-from runner import CHAPTER_1, CHAPTER_18, REPOSITORY, Job, load
-from transformers import AutoModelForCausalLM
+from runner import CHAPTER_1, CHAPTER_18, REPOSITORY, Job
+
+ADAMW = "torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)"
+
+
+def with_torch_muon(folder):
+    """A copy of chapter 1 with torch.optim.Muon and AdamW, in one process."""
+    source = CHAPTER_1.read_text()
+    assert source.count(f"optimizer = {ADAMW}\n") == 1
+    script = folder / "with-torch-muon" / "train-llm.py"
+    script.parent.mkdir(exist_ok=True)
+    instead = "torch_muon.AdamWAndMuon(model, args.lr, args.adam_beta2, args.weight_decay)"
+    source = source.replace(ADAMW, instead)
+    script.write_text(source.replace("\nimport torch\n", "\nimport torch\nimport torch_muon\n"))
+    return script
+
 
 MUON = {"script": CHAPTER_18}
 

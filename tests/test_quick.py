@@ -1,8 +1,9 @@
 """The quick tier of the chapters from 2 on: one job on 2 ranks, its resume, and one bad flag.
 
 The job has chapter 1's losses, gradient norms and held-out loss. (Chapters 4, 10, 16 and 17 read
-other rows, so a plain loop over the same rows takes the place of chapter 1.) A resumed run repeats
-it to the last bit. No checkpoint gets its name before all of its files are on the disk.
+other rows, so a plain loop over the same rows takes the place of chapter 1. For chapter 18,
+chapter 1 has torch.optim.Muon.) A resumed run repeats it to the last bit. No checkpoint gets its
+name before all of its files are on the disk.
 """
 
 import shutil
@@ -29,6 +30,7 @@ from test_fsdp import OFF
 from test_hf_trainer import STOP, Runs
 from test_lora import with_adapters
 from test_mds import IMPORTABLE
+from test_muon import with_torch_muon
 from test_resume import WATCH_DISK, assert_synced
 from test_streaming import WATCH
 from test_streaming import plain_loop as plain_loop_over_rows
@@ -67,6 +69,7 @@ CHAPTERS = {
         "bad": ["--compress", "zip"],
         "sentence": "invalid choice",
     },
+    "18-muon": {"flags": ["-b", 2, *TWICE], "bad": ["--lr", "fast"], "sentence": "lr"},
 }
 # Rank 1 begins late to write, so whoever does not wait for its files misses them.
 SLOW_RANK_1 = """
@@ -110,7 +113,8 @@ def resume(run, trainer, step: int, train):
 def test_one_job(trainer, pretrained, chapter):
     case = CHAPTERS[chapter]
     steps = ["-m", pretrained, "--no-from-scratch", *STEPS]
-    single = trainer(*steps, "-b", 8, name="single")
+    alone = with_torch_muon(trainer.folder) if chapter == "18-muon" else None  # or chapter 1
+    single = trainer(*steps, "-b", 8, name="single", script=alone)
 
     def train(name):
         options = {"script": script_of(chapter), "processes": 2, "before": WATCH_SAVES}

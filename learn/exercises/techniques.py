@@ -619,6 +619,52 @@ the results came back sorted by expert: they have to go to the places of their t
 )
 
 
+# Muon --------------------------------------------------------------------------------------------
+
+MUON = Technique(
+    question="There are 4 matrices of 8 x 16 numbers of 8 bytes. Each of 2 ranks has half of the "
+    "rows, and owns two matrices. How many bytes does rank 0 send, with both exchanges?",
+    answer=2048,
+    bytes_text="twice (N - 1) / N times the rows of a rank",
+    levels={
+        1: [
+            Blank(
+                "    received = torch.empty_like(parts)",
+                "    return received",
+                "Send `parts[r]` (2, 4, 16) to rank r, for each rank. Return a tensor of the shape "
+                "of `parts`, in which part r comes from rank r. `update` calls this twice.",
+            ),
+        ],
+        2: [
+            Blank(
+                "    # To the owners: received[r, number]",
+                '    return {"momentum": momentum',
+                "`momentum` (world_size, 2, 4, 16) has 4 rows of each matrix: `momentum[owner, "
+                "number]`. The whole matrix (4 * world_size, 16) has the rows of rank 0, then "
+                "those of rank 1, and so on. `orthogonalize` needs the whole matrix. All ranks "
+                "together may call it only once for each matrix. Return the rows of this rank of "
+                'all orthogonal matrices, in the shape of `momentum`, as "update". Return '
+                '"momentum", too.',
+            ),
+        ],
+    },
+    mistakes="""
+the owner has the rows of all ranks, but each part was made orthogonal alone: join the rows first
+-orthogonalize(whole).view(world_size, 4, 16)
++torch.stack([orthogonalize(rows) for rows in received[:, number].clone()])
+the rows of a matrix are joined in a wrong order: rank 0 comes first
+-received[:, number].flatten(0, 1)
++received[:, number].flip(0).flatten(0, 1)
+the second exchange sends back what has arrived: put the new rows in its place
+-        received[:, number] = orthogonalize(whole)
++        _ = orthogonalize(whole)
+the updates stay with their owners: send each rank its own rows of all matrices
+-"update": exchange(received)}
++"update": received}
+""",
+)
+
+
 TECHNIQUES = {
     "ddp": DDP,
     "fsdp": FSDP,
@@ -629,4 +675,5 @@ TECHNIQUES = {
     "context_parallel": CONTEXT_PARALLEL,
     "ring_attention": RING_ATTENTION,
     "expert_parallel": EXPERT_PARALLEL,
+    "muon": MUON,
 }
