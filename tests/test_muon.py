@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from conftest import (
-    LLAMA,
-    write_model,
-)
-from runner import CHAPTER_1, CHAPTER_18, REPOSITORY, Job
+import torch.distributed.checkpoint as dcp
+from conftest import AT_END, LLAMA, assert_same_losses, take_over, write_model
+from runner import CHAPTER_1, CHAPTER_18, REPOSITORY, Job, load
+from test_fsdp import OFF, SCALER, told
+from test_readme import page
 
 ADAMW = "torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)"
 
@@ -34,7 +34,9 @@ MIXTURE |= {"num_local_experts": 5, "num_experts_per_tok": 2}
 MODELS = {"tied": LLAMA, "uneven": UNEVEN, "mixture": UNEVEN | MIXTURE}
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.rest), 3, 4])
+@pytest.mark.parametrize(
+    "ranks", [*(pytest.param(n, marks=pytest.mark.rest) for n in (1, 2, 3)), 4]
+)
 def test_bits_of_torch(tmp_path, ranks):
     """Equal gradients give equal weights, to the last bit: Newton-Schulz in bf16 and fp32, tied and
     untied, rows that do not divide, empty shards, experts, shards on the CPU."""
@@ -46,3 +48,160 @@ def test_bits_of_torch(tmp_path, ranks):
     for of_muon, of_adamw, case in found:
         assert float(of_muon) == 0, case
         assert float(of_adamw) < 1e-6, case  # AdamW's kernel rounds the end of a tensor otherwise
+
+
+# -- The work, and the messages --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    return load(REPOSITORY / "benchmarks" / "muon.py")
+
+
+def test_how_evenly(benchmark, capsys):
+    """The table of the page: the busiest rank on 8, 64 and 512 ranks."""
+    models = ["meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"]
+    benchmark.print_owners(load(CHAPTER_18), models, [8, 64, 512])
+    _, *rows = re.findall(r"^\| meta-llama/\S+ \| \d+ (\| .*)$", capsys.readouterr().out, re.M)
+    text = page("18-muon/README.md")
+    assert len(rows) == 5
+    for row in rows:
+        assert f"{row}\n" in text, row
+
+
+def test_owners_have_each_matrix_once(benchmark):
+    """Also with more ranks than matrices."""
+    matrices = benchmark.matrices_of(str(REPOSITORY / "models" / "tiny-llama"))
+    for ranks in (1, 3, len(matrices) + 2):
+        owners = load(CHAPTER_18).choose_owners(matrices, ranks)
+        assert len(owners) == ranks
+        assert sorted(id(m) for owned in owners for m in owned) == sorted(map(id, matrices))
+        assert ranks <= len(matrices) or max(map(len, owners)) == 1
+
+
+# Each rank tells its messages of each update, and how many matrices it has made orthogonal.
+WATCH = """
+import sys, torch
+import torch.distributed as dist
+
+messages, products = [], []
+
+def all_to_all_single(output, input, *sizes):
+    messages.append((str(input.dtype), input.numel(), output.numel()))
+    return original(output, input, *sizes)
+
+original = dist.all_to_all_single
+dist.all_to_all_single = all_to_all_single
+
+def addmm(*args, **options):
+    products.append(args[0].dtype)
+    return original_addmm(*args, **options)
+
+original_addmm = torch.addmm
+torch.addmm = addmm
+
+def tell():
+    print("\\nmessages", *(word for message in messages for word in message))
+    print("\\nmatrices", len(products) // 10)
+"""
+WATCH += AT_END
+
+
+@pytest.mark.rest
+def test_messages_and_work(trainer):
+    """Two messages per update, in bf16, of this rank's shards and of the owned matrices. No matrix
+    is made orthogonal twice, and the ranks have equally many."""
+    flags = ["--max-steps", 2, "--eval-freq", 0, "--dtype", "bf16", "--ckpt-freq", 99, "-b", 2]
+    options = {"name": "run", "processes": 2, "before": WATCH} | MUON
+    run = trainer(*flags, **options)
+    # Of a layer: q, k, v, o of 32 x 32; gate, up, down of 32 x 64. Half of them on each rank.
+    shards = 2 * (4 * 32 * 32 + 3 * 32 * 64) // 2
+    matrices, owned = [], []
+    for rank in range(2):
+        words = told(run, "messages ")[rank]
+        assert len(words) == 2 * 2 * 3
+        there, back = words[:3], words[3:6]
+        assert there[:2] == ["torch.bfloat16", str(shards)]
+        assert back == ["torch.bfloat16", there[2], str(shards)]
+        owned.append(int(there[2]))
+        matrices.append(int(told(run, "matrices ")[rank][0]))
+    assert owned == [shards, shards]
+    assert matrices == [2 * 7, 2 * 7]
+
+
+# -- Precision, and checkpoints --------------------------------------------------------------------
+
+# Each rank tells how many parameters an update has moved.
+MOVED = (
+    SCALER
+    + """
+class Told(Scaler):
+    def step(self, optimizer):
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        before = [p.to_local().clone() for p in params]
+        super().step(optimizer)
+        moved = [not torch.equal(p.to_local(), x) for p, x in zip(params, before)]
+        print("\\nmoved", Scaler.calls, sum(moved))
+
+torch.amp.GradScaler = Told
+"""
+)
+
+
+@pytest.mark.rest
+def test_all_ranks_skip_an_update(trainer):
+    """A gradient of rank 1 is infinite: nothing moves on any rank, and no rank waits."""
+    flags = ["--max-steps", 5, "--eval-freq", 0, "--max-grad-norm", 0]
+    options = {"name": "run", "processes": 2, "before": MOVED, "status": 1} | MUON
+    run = trainer(*flags, **options)
+    for rank in run.run.ranks:
+        moved = re.findall(r"^moved (\d) (\d+)$", rank.output, re.MULTILINE)
+        assert moved == [("1", "20"), ("2", "20"), ("3", "0")]
+        scales = re.findall(r"^scale (\d) (.*)$", rank.output, re.MULTILINE)
+        assert scales[:3] == [("1", "65536.0"), ("2", "65536.0"), ("3", "32768.0")]
+
+
+@pytest.mark.rest
+def test_resume_on_other_ranks(trainer):
+    """And what a checkpoint has: 4 bytes of momentum for a number of Muon, 8 for one of AdamW."""
+    flags = ["--max-steps", 8, "--eval-freq", 4, "--ckpt-freq", 4, "--keep-checkpoints", 9]
+    flags += ["--lr", 1e-3]
+    two = ["-b", 3, "--gradient-accumulation-steps", 2]
+    origin = trainer(*flags, *two, name="origin", processes=2, **MUON)
+    for processes, size, accumulation in ((1, 6, 2), (3, 4, 1)):
+        take_over(origin, trainer, f"on-{processes}", 4)
+        split = ["-b", size, "--gradient-accumulation-steps", accumulation]
+        resumed = trainer(*flags, *split, name=f"on-{processes}", processes=processes, **MUON)
+        assert "Continuing from" in resumed.output
+        assert_same_losses(origin, resumed, 8, **OFF)
+    metadata = dcp.FileSystemReader(origin.folder / "step-00000004").read_metadata()
+    sizes = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        kind = name.rpartition(".")[2]
+        if name.startswith("optimizer.state.") and kind != "step":
+            sizes[kind] = sizes.get(kind, 0) + tensor.size.numel()
+    others = 2048 * 32 + 5 * 32  # the tied embeddings and the norms
+    matrices = 2 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert sizes == {"momentum": matrices, "exp_avg": others, "exp_avg_sq": others}
+
+
+def test_the_estimate():
+    """Llama-3.1-8B on 64 devices: bytes of both exchanges, and the time of Newton-Schulz."""
+    tool = load(REPOSITORY / "tools" / "estimate-scaling.py")
+    args = tool.parse_args(["--methods", "MUON", "-b", "1", "--devices", "64"])
+    model, cluster = tool.load_model(args.model_name), tool.cluster_of(args, 8)
+    fsdp, muon = (tool.estimate(method, model, 8, cluster, args) for method in ("FSDP", "MUON"))
+    count, exchange = muon.counts["all-to-all, shards"]
+    numbers = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
+    assert (count, exchange.size) == (2, pytest.approx(2 * numbers / 64, rel=0.08))
+    operations = (
+        5
+        * 2
+        * 32
+        * sum(
+            times * short**2 * (2 * long + short)
+            for times, short, long in ((2, 4096, 4096), (2, 1024, 4096), (3, 4096, 14336))
+        )
+    )
+    more = muon.step - fsdp.step - 2 * exchange.time(cluster)
+    assert more == pytest.approx(1.06 * operations / 64 / 400e12, rel=0.01)

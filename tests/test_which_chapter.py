@@ -6,8 +6,8 @@ import shlex
 
 import pyarrow.parquet
 import pytest
-from conftest import REAL_MODELS, exact, take_over
-from runner import CHAPTER_3, CHAPTERS_BY_NUMBER, REPOSITORY, outcome
+from conftest import REAL_MODELS
+from runner import CHAPTERS_BY_NUMBER, REPOSITORY, outcome
 from test_readme import WHICH, assert_flags_are_understood, page
 from transformers import AutoConfig
 
@@ -96,24 +96,3 @@ def test_two_corpora_are_mixed(tmp_path, monkeypatch):
     exec(re.search(r"## Two corpora.*?```python\n(.*?)```", TEXT, re.DOTALL)[1], {})
     texts = pyarrow.parquet.read_table("mixed.parquet")["text"].to_pylist()
     assert 0.66 < sum("web" in text for text in texts) / len(texts) < 0.74
-
-
-@pytest.mark.rest
-def test_muon_beside_adamw(trainer, tmp_path):
-    """The lines of the page in a copy of chapter 3: the second half of a run, again."""
-    source = CHAPTER_3.read_text()
-    lines = re.search(r"## Another optimizer.*?```diff\n(.*?)```", TEXT, re.DOTALL)[1]
-    for change in lines.split(" ...\n"):
-        before, after = (re.sub(rf"^\{sign}.*\n|^.", "", change, flags=re.M) for sign in "+-")
-        assert source.count(before) == 1
-        source = source.replace(before, after)
-    script = tmp_path / "muon" / "train-llm.py"
-    script.parent.mkdir()
-    script.write_text(source)
-    options = {"script": script, "processes": 2}
-    flags = ["--max-steps", 4, "--ckpt-freq", 2, "--eval-freq", 0]
-    run = trainer(*flags, name="run", **options)
-    take_over(run, trainer, "again", 2)
-    again = trainer(*flags, name="again", **options)
-    assert "Continuing from" in again.output
-    assert exact(again.records) == exact(run.records)

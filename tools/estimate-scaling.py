@@ -10,8 +10,8 @@ links; the rest follows from formulae, which --explain prints. Only the config o
 needed, and tools/models.json has those of some models. The methods are those of the chapters:
 DDP (2), FSDP (3), HSDP, which shards within a node and averages between nodes (5), and tensor (TP,
 6) and pipeline parallelism (PP, 7), each with FSDP between its groups. Flags add context (CP, 11)
-and expert parallelism (EP, 12), pipelines of tensor groups (3D, 13), and rounds of local steps
-(LOCAL, 15). All methods train on the same number of samples per device.
+and expert parallelism (EP, 12), pipelines of tensor groups (3D, 13), rounds of local steps (LOCAL,
+15) and another optimizer (MUON, 18). All methods train on the same number of samples per device.
 
 --choose prints the layouts of a model on so many devices that fit, the fastest first, and why the
 others fall out. tools/choose-layout.py does this.
@@ -20,13 +20,14 @@ GB are 1e9 bytes, Gbit/s are 1e9 bits per second.
 """
 
 import argparse
-import importlib
+import importlib.util
 import math
 import os
 import sys
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).resolve().parent))
 from models import load_config
@@ -51,7 +52,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 METHODS = ["DDP", "FSDP", "HSDP", "TP", "PP"]
 MORE_METHODS = {"CP": ["context_parallel"], "EP": ["expert_parallel"]}  # with their flags
 MORE_METHODS["3D"] = ["pipeline_parallel", "tensor_parallel"]
-MORE_METHODS["LOCAL"] = ["inner_steps"]
+MORE_METHODS |= {"LOCAL": ["inner_steps"], "MUON": ["muon"]}
 # Stages per rank, and units of time of a micro-batch on a rank, as in tools/draw-schedule.py
 SCHEDULES = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2), "zbv": (2, 6)}
 PREFETCHED = 3  # stages of a rank that PyTorch's schedules keep gathered at a time
@@ -110,6 +111,11 @@ LOCAL  is HSDP without the all-reduce in each step (Douillard et al., arXiv 2311
        of a round of --inner-steps steps, the nodes all-reduce how far the weights have moved, in
        the precision of --dtype (chapter 15: --outer-dtype). Nothing hides it. The table has an
        equal part of it in each step. The training is another one.
+MUON   is FSDP with the optimizer of chapter 18. The shards of all matrices of layers go to their
+       owners in one all-to-all, in the precision of --dtype, and come back in another. Nothing
+       hides them. An owner computes 5 iterations of Newton-Schulz with m^2 (2 n + m)
+       multiplications for a matrix of m x n numbers, m <= n (Jordan et al.,
+       https://kellerjordan.github.io/posts/muon). The table has the owner with the most work.
 TP     splits layers between t ranks (Shoeybi et al., arXiv 1909.08053), and the tokens between the
        layers (Korthikanti et al., arXiv 2205.05198). The ranks share the t * batch-size samples of
        a micro-batch. A layer has g + 2 all-gathers and g + 2 reduce-scatters of its input, and
@@ -436,6 +442,12 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         reduce = Collective("all-reduce", message, Group(nodes, nodes))
         counts["all-reduce, weights"] = (1 / args.inner_steps, reduce)
         step += reduce.time(cluster) / args.inner_steps
+    if method == "MUON":
+        multiplications, numbers = busiest_owner(model, everyone.ranks)
+        exchange = Collective("all-to-all", weights * numbers, everyone)
+        counts["all-to-all, shards"] = (2, exchange)
+        step += 2 * exchange.time(cluster)
+        slower += 5 * 2 * multiplications / cluster.rate
     if method == "TP":
         samples = parts * args.batch_size
         tensors, time, more = tensor_parallel(model, group, samples, model.layers, 2, cluster, args)
@@ -448,6 +460,20 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
             counts[name] = (accumulation * count, c)
             step += accumulation * count * c.time(cluster)
     return Estimate(nodes, method, counts, compute, step + slower, slower=slower)
+
+
+def busiest_owner(model: Model, ranks: int) -> tuple[int, int]:
+    """Multiplications of an iteration of Newton-Schulz, and numbers of the matrices of an owner."""
+    (script,) = Path(__file__).resolve().parents[1].glob("18-*/train-llm.py")
+    spec = importlib.util.spec_from_file_location("chapter_18", script)
+    chapter = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = chapter
+    spec.loader.exec_module(chapter)
+    shapes = [SimpleNamespace(shape=(rows, columns)) for rows, columns, _ in model.matrices]
+    by_owner = chapter.choose_owners(model.layers * shapes, ranks)
+    work = [sum(map(chapter.work_of, owned)) for owned in by_owner]
+    numbers = [sum(math.prod(matrix.shape) for matrix in owned) for owned in by_owner]
+    return max(work), max(numbers)
 
 
 def group_size(method: str, nodes: int, devices: int, args) -> int:
@@ -660,6 +686,7 @@ def draw(estimates: list[Estimate], facts: list[str], output: Path) -> None:
     styles |= {"CP": ("#56b4e9", (0, (3, 3)), "<"), "EP": ("#444444", (0, (2, 1)), ">")}
     styles["3D"] = ("#8b0000", (0, (9, 2, 2, 2)), "P")
     styles["LOCAL"] = ("#999999", (0, (7, 3)), "X")
+    styles["MUON"] = ("#800080", (0, (4, 1)), "*")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     for method in dict.fromkeys(e.method for e in estimates):
@@ -766,7 +793,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--gradient-accumulation-steps", type=count, default=1, help="[1]")
     add("--activation-checkpointing", action="store_true")
     add("--dtype", choices=BYTES, default="bf16", help="in which weights are gathered [bf16]")
-    methods = "[DDP FSDP HSDP TP PP, and CP, EP, 3D and LOCAL if their flags are given]"
+    methods = "[DDP FSDP HSDP TP PP, and CP, EP, 3D, LOCAL and MUON if their flags are given]"
     add("--methods", nargs="+", choices=[*METHODS, *MORE_METHODS], help=methods)
     add("--tensor-parallel", type=count, help="ranks of a group of TP [the devices of a node]")
     gathers = "all-gathers of a layer in the forward pass of TP: 2 as in chapter 6, or 5 [2]"
@@ -781,6 +808,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--exchange", choices=["heads", "tokens"], default="heads", help="of CP [heads]")
     add("--expert-parallel", type=count, help="ranks of a group of EP [the devices of a node]")
     add("--inner-steps", type=count, help="steps of a round of LOCAL (chapter 15)")
+    add("--muon", action="store_true", help="also FSDP with the optimizer of chapter 18")
     nodes = [4**k for k in range(6)]
     add("--nodes", type=count, nargs="+", default=nodes, help=f"[{' '.join(map(str, nodes))}]")
     add("--devices", type=count, nargs="+", help="of all nodes together, instead of --nodes")
@@ -830,6 +858,8 @@ def check(model: Model, args) -> None:
     if "CP" in args.methods and args.exchange == "heads" and model.key_heads % c:
         remedy = "add --exchange tokens"
         fail(f"--context-parallel {c} does not divide {model.key_heads} kv heads: {remedy}")
+    if "MUON" in args.methods and model.expert_count:
+        fail(f"{args.model_name} has experts, whose share of MUON this estimate does not know")
     if "EP" in args.methods and not model.expert_count:
         fail(f"{args.model_name} has no experts, so --expert-parallel is not for it")
     if "EP" in args.methods and model.expert_count % e:
