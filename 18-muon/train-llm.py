@@ -378,7 +378,7 @@ def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     # MUON 1: Muon trains the matrices of layers, and AdamW trains all other parameters.
-    # Embeddings and head look up or score single tokens, and train better with AdamW.
+    # A row of the embeddings or of the head belongs to one token, and trains better with AdamW.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     in_layers = {p for layer in layers for p in layer.parameters()}
     of_muon = [p for p in matrices if p in in_layers]
@@ -420,9 +420,9 @@ class Muon(torch.optim.AdamW):
             own_sizes.append([shard_size(p) for p in owned])
             self.matrices += owned
         self.sizes = [shard_size(p) for p in self.matrices]
-        self.to_owners = [sum(sizes) for sizes in own_sizes]
-        self.from_ranks = []
-        self.received_sizes = []
+        self.to_owners = [sum(sizes) for sizes in own_sizes]  # numbers that go to each owner
+        self.from_ranks = []  # numbers that come from each rank
+        self.received_sizes = []  # the same, for each shard
         for sizes_of_rank in gather(own_sizes):
             sizes = sizes_of_rank[RANK]  # its shards of the matrices that this rank owns
             self.from_ranks.append(sum(sizes))
@@ -439,7 +439,7 @@ class Muon(torch.optim.AdamW):
         received = message.new_empty(sum(self.from_ranks))
         dist.all_to_all_single(received, message, self.from_ranks, self.to_owners)
         self.orthogonalize_owned(received)
-        # MUON 5: The same numbers of bytes go back, and every shard returns to its old place.
+        # MUON 5: The new shards go back, each to its own rank and to its old place in the message.
         dist.all_to_all_single(message, received, self.to_owners, self.from_ranks)
         shards = message.split(self.sizes)
         for p, shard in zip(self.matrices, shards, strict=True):
