@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import AT_END, LLAMA, assert_same_losses, take_over, write_model
 from runner import CHAPTER_1, CHAPTER_18, REPOSITORY, Job, load
 from test_fsdp import OFF, SCALER, told
-from test_readme import page
+from test_readme import page, section
 
 ADAMW = "torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)"
 
@@ -205,3 +205,16 @@ def test_the_estimate():
     )
     more = muon.step - fsdp.step - 2 * exchange.time(cluster)
     assert more == pytest.approx(1.06 * operations / 64 / 400e12, rel=0.01)
+
+
+@pytest.mark.rest
+def test_costs(tmp_path):
+    """The counted columns of the page: bytes, collectives and multiplications of four ways."""
+    job = Job(REPOSITORY / "benchmarks" / "muon.py", ["--repeats", 2], tmp_path / "job", 2)
+    assert job.wait() == 0, job.output
+    rows = re.findall(r"^\| (.*?) \| ([\d,]+) \| (\d+) \| (\d+) \|", job.output, re.MULTILINE)
+    assert len(rows) == 4
+    table = re.findall(r"^\| .*", section("18-muon/README.md", "What it costs"), re.MULTILINE)
+    for (_, *counted), line in zip(rows, table[2:6], strict=True):
+        _, two_ranks, _, collectives, multiplications, _, _ = line.split(" | ")
+        assert counted == [two_ranks, collectives, multiplications]
