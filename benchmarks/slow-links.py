@@ -20,6 +20,7 @@ MB         per step that leave the first node, by the counters of its interface;
 """
 
 import argparse
+import ctypes
 import datetime
 import importlib.util
 import itertools
@@ -39,8 +40,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-compression = importlib.import_module("gradient-compression")  # also sets the threads of a rank
-PRELOAD, enter = compression.PRELOAD, compression.enter
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun has it
+os.environ["GOMP_SPINCOUNT"] = "10000"
+os.environ["COMET_AUTO_LOG_DISABLE"] = "true"
+
+# What a server process imports once for all ranks
+PRELOAD = ["comet_ml", "datasets", "torch", "transformers.models.auto.modeling_auto"]
+PRELOAD += ["transformers.modeling_layers", "transformers.models.llama.modeling_llama"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 WARMUP = 3  # steps; DDP rebuilds its buckets after the first one
 SAMPLES, LENGTH = 8, 256  # global batch
@@ -61,6 +68,13 @@ FORMULAE = load_formulae()
 
 
 # -- In the process of a rank ----------------------------------------------------------------------
+
+
+def enter(node: str) -> None:
+    """Moves this process into a network namespace, as `ip netns exec` would."""
+    handle = os.open(f"/run/netns/{node}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(handle, 0x40000000):
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {node}")
 
 
 def sent_over_link() -> int:
