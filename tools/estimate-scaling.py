@@ -24,7 +24,6 @@ import importlib
 import math
 import os
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -649,41 +648,6 @@ def details(estimates: list[Estimate], cluster: Cluster) -> str:
     return "\n".join(lines)
 
 
-def draw(estimates: list[Estimate], facts: list[str], output: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        fail('-o needs matplotlib: pip install -c constraints.txt ".[tools]"')
-    styles = {"DDP": ("#0072b2", "-", "o"), "FSDP": ("#d55e00", (0, (5, 2)), "s")}
-    styles |= {"HSDP": ("#009e73", (0, (1, 1.2)), "^"), "TP": ("#cc79a7", (0, (6, 2, 1, 2)), "D")}
-    styles["PP"] = ("#b07800", (0, (9, 3)), "v")
-    styles |= {"CP": ("#56b4e9", (0, (3, 3)), "<"), "EP": ("#444444", (0, (2, 1)), ">")}
-    styles["3D"] = ("#8b0000", (0, (9, 2, 2, 2)), "P")
-    styles["LOCAL"] = ("#999999", (0, (7, 3)), "X")
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for method in dict.fromkeys(e.method for e in estimates):
-        color, line, marker = styles[method]
-        mine = [e for e in estimates if e.method == method]
-        points = [e.nodes for e in mine], [e.compute / e.step for e in mine]
-        axes.plot(*points, color=color, linestyle=line, marker=marker, label=method)
-    axes.set(xscale="log", xlabel="nodes", ylabel="computation / step", ylim=(0, 1.05))
-    nodes = sorted({e.nodes for e in estimates})
-    axes.set_xticks(nodes, [f"{n:,}" for n in nodes])
-    axes.minorticks_off()
-    lines = [line for fact in facts for line in textwrap.wrap(fact, 100)]  # as the picture is wide
-    axes.set_title("\n".join(lines), fontsize=10)
-    axes.grid(color="#dddddd")
-    axes.legend()
-    for suffix in (".png", ".svg"):
-        figure.savefig(
-            output.with_suffix(suffix),
-            dpi=150,
-            metadata={"Date": None} if suffix == ".svg" else None,
-        )
-    print(f"\nDrawn in {output.with_suffix('.png')} and {output.with_suffix('.svg')}")
-
-
 def fail(message: str) -> None:
     sys.exit(f"error: {message}")
 
@@ -802,7 +766,6 @@ def parse_args(argv=None) -> argparse.Namespace:
     trace = "of --choose: trace the memory of the best three [on; off takes seconds]"
     add("--trace", action=argparse.BooleanOptionalAction, default=True, help=trace)
     add("--explain", action="store_true", help="the formulae, each with its source")
-    add("-o", "--output", type=Path, help="draws the efficiency, as OUTPUT.png and OUTPUT.svg")
     args = parser.parse_args(argv)
     if args.methods is None:
         given = [m for m, flags in MORE_METHODS.items() if all(vars(args)[f] for f in flags)]
@@ -875,8 +838,6 @@ def main() -> None:
     print(details([e for e in estimates if e.nodes == nodes[-1]], cluster))
     if args.explain:
         print(f"\n{FORMULAE}")
-    if args.output:
-        draw(estimates, [f"Computed, not measured. {size}", batch, links], args.output)
 
 
 if __name__ == "__main__":
