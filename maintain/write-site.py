@@ -10,12 +10,10 @@ looks up choices that `estimate-scaling.py --choose` has made for a grid of mode
 lengths and batches: benchmarks/records/layouts.json. `side-by-side.html` has the chapters in
 columns.
 
---grid writes each finished part to a work file. If you stop it, the same command goes on there.
-At first it makes all choices without a trace. Then it traces the memory of some of them.
+--grid makes all choices without a trace at first. Then it traces the memory of some of them.
 """
 
 import argparse
-import hashlib
 import importlib.util
 import json
 import multiprocessing
@@ -23,7 +21,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -36,10 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TOOLS = REPOSITORY / "tools"
 TEMPLATES = REPOSITORY / "maintain" / "site"
 GRID = REPOSITORY / "benchmarks" / "records" / "layouts.json"
-WORK = REPOSITORY / "outputs" / "layouts.jsonl"
 SITE = REPOSITORY / "outputs" / "site"
-# The choices of the grid depend on these files.
-ESTIMATORS = ["estimate-scaling.py", "choose-layout.py", "estimate-memory.py", "models.json"]
 SHOWN = 3  # layouts of a choice
 PROGRESS_SECONDS = 10
 
@@ -213,57 +207,22 @@ def compute(part: tuple) -> dict:
     return {"part": part, "cells": cells}
 
 
-def work_header() -> dict:
-    """The work file begins with this line, so that parts of two grids are never mixed."""
-    text = b"".join((TOOLS / name).read_bytes() for name in ESTIMATORS)
-    return {"axes": axes(), "estimators": hashlib.sha256(text).hexdigest()}
-
-
-def read_work(file: Path) -> dict[tuple, dict]:
-    if not file.exists():
-        file.write_text(json.dumps(work_header()) + "\n")
-        return {}
-    text = file.read_text()
-    if not text.endswith("\n"):  # it was stopped in a line
-        file.open("a").write("\n")
-    header, *lines = text.splitlines()
-    if json.loads(header) != work_header():
-        sys.exit(f"error: {file} has parts of a grid with other axes or formulae: delete it")
+def compute_parts(parts: list[tuple], processes: int, what: str) -> dict[tuple, dict]:
     done = {}
-    for line in lines:
-        try:
-            result = json.loads(line)
-        except ValueError:
-            continue
-        done[tuple(result["part"])] = result
-    return done
-
-
-def compute_parts(parts: list[tuple], done: dict, file: Path, processes: int, what: str) -> None:
-    """Adds the missing parts to `done` and to the work file."""
-    missing = [part for part in parts if part not in done]
-    if not missing:
-        return
     begin = last = time.monotonic()
     # Not forks: the first part imports torch, and a process that waits has no need for it.
-    context = multiprocessing.get_context("spawn")
-    # Ctrl-C is for this process. It ends the others.
-    ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
-    pool_of = context.Pool(min(processes, len(missing)), **ignore)
-    with pool_of as pool, file.open("a") as work:
-        for count, result in enumerate(pool.imap_unordered(compute, missing), 1):
-            work.write(json.dumps(result) + "\n")
-            work.flush()
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for result in pool.imap_unordered(compute, parts):
             done[tuple(result["part"])] = result
             now = time.monotonic()
-            if now - last > PROGRESS_SECONDS or count == len(missing):
-                minutes = (now - begin) / count * (len(missing) - count) / 60
-                finished = len(parts) - len(missing) + count
-                text = f"{what}: {finished:,} of {len(parts):,} parts, {minutes:.0f} minutes left"
+            if now - last > PROGRESS_SECONDS or len(done) == len(parts):
+                minutes = (now - begin) / len(done) * (len(parts) - len(done)) / 60
+                text = f"{what}: {len(done):,} of {len(parts):,} parts, {minutes:.0f} minutes left"
                 print(text, flush=True)
                 last = now
         pool.close()  # The processes end by themselves, and so free the lock of tqdm
         pool.join()
+    return done
 
 
 class Strings:
@@ -306,7 +265,7 @@ def grid_text(done: dict) -> str:
             continue
         found = [packed(cell, traced=False) for cell in done[part]["cells"]]
         if (length, batch, gpu) == (TRACED["length"], TRACED["batch"], TRACED["gpu"]):
-            traced = done.get((name, devices)) if devices in TRACED_DEVICES else None
+            traced = done[name, devices] if devices in TRACED_DEVICES else None
             # Where nothing fits, the tool would also trace larger numbers of devices.
             if traced and traced["cells"][0]["best"]:
                 place = links_of(devices).index(TRACED["link"])
@@ -329,20 +288,11 @@ def parameters() -> dict[str, float]:
     return {name: round(model_of(name).parameters / 1e9, 2) for name in models()}
 
 
-def write_grid(processes: int, trace: bool) -> None:
-    WORK.parent.mkdir(exist_ok=True)
-    done = read_work(WORK)
-    try:
-        compute_parts(untraced_parts(), done, WORK, processes, "choices")
-        if trace:
-            compute_parts(traced_parts(), done, WORK, processes, "traces")
-    except KeyboardInterrupt:
-        print("\nstopped: the same command goes on here")
-        if any(part not in done for part in untraced_parts()):
-            sys.exit(130)
+def write_grid(processes: int) -> None:
+    done = compute_parts(untraced_parts(), processes, "choices")
+    done |= compute_parts(traced_parts(), processes, "traces")
     GRID.write_text(grid_text(done))
-    traced = sum(part in done for part in traced_parts())
-    print(f"wrote {GRID}: {traced} of {len(traced_parts())} choices traced")
+    print(f"wrote {GRID}")
 
 
 # -- The pages -------------------------------------------------------------------------------------
@@ -465,25 +415,7 @@ def columns_page() -> str:
     files = columns.tree.chapters()
     titles = [str(path.relative_to(REPOSITORY)) for path in files]
     texts = [path.read_text("utf-8").removesuffix("\n").split("\n") for path in files]
-    return smaller(columns.page(titles, texts, columns.continued(files)))
-
-
-def smaller(page: str) -> str:
-    """The page with half of its bytes, and the same looks: each token needs fewer of them."""
-    token = r'<span class="(\w{1,3})">([^<]*)</span>'
-
-    def short(match) -> str:
-        name, text = match.groups()
-        # Names, punctuation and spaces have the colour of the page.
-        return text if name in ("n", "p", "w") else f"<i class={name}>{text}</i>"
-
-    page = re.sub(token, short, page)
-    page = page.replace('<span class="line gap"></span>', '<i class="line gap"></i>')
-    page = re.sub(r'id="(\d+-\d+)" data-n="(\d+)"', r"id=\1 data-n=\2", page)
-    merged = ""
-    while merged != page:  # neighbours of the same kind
-        merged, page = page, re.sub(r"(<i class=(\w+)>[^<]*)</i><i class=\2>", r"\1", page)
-    return page.replace("<style>", "<style>\n  pre i { font-style: normal; }", 1)
+    return columns.page(titles, texts, columns.continued(files))
 
 
 def write_site(folder: Path, links: str | None) -> None:
@@ -509,8 +441,6 @@ def parse_args(argv=None) -> argparse.Namespace:
     prefix = "of links to scripts, with a / at its end [the files of this folder]"
     add("--links", help=prefix)
     add("--grid", action="store_true", help="compute the grid, and write it to its record")
-    trace = "with --grid: trace the memory of some choices [on]"
-    add("--trace", action=argparse.BooleanOptionalAction, default=True, help=trace)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--processes", type=int, default=cores, help=f"of --grid [all cores: {cores}]")
     args = parser.parse_args(argv)
@@ -522,7 +452,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     if args.grid:
-        write_grid(args.processes, args.trace)
+        write_grid(args.processes)
     write_site(args.output.resolve(), args.links)
 
 
