@@ -1,7 +1,6 @@
 """Draws who computes what and when in a pipeline, as SVG.
 
     python tools/draw-schedule.py 1f1b -p 4 -m 8 -o 1f1b.svg
-    python tools/draw-schedule.py --table -p 4
 
 The order of the passes is PyTorch's own. A forward pass takes one unit of time, and a backward pass
 two: one for the gradient of the input, and one for the gradients of the weights.
@@ -135,40 +134,18 @@ def svg(timeline: list) -> str:
     return "\n".join([*lines, "</g>", "</svg>\n"])
 
 
-def table(ranks: int) -> str:
-    """The bubble by schedule and number of micro-batches, in percent."""
-    counts = [ranks * n for n in (1, 2, 4, 8, 16)]
-    lines = ["| micro-batches |" + "".join(f" {count} |" for count in counts)]
-    lines.append("|---|" + "---|" * len(counts))
-    for name in SCHEDULES:
-        cells = ""
-        for count in counts:
-            possible = name != "zbv" or count >= 2 * ranks
-            share = bubble(simulate(name, ranks, count)) if possible else None
-            cells += f" {100 * share:.1f} % |" if possible else " |"
-        lines.append(f"| {name} |{cells}")
-    return "\n".join(lines)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("schedule", nargs="?", choices=SCHEDULES, help="what to draw")
+    parser.add_argument("schedule", choices=SCHEDULES, help="what to draw")
     parser.add_argument("-p", "--ranks", type=int, default=4, help="of the pipeline")
     parser.add_argument("-m", "--micro-batches", type=int, default=8)
     parser.add_argument("--stages-per-rank", type=int, help="2 where there must be several")
     parser.add_argument("-o", "--output", type=Path, help="an .svg file")
-    parser.add_argument("--table", action="store_true", help="bubbles for more micro-batches")
     args = parser.parse_args()
-    ranks, count = args.ranks, args.micro_batches
-    if args.table:
-        print(table(ranks))
-    if args.schedule:
-        timeline = simulate(args.schedule, ranks, count, args.stages_per_rank)
-        print(f"bubble: {100 * bubble(timeline):.1f} %; in flight: {in_flight(timeline)}")
-        if args.output:
-            args.output.write_text(svg(timeline))
-    elif not args.table:
-        parser.error("name a schedule, or say --table")
+    timeline = simulate(args.schedule, args.ranks, args.micro_batches, args.stages_per_rank)
+    print(f"bubble: {100 * bubble(timeline):.1f} %; in flight: {in_flight(timeline)}")
+    if args.output:
+        args.output.write_text(svg(timeline))
 
 
 if __name__ == "__main__":
