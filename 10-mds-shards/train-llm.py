@@ -47,7 +47,7 @@ import transformers
 import xxhash
 from filelock import FileLock
 from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser
-from jsonargparse.typing import NonNegativeInt, Path_fr, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
@@ -624,7 +624,7 @@ def read_text(files):
             with opened(file, "rt", encoding="utf-8-sig", errors="replace") as stream:
                 while piece := stream.read(LONGEST_DOCUMENT):
                     if piece.startswith("\ufffd\ufffd"):  # so begins UTF-16
-                        sys.exit(f"error: {file}: convert it to UTF-8")
+                        raise ValueError("convert it to UTF-8")
                     *documents, unfinished = (unfinished + piece).split("<|endoftext|>")
                     if len(unfinished) >= LONGEST_DOCUMENT:
                         documents.append(unfinished)
@@ -632,7 +632,7 @@ def read_text(files):
                     for document in documents:
                         yield {"text": document}
         except Exception as error:
-            sys.exit(f"error: {file}: {error}")
+            raise OSError(f"{file}: {error}") from error
         yield {"text": unfinished}
         # MDS: Nobody counts undecoded characters, because the end of the text may be far.
 
@@ -1106,7 +1106,7 @@ def parse_args():
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
     add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
     add("--weight-decay", type=float, default=0.01, help="for matrices only")
-    add("--max-grad-norm", type=float, default=1.0, help="clips gradients; 0: not")
+    add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
     add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
@@ -1172,6 +1172,8 @@ if __name__ == "__main__":
         main()
     except (OSError, ImportError, ArgumentError) as error:  # a missing file or package, or a flag
         sys.exit(f"error: {error}")
+    except datasets.exceptions.DatasetGenerationError as error:  # the cause names the file
+        sys.exit(f"error: {error.__cause__}")
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
     finally:
