@@ -285,6 +285,7 @@ def test_search_and_a_narrow_screen(site):
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1300, "height": 900})
+        page.set_default_timeout(120_000)  # on a busy machine, the search takes long to load
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
