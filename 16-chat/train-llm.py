@@ -10,15 +10,16 @@ ranks. The rest is chapter 3. Comments with CHAT 1 to 10 mark the ideas.
         --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-chat     # the same on two nodes
 """
 
-import codecs
 import gzip
 import json
 import logging
 import math
 import os
+import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections import defaultdict
@@ -29,7 +30,7 @@ from functools import partial
 from glob import escape, glob
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # idle OpenMP threads sleep, not spin
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # on CPUs: idle threads sleep, not spin
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
 import comet_ml
@@ -44,7 +45,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
 from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser
-from jsonargparse.typing import Path_fr
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -79,6 +80,7 @@ def main():
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data, model, optimizer.
+    check_config(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
@@ -111,11 +113,18 @@ def main():
     setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
     setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
     setup["script"] = Path(__file__).read_text()
+    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
+    # DDP: The data: the sum of all tokens, and some of them, which would show another order.
+    places = np.linspace(0, len(train_tokens) - 1, num=1000, dtype=int).tolist()
+    some_tokens = [train_tokens[place].as_py() for place in places]
+    setup["tokens"] = pyarrow.compute.sum(train_tokens).as_py(), some_tokens
     setups = gather(setup)
     differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
     if differing:
         sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
-    model = build_model(args, device, checkpoint)
+    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So the layers need no autocast.
+    # Norms, softmax and the loss of Transformers convert to fp32 themselves.
+    model = build_model(args, device)
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -125,18 +134,17 @@ def main():
     # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
     if args.packing and mixes_conversations(model, device):
         sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
-    # The steps done, and those that are left: a resumed run may have another batch size.
-    total_steps = state.step + (len(order) - state.samples) // global_batch
-    if state.samples != state.step * global_batch:
+    # A resumed run may have another global batch. Then it takes another number of steps.
+    samples_left = len(order) - state.samples
+    total_steps = state.step + samples_left // global_batch
+    if state.global_batch not in (None, global_batch):
         say("warning: the global batch has changed, so steps and learning rate change, too")
+    state.global_batch = global_batch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16, so layers need no autocast.
-    # Norms, softmax and the loss of Transformers convert to fp32 themselves.
-    autocast = torch.autocast(device.type, enabled=False)  # does nothing; chapter 2's lines stay
     # fp16 rounds gradients below 3e-8 to zero. The scaler makes the loss larger, and so gradients,
     # and divides the gradients again before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
@@ -149,14 +157,14 @@ def main():
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # total_steps may have changed, so compute the rate again: go one step back, and forth.
+        # The saved learning rate belongs to the old total_steps. Repeating the last step of the
+        # scheduler computes the rate for the new total_steps.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
-        facts = describe_run(model, device)
-        facts |= {"global_batch": global_batch, "dataset_samples": train_samples}
-        facts["dataset_tokens"] = len(train_tokens)
+        facts = {"global_batch": global_batch, "dataset_samples": train_samples}
+        facts |= {"dataset_tokens": len(train_tokens)} | describe_run(model, optimizer, device)
         run_log = RunLog(args, run_folder, checkpoint, state, facts)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
 
@@ -204,7 +212,7 @@ def main():
                 indices = order[first : first + args.batch_size]
                 # CHAT: Besides token ids, the model gets labels and positions.
                 batch = model_inputs(train_set[indices], device)
-            with timed("forward", times, wait), autocast:
+            with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
                 # A cache of keys and values serves generation. In training it only takes memory.
                 # CHAT: The sum over the answers of this micro-batch, divided by `tokens_per_rank`.
@@ -260,8 +268,7 @@ def main():
             logged_step = step
             logged_time = time.perf_counter()
         if eval_now:
-            with autocast:
-                eval_loss = evaluate(model, eval_set, args, device)  # CHAT: of answers
+            eval_loss = evaluate(model, eval_set, args, device)  # CHAT: of answers
             say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
@@ -289,13 +296,27 @@ def main():
 # -- Model and optimizer ---------------------------------------------------------------------------
 
 
-def build_model(args, device, checkpoint):
+def check_config(args):
+    """Finds flags that do not fit the model, before the data is read."""
+    config = AutoConfig.from_pretrained(args.model_name)
+    if config.get_text_config() is not config:  # text is only a part of the model
+        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and args.seq_length > longest:
+        sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
+    with torch.device("meta"):  # a model without memory for its weights
+        AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+
+
+def build_model(args, device):
     """The model on `device`, with its attention, and compiled if asked for."""
     # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
     # So make the model of meta tensors, shard it, and let rank 0 send the values. A checkpoint is
     # read later, by dcp.load.
-    whole = load_model(args, checkpoint=None) if RANK == 0 else None
+    whole = load_model(args) if RANK == 0 else None
     config = AutoConfig.from_pretrained(args.model_name)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # Transformers has converted the weights to fp32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=args.attention
@@ -310,9 +331,6 @@ def build_model(args, device, checkpoint):
     # CHAT 4: A token attends only to tokens of its own conversation, which have the same number.
     # Each position 0 begins a conversation, so count the zeros up to each token.
     transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest and args.seq_length > longest:
-        sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -329,15 +347,13 @@ def build_model(args, device, checkpoint):
     return model
 
 
-def load_model(args, checkpoint):
-    """The model in CPU memory, with the weights of the checkpoint, pretrained or random weights."""
+def load_model(args, checkpoint=None):
+    """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
     # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
     # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
-    config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:  # text is only a part of the model
-        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if args.from_scratch and not checkpoint:
+        config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
         # from_config also draws numbers that differ between versions of Transformers. So seed and
         # draw the weights again, and the same seed gives the same model.
@@ -374,7 +390,6 @@ def shard_model(model, args, device):
     fully_shard(model, **policy)
     # FSDP 8: Take memory only for the shards of this rank, because other ranks have the rest.
     model.to_empty(device="cpu" if args.cpu_offload else device)
-    model.tie_weights()  # to_empty has separated shared weights
 
 
 def send_weights(whole, model, device):
@@ -420,6 +435,9 @@ FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 NUMBER = datasets.Value("int32")
 COLUMNS = dict.fromkeys(["input_ids", "labels", "position_ids"], datasets.List(NUMBER))
 COLUMNS |= dict.fromkeys(["answer_tokens", "answers", "fitting"], NUMBER)
+# Held out because of their names: validation.jsonl, chats_dev.csv, test-00000-of-00002.parquet;
+# but not the tests of a program, such as test_io.py.
+HELD_OUT = re.compile(r"(?i)(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])(?!.*\.py)")
 LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
 
 
@@ -437,26 +455,49 @@ def load_samples(args, tokenizer):
 
 
 def load_documents(args):
-    """The splits of a local file or pattern, or of a dataset on the Hub."""
+    """The splits of local files, or of a dataset on the Hub: `train`, and maybe held-out ones."""
     name = os.path.expanduser(args.dataset_name)
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
-    if not file_format and "*" not in name and not os.path.exists(name):
-        return datasets.load_dataset(name, args.dataset_subset)  # on the Hub
+    if not file_format and "*" not in name and not os.path.exists(name):  # on the Hub
+        name, _, split = name.partition(":")
+        splits = datasets.load_dataset(name, args.dataset_subset)
+        if (split or "train") not in splits:
+            sys.exit(f"error: choose one of the splits {[*splits]} with -d {name}:SPLIT")
+        splits["train"] = splits.pop(split or "train")
+        return splits
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
-    say(f"{name}: {len(files):,} files")
+    folder = os.path.commonpath(files)
+    held_out = [file for file in files if HELD_OUT.search(file.removeprefix(folder))]
+    train = [file for file in files if file not in held_out]
+    splits = {"train": train, "validation": held_out} if train and held_out else {"train": files}
+    for split, files in splits.items():
+        say(f"{name}: {len(files):,} files for {split}")
+    return {split: read_files(file_format, files, args) for split, files in splits.items()}
+
+
+def read_files(file_format, files, args):
+    """The documents of local files."""
     if file_format == "text":
         # `datasets` caches by the arguments. With `versions`, it reads a changed file again.
         versions = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
         arguments = {"files": files, "versions": versions}
-        documents = datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
-        undecoded = pyarrow.compute.sum(documents.data.column("undecoded")).as_py()
-        if undecoded:
-            say(f"warning: {undecoded:,} characters cannot be decoded: are the files UTF-8?")
-        return {"train": documents}
-    # `datasets` reads a name as a pattern, so escape brackets.
-    return datasets.load_dataset(file_format, data_files=[escape(file) for file in files])
+        return datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
+    options = {"parse_agent_traces": False} if file_format == "json" else {}
+    read = partial(datasets.load_dataset, file_format, split="train", **options)
+    try:
+        # `datasets` reads a name as a pattern, so escape brackets.
+        return read(data_files=[escape(file) for file in files])
+    except Exception:
+        parts = []
+    # One by one: files may differ in the other columns, and an error can name its file.
+    for file in files:
+        try:
+            parts.append(read(data_files=escape(file)).select_columns(args.text_column))
+        except Exception as error:
+            sys.exit(f"error: {file}: {error.__cause__ or error}")
+    return datasets.concatenate_datasets(parts)
 
 
 def read_text(files, versions):
@@ -466,20 +507,25 @@ def read_text(files, versions):
     """
     for file in files:
         opened = gzip.open if file.endswith(".gz") else open
-        with opened(file, "rb") as stream:
-            is_utf16 = stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        encoding = "utf-16" if is_utf16 else "utf-8-sig"
-        with opened(file, "rt", encoding=encoding, errors="replace") as stream:
-            rest = ""
-            while text := stream.read(LONGEST_DOCUMENT):
-                # The last piece may go on in what is read next, so keep it in `rest`.
-                *documents, rest = (rest + text).split("<|endoftext|>")
-                if len(rest) >= LONGEST_DOCUMENT:
-                    documents.append(rest)
-                    rest = ""
-                for document in documents:
-                    yield {"text": document, "undecoded": document.count("\ufffd")}
-            yield {"text": rest, "undecoded": rest.count("\ufffd")}
+        undecoded = 0
+        unfinished = ""  # a document that may go on in the next piece of the file
+        try:
+            with opened(file, "rt", encoding="utf-8-sig", errors="replace") as stream:
+                while piece := stream.read(LONGEST_DOCUMENT):
+                    if piece.startswith("\ufffd\ufffd"):  # so begins UTF-16
+                        raise ValueError("convert it to UTF-8")
+                    undecoded += piece.count("\ufffd")
+                    *documents, unfinished = (unfinished + piece).split("<|endoftext|>")
+                    if len(unfinished) >= LONGEST_DOCUMENT:
+                        documents.append(unfinished)
+                        unfinished = ""
+                    for document in documents:
+                        yield {"text": document}
+        except Exception as error:
+            raise OSError(f"{file}: {error}") from error
+        yield {"text": unfinished}
+        if undecoded:
+            say(f"warning: {file}: {undecoded:,} characters cannot be decoded: is it UTF-8?")
 
 
 def tokenize_split(documents, tokenizer, args):
@@ -693,6 +739,7 @@ class RunState:
 
     lasting: dict  # flags, and the size of the dataset, which must not change
     comet_key: str  # the id of its Comet experiment
+    global_batch: int | None = None  # of the last step
     step: int = 0  # optimizer steps done
     samples: int = 0  # samples read, over all epochs
     epoch: float = 0.0
@@ -722,7 +769,7 @@ def open_run(args, train_samples):
     say(f"Continuing from {checkpoint}")
     state = RunState(**json.loads((checkpoint / "state.json").read_text()))
     for name, value in lasting.items():
-        before = state.lasting.get(name)
+        before = state.lasting.get(name, value)  # an old checkpoint may lack a name
         if before != value:
             sys.exit(f"error: {name} was {before}, and is {value}: keep it, or choose another -e")
     return run_folder, checkpoint, state
@@ -777,6 +824,7 @@ def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
         if RANK > 0:
             return  # rank 0 does the rest
         model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
@@ -791,13 +839,24 @@ def join_process_group():
     """Meets the other ranks, and returns the device of this rank."""
     if "RANK" not in os.environ:
         sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next line, which else uses GPU 0
+    # DDP: A shell may still have RANK and WORLD_SIZE of an earlier job. Nobody else would come.
+    hint = f"RANK is {RANK} of WORLD_SIZE {WORLD_SIZE}, and others are missing. Alone? Unset both."
+    waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
+    waiting.daemon = True  # it does not keep a process alive
+    waiting.start()
+    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt has a
+    # prefix, but not on several nodes, because they may count attempts differently.
+    store, _, _ = next(dist.rendezvous("env://"))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    return torch.device("cuda", LOCAL_RANK)
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next line, which else uses GPU 0
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    waiting.cancel()
+    return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
 
 
 def gather(value):
@@ -842,11 +901,12 @@ def memory_metrics(device):
     }
 
 
-def describe_run(model, device):
+def describe_run(model, optimizer, device):
     """Facts about model and machine, which are logged once besides the flags."""
     on_gpu = device.type == "cuda"
     return {
         "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "optimizer": type(optimizer).__name__,
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
@@ -901,8 +961,8 @@ def start_comet(args, run_folder, state):
 
 
 def catch_stop_signals():
-    """From now on, Ctrl-C, SIGTERM or a closed terminal ends the run after the next step."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    """From now on, Ctrl-C, `kill`, a closed terminal or Slurm's SIGUSR1 ends it after a step."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, stop_soon)
 
@@ -955,45 +1015,46 @@ def parse_args():
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
     add("--dataset-subset", help="configuration name on the Hub")
-    add("-s", "--seq-length", type=int, default=1024, help="tokens per sample")
-    add("-b", "--batch-size", type=int, default=8, help="samples per forward pass")
-    add("--gradient-accumulation-steps", type=int, default=1, help="passes per optimizer step")
-    add("--num-epochs", type=int, default=3, help="passes over the dataset")
-    add("--max-steps", type=int, help="stop after this many optimizer steps")
+    add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=PositiveInt, default=8, help="samples per forward pass")
+    add("--gradient-accumulation-steps", type=PositiveInt, default=1, help="passes per step")
+    add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
+    add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
     add("--lr", type=float, default=3e-5, help="peak learning rate")
     add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
     add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
-    add("--warmup-steps", type=int, default=0, help="steps until the peak learning rate")
-    add("--adam-beta2", type=float, default=0.999, help="of AdamW; from scratch, 0.95 is common")
-    add("--weight-decay", type=float, default=0.01, help="of AdamW, for matrices only")
-    add("--max-grad-norm", type=float, default=1.0, help="clips gradients; 0: no clipping")
+    add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
+    add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
+    add("--weight-decay", type=float, default=0.01, help="for matrices only")
+    add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
     add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
     add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
-    add("--eval-freq", type=int, default=500, help="steps between evaluations; 0: none")
-    add("--log-freq", type=int, default=10, help="steps between logged metrics")
-    add("--ckpt-freq", type=int, default=500, help="steps between checkpoints")
-    add("--keep-checkpoints", type=int, default=2, help="older ones are removed")
+    add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=PositiveInt, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
     add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=int, default=0, help="seed of random weights and sample order")
+    add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # FSDP: These two flags choose between speed and memory.
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Parse three times: to find --config, to find --demo, and then all flags, which override both.
+    # Flags override --config, and --config overrides --demo. So look for --config, then for --demo.
     if config := parser.parse_args().config:
-        parser.default_config_files = [str(config)]
+        parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
-        parser.set_defaults(DEMO)  # defaults, so that every given flag overrides them
+        parser.set_defaults(DEMO)
     args = parser.parse_args().clone(with_meta=False)  # the flags alone
-    counts = ["seq_length", "batch_size", "gradient_accumulation_steps", "num_epochs"]
-    counts += ["max_steps", "log_freq", "ckpt_freq", "keep_checkpoints"]
-    for name, value in args.as_dict().items():
-        least = 1 if name in counts else 0
-        if isinstance(value, int | float) and value < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    try:  # the scheduler, before the data is read
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+        scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
+        optimizer.step()
+        scheduler.step()
+    except (TypeError, ValueError) as error:
+        parser.error(f"--lr-scheduler {args.lr_scheduler}: {error}")
     name = args.experiment_name
     if name is not None and (name in ("", ".", "..") or "/" in name):
         parser.error("--experiment-name must be the name of a folder, without slashes")
@@ -1003,8 +1064,10 @@ def parse_args():
 if __name__ == "__main__":
     try:
         main()
-    except (OSError, ArgumentError) as error:  # such as a file that is not there, or a wrong flag
+    except (OSError, ImportError, ArgumentError) as error:  # a missing file or package, or a flag
         sys.exit(f"error: {error}")
+    except datasets.exceptions.DatasetGenerationError as error:  # the cause names the file
+        sys.exit(f"error: {error.__cause__}")
     except jinja2.TemplateError as error:  # CHAT: such as one without system messages
         sys.exit(f"error: the chat template refuses a conversation: {error}")
     except torch.OutOfMemoryError:

@@ -1,5 +1,6 @@
 """What a user often gets wrong: one sentence, a status that is not 0, and nothing is written."""
 
+import gzip
 import json
 import shutil
 
@@ -9,15 +10,25 @@ from safetensors.torch import load_file, save_file
 
 # By chapter 1 itself. The flags, a part of the sentence
 CASES = {
-    "zero batch": (["-b", 0], "--batch-size must be at least 1, not 0"),
-    "negative clipping": (["--max-grad-norm", -1], "--max-grad-norm must be at least 0"),
+    "zero batch": (["-b", 0], 'Parser key "batch_size"'),
+    "negative clipping": (["--max-grad-norm", -1], 'Parser key "max_grad_norm"'),
     "no number": (["--lr", "fast"], 'Parser key "lr"'),
+    "unknown scheduler": (["--lr-scheduler", "sine"], "--lr-scheduler sine: sine is not a valid"),
+    "scheduler of a metric": (["--lr-scheduler", "reduce_lr_on_plateau"], "reduce_lr_on_plateau:"),
+    "scheduler's option": (["--lr-scheduler", "warmup_stable_decay"], "'num_decay_steps'"),
+    "no such device": (["--device", "mps"], "--device mps: PyTorch finds only cpu here"),
+    "no such package": (["--attention", "flash_attention_2"], "the package for FlashAttention2"),
     "slash in the name": (["-e", "a/b"], "without slashes"),
     "name that climbs": (["-e", ".."], "without slashes"),
     "unknown flag": (["--batchsize", 8], "--batchsize"),
     "unknown key": (["--config", "{tmp}/unknown.yaml"], "batchsize"),
     "missing file": (["-d", "{tmp}/none.txt"], "none.txt"),
     "no text column": (["-d", "{tmp}/numbers.csv"], "choose --text-column among"),
+    "broken JSON": (["-d", "{tmp}/[a-z]*.jsonl"], "broken.jsonl: JSON parse error"),
+    "no column in one file": (["-d", "{tmp}/[a-f]*.csv"], "else.csv: Column name ['text']"),
+    "no Parquet": (["-d", "{tmp}/*.parquet"], "cut.parquet: Parquet file size is 4 bytes"),
+    "cut archive": (["-d", "{tmp}/*.txt.gz"], "cut.txt.gz: Compressed file ended before"),
+    "UTF-16": (["-d", "{tmp}/wide.txt"], "wide.txt: convert it to UTF-8"),
     "too small": (["-d", "{tmp}/small.txt"], "too little text"),
     "no weights": (["--no-from-scratch"], "no file named model.safetensors"),
     "beyond the positions": (["-s", 129], "the model has 128 positions"),
@@ -35,6 +46,13 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bad-input")
     (folder / "numbers.csv").write_text("a,b\n1,2\n3,4\n")
     (folder / "small.txt").write_text("a few words")
+    (folder / "good.jsonl").write_text('{"text": "a"}\n')
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"\n{"text": "c"}\n')
+    (folder / "date.csv").write_text("text,date\na,2026-11-27\n")
+    (folder / "else.csv").write_text("txt,date\na,b\n")
+    (folder / "cut.parquet").write_bytes(b"PAR1")
+    (folder / "cut.txt.gz").write_bytes(gzip.compress(b"some text " * 99)[:-9])
+    (folder / "wide.txt").write_text("some text", "utf-16")
     (folder / "unknown.yaml").write_text("batchsize: 8")
     config = json.loads((TINY_LLAMA / "tokenizer_config.json").read_text())
     config.pop("eos_token")

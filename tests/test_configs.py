@@ -59,7 +59,8 @@ def test_commands_in_the_comments(tmp_path, config, monkeypatch):
 
 def test_precedence(understood, tmp_path):
     """The command line, then the file, then --demo, then the default."""
-    config = tmp_path / "flags.yaml"
+    config = tmp_path / "runs[v2]" / "flags*.yaml"  # a name, and no pattern
+    config.parent.mkdir()
     config.write_text("lr: 6e-4\nbatch_size: 2\nfrom_scratch: false\nweight_decay: 0\n")
     flags = understood("--config", config, "--demo", "-b", 3)
     assert flags["batch_size"] == "3"  # not 2, 8 (demo) or 8

@@ -111,7 +111,7 @@ def test_text_files(chapter_1, tokenizer, tmp_path, capsys):
         "texts/a.txt": b"one<|endoftext|>two<|endoftext|>three",
         "texts/b.txt": b"",
         "texts/deep/c.txt": b"bytes \xff\xfe in between",
-        "texts/deep/d.txt": "zwölf".encode("utf-16"),
+        "texts/deep/d.txt": "zwölf".encode("latin-1"),
         "texts/deep/e.txt": "\ufeffdreizehn".encode(),
         "elsewhere/f.txt": b"behind the link",
     }
@@ -119,18 +119,74 @@ def test_text_files(chapter_1, tokenizer, tmp_path, capsys):
         (tmp_path / name).write_bytes(content)
     found = tokens_of(chapter_1, tokenizer, f"{tmp_path}/texts/**/*.txt", seq_length=4)
     documents = ["first\n\n\ndocument " * 9, "one", "two", "three", "bytes \ufffd\ufffd in between"]
-    documents += ["zwölf", "dreizehn", "behind the link"]
+    documents += ["zw\ufffdlf", "dreizehn", "behind the link"]
     assert found == expected(tokenizer, documents)
     output = capsys.readouterr().out
     assert "7 files" in output
     assert "9 documents, of which 1 are empty" in output
-    assert "2 characters cannot be decoded" in output
+    assert "c.txt: 2 characters cannot be decoded" in output
+    assert "d.txt: 1 characters cannot be decoded" in output
     # Other content of the same size and time is read again; so is another size at the same time.
     file = tmp_path / "texts" / "a.txt"
     times = (file.stat().st_atime, file.stat().st_mtime)
     file.write_text("four")
     os.utime(file, times)
     assert tokens_of(chapter_1, tokenizer, file, seq_length=1) == expected(tokenizer, ["four"])
+
+
+def splits_of(chapter_1, name, **options) -> dict[str, list]:
+    splits = chapter_1.load_documents(arguments(name, **options))
+    return {split: documents["text"][:] for split, documents in splits.items()}
+
+
+def test_files_that_their_names_hold_out(chapter_1, tmp_path):
+    cases = {
+        "train.jsonl": "train",
+        "validation.jsonl": "validation",
+        "chats_dev.jsonl": "validation",
+        "test-00000-of-00001.jsonl": "validation",
+        "eval/part.jsonl": "validation",
+        "latest.jsonl": "train",
+    }
+    folder = tmp_path / "test"  # a folder of all files says nothing
+    (folder / "eval").mkdir(parents=True)
+    for name in cases:
+        (folder / name).write_text(json.dumps({"text": name}))
+    found = splits_of(chapter_1, f"{folder}/**/*.jsonl")
+    for split in ("train", "validation"):
+        assert sorted(found[split]) == sorted(n for n, where in cases.items() if where == split)
+    assert splits_of(chapter_1, f"{folder}/test*.jsonl").keys() == {"train"}  # chosen to train on
+    for name in ("test_io.py", "io.py"):
+        (folder / name).write_text("pass")
+    assert splits_of(chapter_1, f"{folder}/*.py").keys() == {"train"}
+
+
+def test_a_split_of_the_hub(chapter_1, monkeypatch):
+    def stored(*names):
+        splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in names}
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(splits))
+
+    stored("train", "test")
+    assert splits_of(chapter_1, "someone/some") == {"train": ["train"], "test": ["test"]}
+    stored("train_sft", "test")
+    with pytest.raises(
+        SystemExit, match=r"splits \['train_sft', 'test'\] with -d someone/some:SPLIT"
+    ):
+        splits_of(chapter_1, "someone/some")
+    found = splits_of(chapter_1, "someone/some:train_sft")
+    assert found == {"train": ["train_sft"], "test": ["test"]}
+    # Nothing is trained on and held out.
+    assert splits_of(chapter_1, "someone/some:test").keys() == {"train", "train_sft"}
+
+
+def test_files_whose_other_columns_differ(chapter_1, tmp_path):
+    """Also with the columns of agents' traces, for which `datasets` asks for another package."""
+    rows = [{"text": "a", "n": 1}, {"text": "b", "n": {"m": 2}}]
+    rows += [{"text": "c", "type": "message", "message": {"content": [1, "x"], "role": 2}}]
+    for number, row in enumerate(rows):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps(row) + "\n")
+    assert splits_of(chapter_1, f"{tmp_path}/*.jsonl") == {"train": ["a", "b", "c"]}
+    assert splits_of(chapter_1, f"{tmp_path}/2.jsonl") == {"train": ["c"]}
 
 
 # Tokenizes a file and prints the peak memory of the process, in GB.

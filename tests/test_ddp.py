@@ -184,6 +184,9 @@ def test_rank_0_alone_speaks(trainer):
 DIFFERENCES = {
     "lr": "sys.argv += ['--lr', '0.5']",
     "train_samples": "sys.argv[sys.argv.index('-d') + 1] = os.environ['OTHER']",
+    "tokens": "sys.argv[sys.argv.index('-d') + 1] = os.environ['SAME_SIZE']",
+    "config": "import transformers.models.llama as llama; llama.LlamaConfig.to_json_string = "
+    "lambda *_: 'another'",
     "step of the checkpoint": "pathlib.Path.glob = lambda *_: iter(())",
     "script": "read = pathlib.Path.read_text; "
     "pathlib.Path.read_text = lambda p, *a, **k: read(p, *a, **k) + '#' * (p.suffix == '.py')",
@@ -196,15 +199,32 @@ def test_ranks_that_differ_are_refused(trainer, texts):
     before = trainer("--max-steps", 2, processes=2, name="step of the checkpoint")
     other = trainer.folder / "other.txt"
     other.write_text(" ".join(texts))
+    # The same documents, and so as many samples, in another order.
+    same_size = trainer.folder / "same-size.jsonl"
+    same_size.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::-1]))
     for name, difference in DIFFERENCES.items():
         patch = f"import os, pathlib, sys\nif os.environ['RANK'] == '1':\n    {difference}"
-        options = {"processes": 2, "before": patch, "env": {"OTHER": str(other)}}
+        options = {
+            "processes": 2,
+            "before": patch,
+            "env": {"OTHER": str(other), "SAME_SIZE": str(same_size)},
+        }
         after = trainer("--max-steps", 4, status=1, name=name, **options)
         sentence = after.output[after.output.index("error: nodes differ in [") :]
         assert f"'{name}'" in sentence.splitlines()[0]
         assert name == before.folder.name or not (trainer.folder / name / "metrics.jsonl").exists()
     assert before.checkpoints == ["step-00000002"]
     assert len(before.column("loss")) == 2
+
+
+def test_variables_of_an_earlier_job(tmp_path, monkeypatch):
+    """Nobody else comes: after a minute, here a second, a line names the variables."""
+    before = "import threading\ntimer = threading.Timer\n"
+    before += "threading.Timer = lambda seconds, *rest: timer(seconds / 60, *rest)\n"
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    run = Run(CHAPTER_2, ["--demo"], tmp_path / "output", before=before, env=env)
+    run.wait_for("RANK is 0 of WORLD_SIZE 2, and others are missing")
+    run.process.kill()
 
 
 def test_without_torchrun(tmp_path):

@@ -34,7 +34,7 @@ def test_resume_is_exact(trainer, dropout_model):
 def test_stop_signals_save_and_the_run_goes_on_exactly(trainer, dropout_model):
     flags = ["-m", dropout_model, "--max-steps", 150, "--eval-freq", 60]
     whole = trainer(*flags, name="whole")
-    for signum in (signal.SIGTERM, signal.SIGINT):
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         run = trainer.start(*flags, name=signum.name)
         run.wait_for("step 30/150")
         run.signal(signum)
@@ -61,6 +61,8 @@ def test_batch_size_and_steps_may_change(trainer):
     after = json.loads((trainer.folder / "run" / "step-00000014" / "state.json").read_text())
     assert (state["samples"], after["samples"]) == (80, 80 + 4 * 4)
     assert after["lasting"] == state["lasting"]
+    again = trainer("--max-steps", 15, *flags[2:])  # the batch has not changed since
+    assert "warning: the global batch" not in again.output
     # 4 steps of a cosine of 14, at the place where step 10 stands on it
     assert result.column("learning_rate")[10] == pytest.approx(0.00188255, rel=1e-4)
 
