@@ -31,7 +31,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOOLS = REPOSITORY / "tools"
-TEMPLATES = TOOLS / "site"
+TEMPLATES = REPOSITORY / "maintain" / "site"
 GRID = REPOSITORY / "benchmarks" / "records" / "layouts.json"
 WORK = REPOSITORY / "outputs" / "layouts.jsonl"
 SITE = REPOSITORY / "outputs" / "site"
@@ -401,7 +401,7 @@ def section(text: str, heading: str) -> str:
 
 def tree(readme: str, links: str) -> str:
     """The tree of the chapters, with links."""
-    (text,) = re.findall(r"```text\n(.*?)```", readme, re.DOTALL)
+    (text,) = re.findall(r"```text\n(01-.*?)```", readme, re.DOTALL)
     names = r"\d\d-[a-z0-9]+(-[a-z0-9]+)*"
     linked = re.sub(names, lambda m: f'<a href="{links}{m[0]}/README.md">{m[0]}</a>', text)
     label = "The tree of the chapters"
@@ -435,7 +435,7 @@ def fill(template: str, parts: dict[str, str]) -> str:
 
 def index_page(links: str) -> str:
     readme = (REPOSITORY / "README.md").read_text("utf-8")
-    introduction = readme.partition("\n")[2].partition("![")[0]
+    introduction = readme.partition("badges.svg)\n")[2].partition("![")[0]
     proved = section(readme, "What has been proved, and what has not")
     table = section(readme, "The chapters").strip().split("\n\n")[0]
     figures = "".join(f"<figure>{picture(file)}</figure>" for file in PICTURES)
