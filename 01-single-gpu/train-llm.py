@@ -219,6 +219,8 @@ def check_config(args):
     config = AutoConfig.from_pretrained(args.model_name)
     if config.get_text_config() is not config:  # text is only a part of the model
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
+    if hasattr(config, "decoder_layers"):  # as BART has, whose other half is an encoder
+        sys.exit(f"error: {args.model_name} is half of a model: choose one of a decoder alone")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")

@@ -304,6 +304,8 @@ def check_config(args):
     config = AutoConfig.from_pretrained(args.model_name)
     if config.get_text_config() is not config:  # text is only a part of the model
         sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
+    if hasattr(config, "decoder_layers"):  # as BART has, whose other half is an encoder
+        sys.exit(f"error: {args.model_name} is half of a model: choose one of a decoder alone")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
@@ -721,6 +723,15 @@ def open_run(args, train_samples):
         return None, None, state
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
+    # COMPRESSION: All ranks write their memory into this folder, so all nodes have to see it.
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()
+    is_shared = all(gather(probe.exists()))
+    probe.unlink(missing_ok=True)
+    if not is_shared:
+        sys.exit(f"error: not all nodes see {run_folder}: --save-dir must be on a shared disk")
     checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
     if not checkpoint:
         return run_folder, None, state

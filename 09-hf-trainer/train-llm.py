@@ -8,6 +8,8 @@ as chapters 1 to 3 do. Submitit starts the jobs on Slurm. The chapter continues 
     python train-llm.py -m hydra/launcher=slurm parallel=fsdp nodes=2 data=alpaca,tinystories
 """
 
+import glob
+import hashlib
 import json
 import os
 import signal
@@ -140,7 +142,16 @@ def tasks_per_node(devices, default=None):
     return devices or default or torch.cuda.device_count() or 1
 
 
+def folder_name(overrides):
+    """For conf/train.yaml: a name without slashes, and not too long for a file system."""
+    name = overrides.replace("/", "-").encode()[:200].decode(errors="ignore")
+    if name == overrides:
+        return name
+    return f"{name}-{hashlib.sha256(overrides.encode()).hexdigest()[:8]}"
+
+
 OmegaConf.register_new_resolver("tasks", tasks_per_node, replace=True)
+OmegaConf.register_new_resolver("folder", folder_name, replace=True)
 ConfigStore.instance().store("schema", Config)
 
 
@@ -285,9 +296,11 @@ class PackedSamples:
     """
 
     def __init__(self, documents, data, tokenizer, vocabulary):
-        def tokenize(texts):  # adds an end-of-text token to each document
-            documents = tokenizer([text for text in texts if text])["input_ids"]
-            documents = [[*ids, tokenizer.eos_token_id] for ids in documents]
+        def tokenize(texts):  # each document that is not empty, with one end-of-text token
+            texts = [text for text in texts if text]
+            documents = tokenizer(texts)["input_ids"] if texts else []
+            end = tokenizer.eos_token_id
+            documents = [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]
             largest = max(map(max, documents), default=0)
             if largest >= vocabulary:
                 fail(f"the tokenizer has a token id {largest}, and the model {vocabulary} tokens")
@@ -298,6 +311,7 @@ class PackedSamples:
             batched=True,
             input_columns=data.text_column,
             remove_columns=documents.column_names,
+            features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
         )
         chunks = tokenized.data.column("input_ids").chunks  # each chunk is a list of documents
         self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks])
@@ -313,7 +327,10 @@ class PackedSamples:
 
 def load_samples(data, tokenizer, vocabulary):
     """Training samples, and held-out samples: another split, or the last 1 % of the samples."""
-    splits = datasets.load_dataset(data.path, data_files=data.data_files, **data.options)
+    files = data.data_files
+    if files and os.path.isfile(files):
+        files = glob.escape(files)  # `datasets` reads a name as a pattern
+    splits = datasets.load_dataset(data.path, data_files=files, **data.options)
     train_samples = PackedSamples(splits["train"], data, tokenizer, vocabulary)
     for name in ("validation", "test"):
         if name in splits:

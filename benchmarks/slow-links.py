@@ -2,7 +2,6 @@
 
     sudo .venv/bin/python benchmarks/slow-links.py                  # Linux, iproute2; no GPU
     sudo .venv/bin/python benchmarks/slow-links.py --rates 100 --methods DDP FSDP --rounds 1
-    .venv/bin/python benchmarks/slow-links.py --redraw benchmarks/records/links.md --plot links.png
 
 The nodes are network namespaces of this machine, with two processes each. Linux's traffic control
 (`tc`, a token bucket with a burst of 4 ms) slows the link between them down in both directions.
@@ -13,13 +12,13 @@ the losses differ, except the losses with compressed gradients.
 link       asked for; and Mbit/s that a stream of bytes gets through it, measured
 tokens/s   of the median step (with local steps the mean) and round, relative to the same method
            over the link as it is; least and most of the rounds. The processes share the cores of
-           one machine, so a link must be quite slow before a step takes longer. The picture has
-           tokens per second
+           one machine, so a link must be quite slow before a step takes longer
 MB         per step that leave the first node, by the counters of its interface; computed for gloo,
            which runs here; and for NCCL, whose reduce-scatter sends half as much
 """
 
 import argparse
+import ctypes
 import datetime
 import importlib.util
 import itertools
@@ -39,8 +38,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-compression = importlib.import_module("gradient-compression")  # also sets the threads of a rank
-PRELOAD, enter = compression.PRELOAD, compression.enter
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["OMP_NUM_THREADS"] = "1"  # as torchrun has it
+os.environ["GOMP_SPINCOUNT"] = "10000"
+os.environ["COMET_AUTO_LOG_DISABLE"] = "true"
+
+# What a server process imports once for all ranks
+PRELOAD = ["comet_ml", "datasets", "torch", "transformers.models.auto.modeling_auto"]
+PRELOAD += ["transformers.modeling_layers", "transformers.models.llama.modeling_llama"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 WARMUP = 3  # steps; DDP rebuilds its buckets after the first one
 SAMPLES, LENGTH = 8, 256  # global batch
@@ -61,6 +66,13 @@ FORMULAE = load_formulae()
 
 
 # -- In the process of a rank ----------------------------------------------------------------------
+
+
+def enter(node: str) -> None:
+    """Moves this process into a network namespace, as `ip netns exec` would."""
+    handle = os.open(f"/run/netns/{node}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(handle, 0x40000000):
+        raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {node}")
 
 
 def sent_over_link() -> int:
@@ -316,51 +328,6 @@ def table(methods: list[Method], rates: list[int], results: dict, measured: dict
     return "\n".join(lines)
 
 
-def recorded(file: Path) -> tuple[list[Method], list[int], dict, dict]:
-    """Methods, rates and medians of the last run of this benchmark, from its table in `file`."""
-    rows = {}
-    for line in file.read_text().splitlines():
-        name, link, *cells = [cell.strip() for cell in line.split("|")[1:-1]] or ["", ""]
-        rate = "0" if link == "as it is" else link.removesuffix(" Mbit/s").replace(",", "")
-        if name in {m.name for m in METHODS} and len(cells) == 7 and rate.isdigit():
-            rows[name, int(rate)] = [float(cells[n].replace(",", "")) for n in (0, 3)]
-    if not rows:
-        sys.exit(f"error: {file} has no table of this benchmark")
-    methods = [m for m in METHODS if (m.name, 0) in rows]
-    rates = list(dict.fromkeys(rate for _, rate in rows))
-    results = {key: [{"seconds": ms / 1e3}] for key, (_, ms) in rows.items()}
-    return methods, rates, results, {rate: [mbits] for (_, rate), (mbits, _) in rows.items()}
-
-
-def draw(methods: list[Method], rates: list[int], results: dict, measured: dict, output: Path):
-    """Bars, one group per link: lines would suggest that something was measured in between."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        sys.exit('error: --plot needs matplotlib: pip install -c constraints.txt ".[tools]"')
-    colors = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07800", "#000000", "#56b4e9"]
-    colors += ["#999999", "#f0e442"]
-    hatches = ["", "///", "...", "xxx", "\\\\\\", "", "---", "++", "oo"]
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    width = 0.8 / len(methods)
-    tokens = SAMPLES * LENGTH  # per step
-    for n, method in enumerate(methods):
-        found = [[tokens / run["seconds"] for run in results[method.name, rate]] for rate in rates]
-        places = [group + (n + 0.5) * width - 0.4 for group in range(len(found))]
-        look = {"color": colors[n], "hatch": hatches[n], "edgecolor": "white", "linewidth": 0}
-        axes.bar(places, [*map(statistics.median, found)], width, label=method.name, **look)
-        axes.vlines(places, [*map(min, found)], [*map(max, found)], color="#444444", linewidth=1)
-    names = [f"{link_name(r)}\n({statistics.median(measured[r]):,.0f} measured)" for r in rates]
-    axes.set_xticks(range(len(names)), names)
-    axes.set(xlabel="link between two nodes", ylabel="tokens per second")
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.grid(axis="y", color="#dddddd")
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside right upper")
-    figure.savefig(output, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -375,16 +342,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="[3]")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each run [10]")
     parser.add_argument("--json", type=Path, help="also writes what was measured there")
-    parser.add_argument("--plot", type=Path, help="also draws tokens/s there")
-    parser.add_argument("--redraw", type=Path, help="only draw, from the table in this file")
     args = parser.parse_args()
     if min([args.rounds, args.steps, *args.rates]) < 1:
         parser.error("--rates, --rounds and --steps must be at least 1")
-    if args.redraw:
-        if not args.plot:
-            parser.error("--redraw needs --plot")
-        draw(*recorded(args.redraw), args.plot)
-        return
     methods = [m for m in METHODS if m.name in args.methods]
     if "local steps" in args.methods and args.steps % ROUND:
         parser.error(f"--steps must be a multiple of {ROUND}, the steps of a round")
@@ -421,8 +381,6 @@ def main() -> None:
     print(f"{datetime.date.today()}, two nodes with {args.processes} processes each, ", end="")
     print(f"{model.parameters / 1e6:.1f}M parameters, {SAMPLES} × {LENGTH} tokens per step, fp32\n")
     print(table(methods, rates, results, measured, model, args.processes))
-    if args.plot:
-        draw(methods, rates, results, measured, args.plot)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,30 @@
-"""Writes a folder of static pages, which answer questions without an installation.
+"""Builds the site: all pages with search, which layout fits, and the chapters side by side.
 
-    python maintain/write-site.py            # outputs/site/, from the stored grid
+    python maintain/write-site.py            # outputs/site/site/, from the stored grid
     python maintain/write-site.py --grid     # computes the grid again, in 10 minutes to an hour
 
-`layouts.html` shows which layouts fit a model, how fast they are, and why others do not fit. The
-page computes no layout. It looks up choices that `estimate-scaling.py --choose` has made for a
-grid of models, GPUs, links, lengths and batches: benchmarks/records/layouts.json. `index.html` has
-the map of the chapters, and `side-by-side.html` the chapters in columns.
+Zensical (maintain/mkdocs.yml) makes the site from our Markdown pages as they are. Links to scripts
+and to other files lead to the repository. This script adds two pages. `layouts.html` shows which
+layouts fit a model, how fast they are, and why others do not fit. The page computes no layout. It
+looks up choices that `estimate-scaling.py --choose` has made for a grid of models, GPUs, links,
+lengths and batches: benchmarks/records/layouts.json. `side-by-side.html` has the chapters in
+columns.
 
---grid writes each finished part to a work file. If you stop it, the same command goes on there.
-At first it makes all choices without a trace. Then it traces the memory of some of them.
+--grid makes all choices without a trace at first. Then it traces the memory of some of them.
 """
 
 import argparse
-import base64
-import hashlib
-import html
-import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
 import re
 import shlex
-import signal
+import shutil
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -33,10 +33,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TOOLS = REPOSITORY / "tools"
 TEMPLATES = REPOSITORY / "maintain" / "site"
 GRID = REPOSITORY / "benchmarks" / "records" / "layouts.json"
-WORK = REPOSITORY / "outputs" / "layouts.jsonl"
 SITE = REPOSITORY / "outputs" / "site"
-# The choices of the grid depend on these files.
-ESTIMATORS = ["estimate-scaling.py", "choose-layout.py", "estimate-memory.py", "models.json"]
 SHOWN = 3  # layouts of a choice
 PROGRESS_SECONDS = 10
 
@@ -210,57 +207,22 @@ def compute(part: tuple) -> dict:
     return {"part": part, "cells": cells}
 
 
-def work_header() -> dict:
-    """The work file begins with this line, so that parts of two grids are never mixed."""
-    text = b"".join((TOOLS / name).read_bytes() for name in ESTIMATORS)
-    return {"axes": axes(), "estimators": hashlib.sha256(text).hexdigest()}
-
-
-def read_work(file: Path) -> dict[tuple, dict]:
-    if not file.exists():
-        file.write_text(json.dumps(work_header()) + "\n")
-        return {}
-    text = file.read_text()
-    if not text.endswith("\n"):  # it was stopped in a line
-        file.open("a").write("\n")
-    header, *lines = text.splitlines()
-    if json.loads(header) != work_header():
-        sys.exit(f"error: {file} has parts of a grid with other axes or formulae: delete it")
+def compute_parts(parts: list[tuple], processes: int, what: str) -> dict[tuple, dict]:
     done = {}
-    for line in lines:
-        try:
-            result = json.loads(line)
-        except ValueError:
-            continue
-        done[tuple(result["part"])] = result
-    return done
-
-
-def compute_parts(parts: list[tuple], done: dict, file: Path, processes: int, what: str) -> None:
-    """Adds the missing parts to `done` and to the work file."""
-    missing = [part for part in parts if part not in done]
-    if not missing:
-        return
     begin = last = time.monotonic()
     # Not forks: the first part imports torch, and a process that waits has no need for it.
-    context = multiprocessing.get_context("spawn")
-    # Ctrl-C is for this process. It ends the others.
-    ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
-    pool_of = context.Pool(min(processes, len(missing)), **ignore)
-    with pool_of as pool, file.open("a") as work:
-        for count, result in enumerate(pool.imap_unordered(compute, missing), 1):
-            work.write(json.dumps(result) + "\n")
-            work.flush()
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for result in pool.imap_unordered(compute, parts):
             done[tuple(result["part"])] = result
             now = time.monotonic()
-            if now - last > PROGRESS_SECONDS or count == len(missing):
-                minutes = (now - begin) / count * (len(missing) - count) / 60
-                finished = len(parts) - len(missing) + count
-                text = f"{what}: {finished:,} of {len(parts):,} parts, {minutes:.0f} minutes left"
+            if now - last > PROGRESS_SECONDS or len(done) == len(parts):
+                minutes = (now - begin) / len(done) * (len(parts) - len(done)) / 60
+                text = f"{what}: {len(done):,} of {len(parts):,} parts, {minutes:.0f} minutes left"
                 print(text, flush=True)
                 last = now
         pool.close()  # The processes end by themselves, and so free the lock of tqdm
         pool.join()
+    return done
 
 
 class Strings:
@@ -303,7 +265,7 @@ def grid_text(done: dict) -> str:
             continue
         found = [packed(cell, traced=False) for cell in done[part]["cells"]]
         if (length, batch, gpu) == (TRACED["length"], TRACED["batch"], TRACED["gpu"]):
-            traced = done.get((name, devices)) if devices in TRACED_DEVICES else None
+            traced = done[name, devices] if devices in TRACED_DEVICES else None
             # Where nothing fits, the tool would also trace larger numbers of devices.
             if traced and traced["cells"][0]["best"]:
                 place = links_of(devices).index(TRACED["link"])
@@ -326,104 +288,60 @@ def parameters() -> dict[str, float]:
     return {name: round(model_of(name).parameters / 1e9, 2) for name in models()}
 
 
-def write_grid(processes: int, trace: bool) -> None:
-    WORK.parent.mkdir(exist_ok=True)
-    done = read_work(WORK)
-    try:
-        compute_parts(untraced_parts(), done, WORK, processes, "choices")
-        if trace:
-            compute_parts(traced_parts(), done, WORK, processes, "traces")
-    except KeyboardInterrupt:
-        print("\nstopped: the same command goes on here")
-        if any(part not in done for part in untraced_parts()):
-            sys.exit(130)
+def write_grid(processes: int) -> None:
+    done = compute_parts(untraced_parts(), processes, "choices")
+    done |= compute_parts(traced_parts(), processes, "traces")
     GRID.write_text(grid_text(done))
-    traced = sum(part in done for part in traced_parts())
-    print(f"wrote {GRID}: {traced} of {len(traced_parts())} choices traced")
+    print(f"wrote {GRID}")
 
 
 # -- The pages -------------------------------------------------------------------------------------
 
-PICTURES = [f"docs/step-{name}.png" for name in ("02-ddp", "03-fsdp", "06-tensor-parallel")]
-PICTURES += [f"docs/step-{name}.png" for name in ("07-pipeline-parallel", "11-context-parallel")]
-PICTURES += ["docs/step-13-3d-parallel.png", "docs/schedule-1f1b.svg"]
-KINDS = {".png": "image/png", ".svg": "image/svg+xml"}
+PICTURES = (".png", ".svg")
 
 
-def markdown(text: str, folder: str, links: str) -> str:
-    """HTML of paragraphs, lists, tables, code and folds, as our pages have them.
+def read_git(*arguments: str) -> list[str]:
+    command = ["git", "-C", str(REPOSITORY), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
 
-    `folder` is the place of the page, and `links` the prefix of links to files of the repository.
-    """
+
+def with_links(text: str, name: str, known: set[str], link: Callable[[str], str]) -> str:
+    """The page `name` with links that the site has: to pages, to pictures, or by `link`."""
 
     def linked(match) -> str:
-        words, place = match.groups()
-        if "://" not in place:
-            place = links + os.path.normpath(os.path.join(folder, place))
-        return f'<a href="{place}">{words}</a>'
+        place, _, anchor = match[1].partition("#")
+        if "://" in place or place.startswith("mailto:") or not place:
+            return match[0]
+        target = os.path.normpath(os.path.join(os.path.dirname(name), place))
+        if f"{target}/README.md" in known:  # GitHub shows the README of a folder
+            place = f"{place.rstrip('/')}/README.md"
+        elif target not in known:
+            place = link(target)
+        return f"]({place}{'#' if anchor else ''}{anchor})"
 
-    def inline(line: str) -> str:
-        line = html.escape(line, quote=False)
-        line = re.sub(r"`([^`]+)`", r"<code>\1</code>", line)
-        line = re.sub(r"\*\*([^*]+)\*\*", r"<strong>\1</strong>", line)
-        line = re.sub(r"\*([^*\s][^*]*)\*", r"<em>\1</em>", line)
-        return re.sub(r"\[([^\]]+)\]\(([^)]+)\)", linked, line)
-
-    def row(line: str, cell: str) -> str:
-        cells = line.strip().removeprefix("|").removesuffix("|").split("|")
-        return "<tr>" + "".join(f"<{cell}>{inline(x.strip())}</{cell}>" for x in cells) + "</tr>"
-
-    found = []
-    for block in re.split(r"\n{2,}", text.strip()):
-        lines = block.splitlines()
-        if lines[0].startswith("```"):
-            found.append(f"<pre>{html.escape(chr(10).join(lines[1:-1]))}</pre>")
-        elif re.match("</?details>", lines[0]):
-            found.append(block)
-        elif lines[0].startswith("|"):
-            rows = "".join(row(line, "td") for line in lines[2:])
-            found.append(
-                f"<table><thead>{row(lines[0], 'th')}</thead><tbody>{rows}</tbody></table>"
-            )
-        elif re.match(r"- ", lines[0]):
-            items = re.split(r"^- ", block, flags=re.MULTILINE)[1:]
-            found.append("<ul>" + "".join(f"<li>{inline(item)}</li>" for item in items) + "</ul>")
-        else:
-            found.append(f"<p>{inline(block)}</p>")
-    return "\n".join(found)
+    text = re.sub(r"\]\(([^)\s]+)\)", linked, text)
+    # GitHub reads Markdown inside of folds. This Markdown wants to be told.
+    return text.replace("<details>", '<details markdown="1">')
 
 
-def section(text: str, heading: str) -> str:
-    """The text under a heading."""
-    found = re.search(rf"^#+ {heading}\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
-    return found[1]
+def copy_pages(folder: Path, site: Path, links: str | None) -> None:
+    """Our Markdown pages and their pictures, with the links of a site."""
+    names = read_git("ls-files", "--cached", "--others", "--exclude-standard")
+    pages = [name for name in names if name.endswith(".md") and (REPOSITORY / name).exists()]
+    pictures = [name for name in names if name.endswith(PICTURES)]
+    for name in (*pages, *pictures):
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if name in pictures:
+            shutil.copy(REPOSITORY / name, file)
+            continue
+        here = (site / name).parent
 
+        def link(target: str, here=here) -> str:
+            return links + target if links else os.path.relpath(REPOSITORY / target, here)
 
-def tree(readme: str, links: str) -> str:
-    """The tree of the chapters, with links."""
-    (text,) = re.findall(r"```text\n(01-.*?)```", readme, re.DOTALL)
-    names = r"\d\d-[a-z0-9]+(-[a-z0-9]+)*"
-    linked = re.sub(names, lambda m: f'<a href="{links}{m[0]}/README.md">{m[0]}</a>', text)
-    label = "The tree of the chapters"
-    return f'<pre tabindex="0" role="region" aria-label="{label}">{linked}</pre>'
-
-
-def picture(file: str) -> str:
-    """A picture as a part of the page. Its caption is the text that our pages give it."""
-    name = Path(file).name
-    pages = [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("[0-9][0-9]-*/README.md"))]
-    captions = [
-        caption
-        for page in pages
-        for caption in re.findall(rf"!\[([^\]]+)\]\([^)]*{re.escape(name)}\)", page.read_text())
-    ]
-    content = (REPOSITORY / file).read_bytes()
-    kind = KINDS[Path(file).suffix]
-    source = f"data:{kind};base64,{base64.b64encode(content).decode()}"
-    caption = html.escape(captions[0])
-    if name.startswith("schedule"):
-        caption += ": a schedule of chapter 7"
-    return f'<img src="{source}" alt="{caption}"><figcaption>{caption}</figcaption>'
+        text = (REPOSITORY / name).read_text("utf-8")
+        file.write_text(with_links(text, name, {*pages, *pictures}, link), "utf-8")
 
 
 def fill(template: str, parts: dict[str, str]) -> str:
@@ -431,25 +349,6 @@ def fill(template: str, parts: dict[str, str]) -> str:
     parts |= {"THEME": (TEMPLATES / "theme.js").read_text("utf-8")}
     text = (TEMPLATES / template).read_text("utf-8")
     return re.sub(r"@([A-Z0-9_]+)@", lambda match: parts[match[1]], text)
-
-
-def index_page(links: str) -> str:
-    readme = (REPOSITORY / "README.md").read_text("utf-8")
-    introduction = readme.partition("badges.svg)\n")[2].partition("![")[0]
-    proved = section(readme, "What has been proved, and what has not")
-    table = section(readme, "The chapters").strip().split("\n\n")[0]
-    figures = "".join(f"<figure>{picture(file)}</figure>" for file in PICTURES)
-    return fill(
-        "index.html",
-        {
-            "INTRODUCTION": markdown(introduction, "", links),
-            "CHAPTERS_PICTURE": picture("docs/chapters.svg"),
-            "TREE": tree(readme, links),
-            "CHAPTERS": markdown(table, "", links),
-            "PICTURES": figures,
-            "PROVED": markdown(proved, "", links),
-        },
-    )
 
 
 def rates() -> dict[str, dict]:
@@ -477,7 +376,7 @@ def read_grid(file: Path) -> dict:
     return grid
 
 
-def layouts_page(links: str) -> str:
+def layouts_page() -> str:
     grid = read_grid(GRID)
     _, layouts = tools()
     chapters = {int(path.parent.name[:2]): path.parent.name for path in script_files()}
@@ -488,25 +387,14 @@ def layouts_page(links: str) -> str:
         sentence = f"For {traced} choices, the tool has also traced it ({TRACED['gpu']}, "
         sentence += f"{TRACED['length']:,} tokens per sample, {TRACED['batch']:,} tokens per step, "
         sentence += f"{TRACED['link']} Gbit/s)."
-    data = grid | {"parts": layouts.PARTS, "spare": layouts.SPARE, "rates": of_gpu, "link": links}
+    data = grid | {"parts": layouts.PARTS, "spare": layouts.SPARE, "rates": of_gpu}
     data |= {"chapters": chapters, "techniques": layouts.NAMES | {1: "one GPU"}}
     # The page needs no configs.
     data["axes"] = {name: value for name, value in data["axes"].items() if name != "models"}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    published = section(
-        (REPOSITORY / "docs" / "scaling.md").read_text("utf-8"), "How far the estimate is off"
-    )
-    # The sources are the end of what belongs to the first table.
-    end = re.search(r"^Sources: .*?\n\n", published, re.MULTILINE | re.DOTALL).end()
-    table = markdown(published[:end], "docs", links)
-    region = '<div class="scroll published" tabindex="0" role="region"'
-    region += ' aria-label="Published speeds and estimates"><table>'
-    table = table.replace("<table>", region).replace("</table>", "</table></div>")
     return fill(
         "layouts.html",
         {
-            "LINK": links,
-            "PUBLISHED": table,
             "TRACED": sentence,
             "GRID": text.replace("</", "<\\/"),
             "SCRIPT": (TEMPLATES / "layouts.js").read_text("utf-8"),
@@ -527,38 +415,21 @@ def columns_page() -> str:
     files = columns.tree.chapters()
     titles = [str(path.relative_to(REPOSITORY)) for path in files]
     texts = [path.read_text("utf-8").removesuffix("\n").split("\n") for path in files]
-    return smaller(columns.page(titles, texts, columns.continued(files)))
+    return columns.page(titles, texts, columns.continued(files))
 
 
-def smaller(page: str) -> str:
-    """The page with half of its bytes, and the same looks: each token needs fewer of them."""
-    token = r'<span class="(\w{1,3})">([^<]*)</span>'
-
-    def short(match) -> str:
-        name, text = match.groups()
-        # Names, punctuation and spaces have the colour of the page.
-        return text if name in ("n", "p", "w") else f"<i class={name}>{text}</i>"
-
-    page = re.sub(token, short, page)
-    page = page.replace('<span class="line gap"></span>', '<i class="line gap"></i>')
-    page = re.sub(r'id="(\d+-\d+)" data-n="(\d+)"', r"id=\1 data-n=\2", page)
-    merged = ""
-    while merged != page:  # neighbours of the same kind
-        merged, page = page, re.sub(r"(<i class=(\w+)>[^<]*)</i><i class=\2>", r"\1", page)
-    return page.replace("<style>", "<style>\n  pre i { font-style: normal; }", 1)
-
-
-def write_site(folder: Path, links: str) -> None:
-    pages = {"index.html": index_page(links), "layouts.html": layouts_page(links)}
-    pages["side-by-side.html"] = columns_page()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in pages.items():
-            (folder / name).write_text(text, "utf-8")
-    except OSError as error:
-        sys.exit(f"error: cannot write {folder}: {error.strerror}")
-    size = sum((folder / name).stat().st_size for name in pages)
-    print(f"wrote {', '.join(pages)} in {folder}: {size / 1e6:.1f} MB")
+def write_site(folder: Path, links: str | None) -> None:
+    """The pages in `folder`/pages, and the site that Zensical makes of them in `folder`/site."""
+    pages, site = folder / "pages", folder / "site"
+    shutil.rmtree(pages, ignore_errors=True)
+    copy_pages(pages, site, links)
+    (pages / "layouts.html").write_text(layouts_page(), "utf-8")
+    (pages / "side-by-side.html").write_text(columns_page(), "utf-8")
+    shutil.copy(REPOSITORY / "maintain" / "mkdocs.yml", folder)
+    if importlib.util.find_spec("zensical") is None:
+        sys.exit('error: the site needs Zensical: pip install -c constraints.txt ".[site]"')
+    subprocess.run([sys.executable, "-m", "zensical", "build", "--clean"], cwd=folder, check=True)
+    print(f"wrote {site}/index.html")
 
 
 def parse_args(argv=None) -> argparse.Namespace:
@@ -567,11 +438,9 @@ def parse_args(argv=None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("-o", "--output", type=Path, default=SITE, help=f"the folder [{SITE}]")
-    here = "the files of this folder"
-    add("--links", help=f"prefix of links to files of the repository, with a / at its end [{here}]")
+    prefix = "of links to scripts, with a / at its end [the files of this folder]"
+    add("--links", help=prefix)
     add("--grid", action="store_true", help="compute the grid, and write it to its record")
-    trace = "with --grid: trace the memory of some choices [on]"
-    add("--trace", action=argparse.BooleanOptionalAction, default=True, help=trace)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     add("--processes", type=int, default=cores, help=f"of --grid [all cores: {cores}]")
     args = parser.parse_args(argv)
@@ -583,9 +452,8 @@ def parse_args(argv=None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     if args.grid:
-        write_grid(args.processes, args.trace)
-    links = args.links or os.path.relpath(REPOSITORY, args.output) + "/"
-    write_site(args.output, links)
+        write_grid(args.processes)
+    write_site(args.output.resolve(), args.links)
 
 
 if __name__ == "__main__":

@@ -248,7 +248,7 @@ def assert_one_sentence(output: str, part: str) -> None:
 
 
 # Debian's package of each program that some tests need
-PACKAGES = {"shellcheck": "shellcheck", "munged": "munge", "cc": "gcc"}
+PACKAGES = {"shellcheck": "shellcheck", "munged": "munge"}
 PACKAGES |= dict.fromkeys(("slurmctld", "slurmd", "sbatch"), "slurm-wlm")
 
 

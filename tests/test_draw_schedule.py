@@ -1,4 +1,4 @@
-"""The simulated schedules have the bubbles of the formulae, and real ones nearly so."""
+"""The simulated schedules have the bubbles of the formulae."""
 
 import itertools
 from fractions import Fraction

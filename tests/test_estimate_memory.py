@@ -4,17 +4,16 @@ import json
 import re
 from contextlib import nullcontext
 from functools import wraps
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import REAL_MODELS
+from conftest import REAL_MODELS, write_model
 from runner import REPOSITORY, Job, load
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 tool = load(REPOSITORY / "tools" / "estimate-memory.py")
-benchmark = load(REPOSITORY / "benchmarks" / "memory.py")
+WATCHER = REPOSITORY / "tests" / "memory.py"
 TRACED = ["device", "dtype", "compile", "activation_checkpointing", "seq_length", "exchange"]
 TRACED += ["tensor_parallel", "context_parallel", "expert_parallel", "rank", "density"]
 TRACED += ["lora_rank", "lora_targets"]
@@ -35,7 +34,6 @@ def shared_traces():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tool, "trace", trace)
-        patch.setattr(benchmark, "tool", lambda: tool)
         yield
 
 
@@ -83,22 +81,34 @@ CASES += [
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("method", "devices", "config", "flags"), CASES)
-def test_what_the_chapters_allocate(tmp_path, monkeypatch, method, devices, config, flags):
-    """By the benchmark: states exactly, with rows that 2 ranks do not divide; and the total."""
+def test_what_the_chapters_allocate(tmp_path, method, devices, config, flags):
+    """States exactly, with rows that 2 ranks do not divide; and the total of the fullest rank."""
+    folder = write_model(tmp_path / "model", bos_token_id=0, eos_token_id=0, **LLAMA | config)
+    known = tool.METHODS[method]
+    (chapter,) = REPOSITORY.glob(f"{known.chapter:02}-*/train-llm.py")
+    size = {"HSDP": 1, "sparse low-rank": 8, "LoRA": 8}.get(method, 2)
+    group = [part for flag in known.flags for part in (flag, size)] if known.chapter > 3 else []
+    options = [*map(str, ["-m", folder, "-b", 2, "-s", 64, *flags.split(), *group])]
 
-    def run(method, devices, flags) -> str:
-        arguments = benchmark.arguments(method, flags)
-        job = Job(Path(benchmark.__file__), arguments, tmp_path / "output.txt", devices)
-        assert job.wait() == 0, job.output
-        return job.output
+    args = tool.parse_args([*options, "--device", "cpu"])
+    traces = tool.Traces(AutoConfig.from_pretrained(folder), args)
+    foretold, moments = tool.step(traces, known, devices, args.batch_size)
 
-    monkeypatch.setattr(benchmark, "run", run)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(LLAMA | config))
-    options = ["--models", path, "--devices", devices, "--methods", method, "-b", 2, "-s", 64]
-    options += ["--group-size", 1 if method == "HSDP" else 2]
-    (ratio,) = benchmark.main([*map(str, options), f"--flags={flags}"])
-    assert ratio == pytest.approx(1, rel=0.005)
+    text = ["-d", REPOSITORY / "0*" / "*.py"]
+    if method == "LoRA":
+        chat = REPOSITORY / "models" / "tiny-chat"
+        text = ["-d", chat / "stdlib.jsonl", "--chat-template", chat / "template.jinja"]
+    options += ["--max-steps", 6, "--eval-freq", 0]
+    options += known.flags if method == "no reshard" else []
+    options += [] if method == "sparse low-rank" else ["--from-scratch"]
+    job = Job(WATCHER, [chapter, *options, *text], tmp_path / "output.txt", devices)
+    assert job.wait() == 0, job.output
+    ranks = re.findall(r"allocated (\d+) \[(.*?)\]", job.output)
+    assert len(ranks) == devices, job.output
+    states = [[int(size) for size in sizes.split(", ")] for _, sizes in ranks]
+    assert [max(sizes) for sizes in zip(*states, strict=True)] == [*foretold.values()]
+    real = max(int(peak) for peak, _ in ranks)
+    assert tool.peak(moments) == pytest.approx(real, rel=0.005)
 
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}

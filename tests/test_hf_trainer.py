@@ -230,6 +230,19 @@ def test_the_launcher_asks_for_a_task_per_device(chapter_9):
     assert "export SLURM_CPU_BIND=cores" in launcher.setup
 
 
+def test_long_names_and_empty_texts(runs, texts, tmp_path):
+    """Overrides with slashes, and of more characters than a name may have."""
+    file = tmp_path / "texts[v2].jsonl"
+    rows = [{"text": text} for text in ["", None] * 600 + texts]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = [f"training.{key}=1" for key in ("max_steps", "logging_steps", "save_total_limit")]
+    names += ["optimizer.warmup_steps=1", "training.per_device_eval_batch_size=4"]
+    names += ["training.gradient_accumulation_steps=1", "optimizer.max_grad_norm=0.5"]
+    folder = runs(f"data.data_files='{file}'", *names).folder
+    assert folder.parent == tmp_path / "run"
+    assert len(folder.name) < 255
+
+
 def test_order_of_samples(chapter_1, chapter_9):
     """The sampler of the Trainer, over more than two epochs."""
     trainer = SimpleNamespace(

@@ -22,7 +22,17 @@ from conftest import (
     write_documents,
     write_model,
 )
-from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, REPOSITORY, Run, load, outcome
+from runner import (
+    CHAPTER_1,
+    CHAPTER_3,
+    CHAPTER_4,
+    CHAPTER_5,
+    CHAPTER_8,
+    REPOSITORY,
+    Run,
+    load,
+    outcome,
+)
 from safetensors.torch import load_file
 from test_fsdp import FAMILIES, OFF, WATCH, assert_same_checkpoint, told
 from test_torchrun import OWN_STORE, nodes
@@ -202,7 +212,8 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
 def test_a_folder_that_nodes_do_not_share(train, tmp_path):
     """Noticed before the first step."""
     options = {"before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}, "status": 1}
-    for script, remedy in ((CHAPTER_3, "--save-dir must be"), (CHAPTER_5, "share it")):
+    remedies = {CHAPTER_3: "--save-dir must be", CHAPTER_5: "share it"}
+    for script, remedy in (remedies | {CHAPTER_8: "--save-dir must be"}).items():
         result = train("--max-steps", 1, "--save-dir", "runs", script=script, **options)
         assert_one_sentence(result.output, f"not all nodes see runs/run: {remedy}")
     assert not [*tmp_path.glob("disk-*/runs/run/*")]

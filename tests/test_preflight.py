@@ -297,15 +297,16 @@ def test_families_are_clean(look, family):
 
 @pytest.mark.rest
 def test_nodes_are_compared(tmp_path):
-    """By torchrun; rank 1 has another version and no shared folder."""
+    """By torchrun; rank 1 has another clock and no shared folder."""
     flags = ["-m", TINY_LLAMA, "--from-scratch", "-s", 32, "--save-dir", "runs"]
     (tmp_path / "data.txt").write_text("text " * 99)
-    before = "import os, transformers\n"
+    before = "import os, time\n"
     before += "if os.environ.get('RANK') == '1':\n"
-    before += "    transformers.__version__ = '5.0.0'\n    os.makedirs('other', exist_ok=True)\n"
+    before += "    clock = time.time\n    time.time = lambda: clock() + 100\n"
+    before += "    os.makedirs('other', exist_ok=True)\n"
     before += "    os.chdir('other')\n"
     flags += ["-d", tmp_path / "data.txt"]
     job = Job(TOOL, ["02", *flags], tmp_path / "output", 2, before=before, cwd=tmp_path)
     assert job.wait() == 1
     assert "not all nodes see" in job.ranks[0].output
-    assert "nodes differ in transformers" in job.ranks[0].output
+    assert "the clocks of the nodes differ by 1" in job.ranks[0].output

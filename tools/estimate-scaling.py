@@ -1,7 +1,7 @@
 """Estimates, on paper, how a training scales: bytes, times and efficiency on 1 to 1,024 nodes.
 
     python tools/estimate-scaling.py -m meta-llama/Llama-3.1-8B -b 2 -s 8192
-    python tools/estimate-scaling.py -m my-model/config.json --link 25 --explain -o scaling
+    python tools/estimate-scaling.py -m my-model/config.json --link 25 --explain
     python tools/estimate-scaling.py -b 1 -s 131072 --devices 8 --context-parallel 8
     python tools/estimate-scaling.py --choose -m meta-llama/Llama-3.1-70B --devices 64 -s 8192
 
@@ -24,7 +24,6 @@ import importlib
 import math
 import os
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,107 +55,7 @@ MORE_METHODS["LOCAL"] = ["inner_steps"]
 SCHEDULES = {"gpipe": (1, 1), "1f1b": (1, 1), "interleaved": (2, 2), "zbv": (2, 6)}
 PREFETCHED = 3  # stages of a rank that PyTorch's schedules keep gathered at a time
 
-FORMULAE = """\
-P      parameters; a unit is a layer, or the root with the embeddings and the head
-n      ranks of a group, on N nodes with D ranks each; L_in and L_net: bytes per second that a
-       device can send within its node and to other nodes
-S      bytes of the whole tensor: of weights in the precision that they are gathered in, of
-       gradients in fp32
-
-Bytes that a rank sends in a ring, and receives: all-gather and reduce-scatter (n - 1)/n * S,
-       all-reduce twice as many (the "bus bandwidth" of nccl-tests, doc/PERFORMANCE.md). Gloo's
-       reduce-scatter is an all-reduce, and sends twice as many as NCCL's.
-Time   = bytes / min(L_in, D * L_net) + latency: D rings leave a node on D network cards, and the
-       links within the node carry all of them. Groups with one rank per node: bytes / L_net.
-       On a board without a switch, a device has an equal part of its links to each other device of
-       its node. So a group of D ranks uses D - 1 of these parts.
-L_in   NCCL reckons with 20.6 GB/s for each of the 18 links of NVLink 4 (src/graph/topo.h), and not
-       with 25 GB/s: 371 GB/s.
-Latency of a ring = launch + (n - N) * NVLink hop + (N - 1) * network hop, twice for an all-reduce,
-       which takes a tree instead where that is faster: 2 (D - 1) hops and 2 log2(N) hops. The
-       constants are NCCL's (src/graph/tuning.cc).
-All-to-all: a rank sends (n - 1)/n of its own tensor of S bytes, each part directly to its receiver.
-       Time = the longer of (bytes within the node / L_in) and (bytes to others / L_net) + launch
-       + one hop.
-
-Computation: 6 P + 12 * layers * hidden size * sequence length FLOPs per token (Kaplan et al.,
-       arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B), a third of it forward, and a third
-       more with activation checkpointing; divided by the rate. Of a layer's experts, P has those
-       that a token uses.
-       While collectives hide behind a computation, they use a part of the device: 20 of 132
-       multiprocessors (as many as DeepSeek-V3 reserves,        section 3.2.2).
-       Attention has 4 * length * (size of all queries) FLOPs per token and layer. A causal mask
-       leaves half of them, and the backward pass has 2.5 times as many as the forward pass, because
-       it computes the scores again (Dao, arXiv 2307.08691, section 4.1). They have a rate of their
-       own: --attention-rate. By default, this is 335 TFLOP/s, which the paper reached on an H100.
-Host:  A pass of a layer takes at least as long as the host needs to start its kernels: --host-ms.
-       The default is 0, because there is no published figure for compiled layers.
-Update: AdamW and clipping move 28 + 12 bytes per parameter of this rank, with 78 % of the bandwidth
-       of the memory: this is what a profile of an H100 allows (benchmarks/records/speed.md).
-Copies: FSDP copies a gathered unit, and the gradients of a unit, between their tensors and one
-       block of memory (PyTorch, fsdp/_fully_shard/_fsdp_collectives.py). TP gathers and scatters
-       tokens, the second dimension of a tensor. Collectives join and cut the first dimension, so a
-       copy reorders the tensor (_functional_collectives.py). A copy reads and writes S bytes.
-DDP    all-reduces buckets of 25 MB of fp32 gradients (Li et al., arXiv 2006.15704), while the
-       backward pass of the last micro-batch computes the next ones.
-FSDP   gathers each unit in the forward pass, each layer again in the backward pass, and
-       reduce-scatters the gradients of each, for every micro-batch (Zhao et al., arXiv 2304.11277).
-       A gather hides behind the layer before it; both collectives share a link.
-       With --no-reshard-after-forward, it gathers in the first micro-batch only, and scatters in
-       the last one only (chapter 3). HSDP, TP, CP and EP do so, too.
-HSDP   does so within a node, and all-reduces each rank's shard of the gradients between the
-       nodes, in the last micro-batch only. The two kinds of links work at the same time.
-LOCAL  is HSDP without the all-reduce in each step (Douillard et al., arXiv 2311.08105). At the end
-       of a round of --inner-steps steps, the nodes all-reduce how far the weights have moved, in
-       the precision of --dtype (chapter 15: --outer-dtype). Nothing hides it. The table has an
-       equal part of it in each step. The training is another one.
-TP     splits layers between t ranks (Shoeybi et al., arXiv 1909.08053), and the tokens between the
-       layers (Korthikanti et al., arXiv 2205.05198). The ranks share the t * batch-size samples of
-       a micro-batch. A layer has g + 2 all-gathers and g + 2 reduce-scatters of its input, and
-       embeddings and head together have 2 of each. g is 2 if one all-gather serves q, k and v, and
-       one serves gate and up (chapter 6). g is 5 if each of them gathers its own input.
-       Checkpointing repeats a forward pass up to its last reduce-scatter: g and 1 more. Nothing
-       hides them. FSDP shards a t-th of each layer between the ranks that have the same part.
-       A rank multiplies smaller matrices. A multiprocessor computes a tile of 128 × 256 numbers of
-       a product, and 132 multiprocessors compute a wave of tiles at the same time. The last wave
-       may have few tiles, and takes as long as the others (NVIDIA, Matrix Multiplication Background
-       User's Guide). The rate is that of whole layers, so TP lengthens the computation by the
-       ratio of the waves. Libraries also have smaller tiles, so this is an upper limit.
-PP     p equally long stages, on different nodes, and m = p * gradient-accumulation-steps
-       micro-batches of batch-size samples. A rank between others sends v activations and v
-       gradients per micro-batch; v is the number of stages per rank: 2 with zbv, 2 or more with
-       interleaved (--stages-per-rank), and 1 with the others.
-       The bubble is (p - 1) / (u m + p - 1) of the time without sends: u = 1 for gpipe (Huang et
-       al., arXiv 1811.06965) and 1f1b, v for interleaved (Narayanan et al., arXiv 2104.04473), and
-       6 for zbv, if the forward pass and both halves of the backward pass take equally long (Qi et
-       al., arXiv 2401.10241). Sends work beside the computation, but some end the step later:
-       2 (p - 1) sends of gpipe, 2 (v p - 1) of interleaved, 5p - 7 of zbv, and 2 (p - 1) m / p +
-       2 (p - 2) of 1f1b, where only p micro-batches are on their way at a time. These follow from
-       the orders of tools/draw-schedule.py. All sends of a rank share its link.
-       As in chapter 7, a stage gathers its weights once, when its first micro-batch arrives: with
-       gpipe and 1f1b, one stage after the other. With interleaved and zbv, PyTorch gathers up to 3
-       stages of a rank ahead (_add_unshard_reshard in pipelining/schedules.py). All ranks begin at
-       the same time, so only the first stage of a rank waits. Gradients are reduce-scattered after
-       the last micro-batch, and nothing hides them. With tied embeddings, the last stage sends its
-       gradient in fp32 to the first stage, which sends the new weights in the compute precision.
-       The tables have the stage whose node sends most.
-CP     splits each sample between c ranks (chapter 11). A group has batch-size samples at a time, so
-       it has c * gradient-accumulation-steps micro-batches. In each layer, q, k, v and the result
-       of attention pass an all-to-all (--exchange heads; Jacobs et al., arXiv 2309.14509), or
-       an all-gather brings all keys and values (--exchange tokens; Llama 3, arXiv 2407.21783,
-       section 3.3.2). The backward pass has as many all-to-alls, or a reduce-scatter in the same
-       precision. Checkpointing repeats the forward ones. Nothing hides them. FSDP shards over all.
-EP     gives each rank of a group of e ranks an e-th of the experts of each layer (chapter 12). A
-       token has k experts. k * batch-size * sequence length copies of tokens pass an all-to-all,
-       and their results pass another; as many in the backward pass, and with checkpointing 2 more.
-       All ranks get equally many. Nothing hides them. FSDP shards experts between the ranks that
-       have the same ones, and all other weights over all ranks.
-3D     PP, with a TP group of t ranks for each stage (chapter 13): p * gradient-accumulation-steps
-       micro-batches of t * batch-size samples. Each rank sends its part of the tokens to one rank
-       of the next group. The collectives of TP lengthen each pass, and so the bubble.
-Left out: collectives of a few numbers, such as the loss, and in TP the gradients of norms.
-
-Efficiency = time of the computation / time of the step."""
+FORMULAE = Path(__file__).with_name("scaling-formulae.txt").read_text("utf-8")
 
 
 @dataclass
@@ -169,7 +68,6 @@ class Cluster:
     switch: bool = True  # within a node; otherwise each two devices have links of their own
     # FLOPs per second of attention; None counts all its FLOPs, masked or not, with the others
     attention: float | None = None
-    host: float = 0.0  # seconds that the host needs to start a pass of a layer
 
 
 @dataclass
@@ -299,12 +197,6 @@ def compute_times(model: Model, cluster: Cluster, args) -> tuple[float, float, f
     return forward, 2 * products + attention_backward, tokens * 2 * model.root / cluster.rate
 
 
-def host_waits(model: Model, cluster: Cluster, forward: float, backward: float) -> float:
-    """Seconds that a device waits for the host in a micro-batch with passes of these lengths."""
-    waits = max(0.0, cluster.host - forward) + max(0.0, cluster.host - backward)
-    return model.layers * waits
-
-
 def update_time(parameters: float, cluster: Cluster) -> float:
     """Seconds of AdamW and clipping for so many parameters of a rank."""
     return parameters * (ADAMW + CLIPPING) / (UPDATE_SHARE * cluster.memory)
@@ -345,7 +237,6 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
     forward = model.layers * layer_forward + root_forward
     backward = model.layers * layer_backward + root_backward
     compute = accumulation * (forward + backward)
-    waits = accumulation * host_waits(model, cluster, layer_forward, layer_backward)
 
     if method == "DDP":
         gradients = 4 * model.parameters
@@ -355,13 +246,13 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         # The first bucket is ready after its share of the backward pass, the last one at its end
         late = max(time, buckets * time - backward * (1 - 1 / buckets))
         counts = {"all-reduce, gradients": (buckets, bucket)}
-        slower = waits + update_time(model.parameters, cluster)
+        slower = update_time(model.parameters, cluster)
         if everyone.ranks == 1:
             return Estimate(nodes, method, counts, compute, compute + slower, slower=slower)
         slower += stolen(backward * (1 - 1 / buckets), (buckets - 1) * time)
         return Estimate(nodes, method, counts, compute, compute + late + slower, slower=slower)
     if method in ("PP", "3D"):
-        times = compute, layer_forward, waits
+        times = compute, layer_forward
         return estimate_pipeline(method, model, nodes, cluster, args, *times)
 
     weights = BYTES[args.dtype]
@@ -382,7 +273,6 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
         layer_forward, root_forward = layer_forward / parts, root_forward / parts
         layer_backward, root_backward = layer_backward / parts, root_backward / parts
         forward, backward = forward / parts, backward / parts
-        waits = accumulation * host_waits(model, cluster, layer_forward, layer_backward)
     gather = Collective("all-gather", weights * layer_size, shards)
     gather_root = Collective("all-gather", weights * root_size, shards)
     scatter = Collective("reduce-scatter", 4 * layer_size, shards)
@@ -419,7 +309,7 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
     beside.append((1, root_backward, again))
     slower = copies + scatters * sum(count * stolen(*times) for count, *times in beside)
     owned = model.parameters / (devices if method in ("HSDP", "LOCAL") else everyone.ranks)
-    slower += waits + update_time(owned, cluster)
+    slower += update_time(owned, cluster)
     if method == "HSDP" and nodes > 1:
         copies = Group(nodes, nodes)
         reduce = Collective("all-reduce", 4 * model.layer / devices, copies)
@@ -526,7 +416,7 @@ def expert_exchanges(model: Model, group: Group, args) -> dict[str, tuple[int, C
 
 
 def estimate_pipeline(
-    method, model, nodes, cluster, args, compute: float, layer_forward: float, host: float
+    method, model, nodes, cluster, args, compute: float, layer_forward: float
 ) -> Estimate:
     """One optimizer step with p equally long stages, of the node that sends most.
 
@@ -587,7 +477,7 @@ def estimate_pipeline(
         tensors, tensor_time, smaller = found[0], *(micro_batches * time for time in found[1:])
     tensors = {name: (micro_batches * count, c) for name, (count, c) in tensors.items()}
     first, last, middle = (counts | tensors for counts in (first, last, middle))
-    busy = compute + tensor_time + smaller + host
+    busy = compute + tensor_time + smaller
     bubble = busy * (p - 1) / (units * micro_batches)
     # So many sends end the step later, with the orders of tools/draw-schedule.py.
     waits = {"gpipe": 2 * (p - 1), "interleaved": 2 * (v * p - 1), "zbv": 5 * p - 7}
@@ -607,7 +497,7 @@ def estimate_pipeline(
     copies = sum(count * c.copy_time(cluster) for count, c in copied)
     update = update_time((layers * model.layer + end) / t / stage.ranks, cluster)
     facts = {"compute": compute, "step": step + copies + update, "bubble": bubble}
-    facts["slower"] = copies + smaller + host + update
+    facts["slower"] = copies + smaller + update
     ranks = [first, last, middle] if p > 2 else [first, last]
     estimates = [Estimate(nodes, method, counts, **facts) for counts in ranks]
     return max(estimates, key=lambda e: (e.over_link(cluster.devices), e.sent()))
@@ -647,41 +537,6 @@ def details(estimates: list[Estimate], cluster: Cluster) -> str:
             cells += [f"{1e3 * c.time(cluster):,.2f}"]
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
-
-
-def draw(estimates: list[Estimate], facts: list[str], output: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        fail('-o needs matplotlib: pip install -c constraints.txt ".[tools]"')
-    styles = {"DDP": ("#0072b2", "-", "o"), "FSDP": ("#d55e00", (0, (5, 2)), "s")}
-    styles |= {"HSDP": ("#009e73", (0, (1, 1.2)), "^"), "TP": ("#cc79a7", (0, (6, 2, 1, 2)), "D")}
-    styles["PP"] = ("#b07800", (0, (9, 3)), "v")
-    styles |= {"CP": ("#56b4e9", (0, (3, 3)), "<"), "EP": ("#444444", (0, (2, 1)), ">")}
-    styles["3D"] = ("#8b0000", (0, (9, 2, 2, 2)), "P")
-    styles["LOCAL"] = ("#999999", (0, (7, 3)), "X")
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for method in dict.fromkeys(e.method for e in estimates):
-        color, line, marker = styles[method]
-        mine = [e for e in estimates if e.method == method]
-        points = [e.nodes for e in mine], [e.compute / e.step for e in mine]
-        axes.plot(*points, color=color, linestyle=line, marker=marker, label=method)
-    axes.set(xscale="log", xlabel="nodes", ylabel="computation / step", ylim=(0, 1.05))
-    nodes = sorted({e.nodes for e in estimates})
-    axes.set_xticks(nodes, [f"{n:,}" for n in nodes])
-    axes.minorticks_off()
-    lines = [line for fact in facts for line in textwrap.wrap(fact, 100)]  # as the picture is wide
-    axes.set_title("\n".join(lines), fontsize=10)
-    axes.grid(color="#dddddd")
-    axes.legend()
-    for suffix in (".png", ".svg"):
-        figure.savefig(
-            output.with_suffix(suffix),
-            dpi=150,
-            metadata={"Date": None} if suffix == ".svg" else None,
-        )
-    print(f"\nDrawn in {output.with_suffix('.png')} and {output.with_suffix('.svg')}")
 
 
 def fail(message: str) -> None:
@@ -792,8 +647,6 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--memory", type=real, default=3350, help="GB/s that a device reads or writes [3350: H100]")
     attention = "TFLOP/s of attention, without masked ones [335: FlashAttention-2 on an H100]"
     add("--attention-rate", type=real, default=335, help=attention)
-    host = "milliseconds that the host needs to start a pass of a layer [0]"
-    add("--host-ms", type=float, default=0.0, help=host)
     add("--link", type=real, default=400, help="Gbit/s per device between nodes, one way [400]")
     add("--choose", action="store_true", help="the best layouts for --devices, and why others fail")
     add("--gpu-memory", type=real, default=80, help="of --choose: GB of each device [80]")
@@ -802,7 +655,6 @@ def parse_args(argv=None) -> argparse.Namespace:
     trace = "of --choose: trace the memory of the best three [on; off takes seconds]"
     add("--trace", action=argparse.BooleanOptionalAction, default=True, help=trace)
     add("--explain", action="store_true", help="the formulae, each with its source")
-    add("-o", "--output", type=Path, help="draws the efficiency, as OUTPUT.png and OUTPUT.svg")
     args = parser.parse_args(argv)
     if args.methods is None:
         given = [m for m, flags in MORE_METHODS.items() if all(vars(args)[f] for f in flags)]
@@ -839,7 +691,7 @@ def check(model: Model, args) -> None:
 def cluster_of(args, per_node: int) -> Cluster:
     """Nodes with so many devices each, with the rates of the flags."""
     rate, link_in, link = args.rate * 1e12, args.link_in_node * 1e9, args.link * 1e9 / 8
-    rates = {"attention": args.attention_rate * 1e12, "host": args.host_ms / 1e3}
+    rates = {"attention": args.attention_rate * 1e12}
     return Cluster(per_node, rate, link_in, link, args.memory * 1e9, not args.no_switch, **rates)
 
 
@@ -875,8 +727,6 @@ def main() -> None:
     print(details([e for e in estimates if e.nodes == nodes[-1]], cluster))
     if args.explain:
         print(f"\n{FORMULAE}")
-    if args.output:
-        draw(estimates, [f"Computed, not measured. {size}", batch, links], args.output)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Shows runs elsewhere: converts their files for TensorBoard, W&B, Comet, or into a table.
+"""Shows runs elsewhere: converts their files for TensorBoard, W&B or Comet.
 
     python tools/export-metrics.py outputs/demo-* --to tensorboard
     python tools/export-metrics.py outputs/my-run --to wandb --follow     # while the run goes on
     python tools/export-metrics.py outputs/my-run --to comet              # also of a killed run
-    python tools/export-metrics.py outputs/demo-* --to csv -o tables
 
 The tool reads `metrics.jsonl` and `parameters.json`. Both files are up to date while a run goes on,
 and after it was killed. Besides what the run has logged, each logged step gets `tflops_per_device`.
@@ -13,7 +12,6 @@ writes an archive for `comet upload`. If an API key is configured, the tool uplo
 """
 
 import argparse
-import csv
 import json
 import logging
 import os
@@ -23,9 +21,30 @@ import sys
 import time
 from pathlib import Path
 
-from records import read_records
-
 PAUSE = 2  # seconds between two looks at a run that goes on
+
+
+def read_records(run: Path) -> list[dict]:
+    """The records in `metrics.jsonl` of a folder, or in this file; a value may be None.
+
+    A last line without its end is left out, because the run is writing it.
+    """
+    file = run / "metrics.jsonl" if run.is_dir() else run
+    try:
+        lines = file.read_text("utf-8").splitlines(keepends=True)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: cannot read the run {run}: {error}")
+    records = []
+    for number, line in enumerate(lines, 1):
+        if line.endswith("\n"):
+            try:
+                record = json.loads(line)
+                values = [record["step"], *record.values()]
+                assert all(x is None or isinstance(x, (int, float)) for x in values)
+            except (ValueError, TypeError, KeyError, AssertionError, AttributeError):
+                sys.exit(f"error: line {number} of {file} is no record of a run")
+            records.append(record)
+    return records
 
 
 def read_parameters(run: Path) -> dict:
@@ -177,30 +196,7 @@ class Comet:
         print("\n".join(re.findall(r"uploaded .*://\S+", done.stderr)))
 
 
-class Csv:
-    """One table per run, with a column for each name; parameters are lines that begin with #."""
-
-    def __init__(self, run: Path, output: Path, parameters: dict):
-        output.mkdir(parents=True, exist_ok=True)
-        self.file = output / f"{run.name}.csv"
-        self.records = []
-
-    def add(self, records: list[dict], parameters: dict) -> None:
-        self.records += records
-        columns = dict.fromkeys(name for record in self.records for name in record)
-        with self.file.open("w", newline="", encoding="utf-8") as file:
-            file.writelines(
-                f"# {name}: {json.dumps(value)}\n" for name, value in parameters.items()
-            )
-            table = csv.DictWriter(file, list(columns))
-            table.writeheader()
-            table.writerows(self.records)
-
-    def close(self) -> None:
-        pass
-
-
-EXPORTERS = {"tensorboard": TensorBoard, "wandb": Wandb, "comet": Comet, "csv": Csv}
+EXPORTERS = {"tensorboard": TensorBoard, "wandb": Wandb, "comet": Comet}
 
 
 def fail(message: str) -> None:

@@ -109,6 +109,9 @@ def main() -> None:
         prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     options = {"return_tensors": "pt", "add_special_tokens": not args.chat}
     inputs = tokenizer(prompt, **options).to(model.device)
+    if args.prompt and inputs["input_ids"][0, -1] == tokenizer.eos_token_id:
+        # Some tokenizers add an end-of-text token, and the model would begin another document.
+        inputs = {name: ids[:, :-1] for name, ids in inputs.items()}
     sampling = {"do_sample": False}
     if args.temperature > 0:
         top_k = args.top_k or len(tokenizer)

@@ -3,11 +3,23 @@
 `models.json` has some configs, which need no network.
 """
 
+import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 STORED = json.loads(Path(__file__).with_name("models.json").read_text())
+
+
+def load_chapter(number: int):
+    """The script of a chapter as a module, so that a tool reads what the chapter reads."""
+    (script,) = REPOSITORY.glob(f"{number:02}-*/train-llm.py")
+    spec = importlib.util.spec_from_file_location(f"chapter_{number}", script)
+    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[spec.name])
+    return sys.modules[spec.name]
 
 
 def load_config(name: str):

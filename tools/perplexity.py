@@ -16,12 +16,10 @@ context, and for the same tokenizer.
 """
 
 import argparse
-import glob
 import math
 import os
 import sys
 from itertools import islice
-from pathlib import Path
 
 import datasets
 import torch
@@ -29,8 +27,9 @@ import transformers
 from generate import load
 from torch.nn.functional import cross_entropy
 
-FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-FORMATS |= {".csv": "csv", ".parquet": "parquet"}
+from models import load_chapter
+
+chapter = load_chapter(4)
 
 
 def parse_args() -> argparse.Namespace:
@@ -51,54 +50,23 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def format_of(file: str) -> str | None:
-    """How `datasets` calls the format. Files may be compressed (.gz)."""
-    return FORMATS.get(Path(file.removesuffix(".gz")).suffix)
-
-
-def load_held_out(name: str, subset: str | None) -> datasets.IterableDataset:
-    """The held-out split of a file, folder, glob or address, or of the Hub, as a stream."""
-    pattern = os.path.join(name, "**", "*") if os.path.isdir(name) else name
-    files = [f for f in sorted(glob.glob(pattern, recursive=True)) if format_of(f)]
-    if "://" in name and format_of(name):
-        files = [name]
-    kinds = {format_of(file) for file in files}
-    spec = {"path": name, "name": subset}
-    if kinds == {"text"}:
-        spec = {"path": "text", "data_files": files, "sample_by": "document"}
-        spec["encoding_errors"] = "replace"
-    elif len(kinds) == 1 and not os.path.isdir(name):
-        spec = {"path": kinds.pop(), "data_files": files}
-    splits = datasets.load_dataset(**spec, streaming=True)
+def load_held_out(name: str, subset: str | None):
+    """The held-out split of files, a folder, an address or of the Hub, as chapter 4 reads it."""
+    if os.path.isdir(name):
+        splits = datasets.load_dataset(name, streaming=True)
+    else:
+        splits = chapter.load_documents(name, subset)
     held_out = [splits[split] for split in ("validation", "test", "train") if split in splits]
     if not held_out:
         sys.exit(f"error: {name} has splits of other names only: {', '.join(splits)}")
-    documents = held_out[0]
-    if kinds == {"text"}:
-        documents = documents.map(split_text, batched=True, batch_size=1)
-    return documents._resolve_features()  # looks into the first file for the columns
-
-
-def split_text(rows: dict) -> dict:
-    """The documents of a text file, which end at <|endoftext|>, where the file has this."""
-    return {"text": [part for text in rows["text"] for part in text.split("<|endoftext|>")]}
+    return held_out[0]
 
 
 def tokenized(documents, tokenizer, args: argparse.Namespace) -> list[list[int]]:
     """The token ids of the first documents, without those that are empty."""
-    text_types = (datasets.Value("string"), datasets.Value("large_string"))
-    columns = [name for name, kind in documents.features.items() if kind in text_types]
-    if args.text_column not in columns:
-        remedy = "the dataset has none"
-        if columns:
-            remedy = f"choose --text-column among {', '.join(columns)}"
-        sys.exit(f"error: {args.text_column!r} is no column of text: {remedy}")
-    first = islice(documents, args.eval_documents)
-    texts = (document[args.text_column] for document in first if document[args.text_column])
-    token_ids = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
-    end = tokenizer.eos_token_id
-    # Some tokenizers add an end-of-text token themselves.
-    return [ids if ids[-1] == end else [*ids, end] for ids in token_ids if ids]
+    chapter.check_column(documents, args)
+    texts = [document[args.text_column] for document in islice(documents, args.eval_documents)]
+    return chapter.tokenize({"text": texts}, tokenizer, "text")["input_ids"]
 
 
 @torch.no_grad()

@@ -53,7 +53,7 @@ CALLS = {
 # Parts of the names of NCCL's kernels, such as ncclDevKernel_AllReduce_Sum_f32_RING_LL
 NCCL = {"AllReduce": "all-reduce", "AllGather": "all-gather", "ReduceScatter": "reduce-scatter"}
 NCCL |= {"SendRecv": "send, receive", "Broadcast": "broadcast", "Reduce_": "reduce"}
-# Colours of tools/plot-runs.py for phases; Okabe and Ito's others for collectives
+# Okabe and Ito's colours, which colour-blind readers can tell apart
 COLORS = {"data": "#999999", "forward": "#56b4e9", "backward": "#0072b2", "update": "#cc79a7"}
 COLORS |= {"else": "#d0d0d0"}
 COLORS |= {"all-reduce": "#d55e00", "all-gather": "#e69f00", "reduce-scatter": "#009e73"}

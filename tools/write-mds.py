@@ -129,7 +129,8 @@ def fingerprint(name: str) -> str:
     pattern = f"{name}/**/*" if os.path.isdir(name) else name
     if os.path.exists(f"{name}/index.json"):
         pattern = f"{name}/index.json"  # reading adds files to a folder of compressed MDS
-    files = [file for file in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(file)]
+    names = [name] if os.path.isfile(name) else sorted(glob.glob(pattern, recursive=True))
+    files = [file for file in names if os.path.isfile(file)]
     if files:
         facts = [(file, os.stat(file).st_size, os.stat(file).st_mtime_ns) for file in files]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -88,6 +88,7 @@ def set_up(*own_flags: str):
     args = chapter_1.parse_args()
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(args.device)
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")  # as in chapter 1
     if device.type == "cuda":

@@ -110,7 +110,7 @@ function readAddress() {
 // -- The answer -------------------------------------------------------------------------------------
 
 function chapterName(chapter) {
-  const href = `${grid.link}${grid.chapters[chapter]}/README.md`;
+  const href = `${grid.chapters[chapter]}/index.html`;
   return element("a", { href, textContent: `chapter ${chapter}` });
 }
 
