@@ -19,6 +19,7 @@ from conftest import (
 )
 from runner import CHAPTER_3
 from safetensors.torch import load_file, save_file
+from test_scaling import COUNT
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 pytestmark = pytest.mark.rest
@@ -102,6 +103,23 @@ def tell():
     print("\\nbf16 numbers", *share)
 """
 TYPES += AT_END
+
+
+@pytest.mark.parametrize(("flag", "gathers", "scatters"), [("", 6, 3), ("no-", 1, 1)])
+def test_collectives_with_three_micro_batches(trainer, tmp_path, flag, gathers, scatters):
+    """How often a layer is gathered, and its gradients are scattered: exercise 3, in step 2."""
+    layers = 2
+    folder = write_model(tmp_path / "model", **LLAMA | {"num_hidden_layers": layers})
+    layer = AutoModel.from_config(AutoConfig.from_pretrained(folder)).layers[0]
+    size = sum(4 * p.numel() for p in layer.parameters())  # bytes in fp32
+    flags = ["-m", folder, "-b", 2, "--gradient-accumulation-steps", 3, "--max-steps", 2]
+    flags += ["--dtype", "fp32", "--eval-freq", 0, f"--{flag}reshard-after-forward"]
+    done = trainer(*flags, processes=2, before=COUNT, **FSDP)
+    for rank in done.run.ranks:
+        (seen,) = re.findall("^seen (.*)", rank.output, re.MULTILINE)
+        seen = json.loads(seen)
+        assert seen[f"all-gather {size}"] == layers * gathers
+        assert seen[f"reduce-scatter {size}"] == layers * scatters
 
 
 def test_bf16_is_gathered_and_fp32_is_reduced(trainer, pretrained):

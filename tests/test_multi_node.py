@@ -36,6 +36,7 @@ from runner import (
 from safetensors.torch import load_file
 from test_fsdp import FAMILIES, OFF, WATCH, assert_same_checkpoint, told
 from test_torchrun import OWN_STORE, nodes
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.rest
 
@@ -303,12 +304,18 @@ def test_formats_become_each_other(train, trainer, convert, tmp_path):
         assert exact(resumed.records) == exact(origin.records)
         assert_same_model(resumed, origin)
 
+    # By layers: the tensors of final/ under the same names, in other files
     folder = convert("origin/6", "hub/6", "--to", "transformers")
-    names = {path.name for path in folder.iterdir()}
-    assert names == {path.name for path in (origin.folder / "final").iterdir()}
-    one, other = (load_file(x / "model.safetensors") for x in (folder, origin.folder / "final"))
+    names = [{x.name for x in f.iterdir()} for f in (folder, origin.folder / "final")]
+    one, other = ({n for n in found if not n.startswith("model")} for found in names)
+    assert one == other
+    pieces = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    assert len(pieces) > 2
+    one = {name: tensor for piece in pieces for name, tensor in piece.items()}
+    other = load_file(origin.folder / "final" / "model.safetensors")
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
+    AutoModelForCausalLM.from_pretrained(folder)  # reads the index
 
     for checkpoint in ("rank-1/step-00000003", "step-00000003"):
         status, output = outcome(trainer.folder, GENERATE, local.folder / checkpoint)

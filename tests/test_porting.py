@@ -92,9 +92,9 @@ def plain_loop(names: dict, optimizer: str, loss_of):
     return (losses, norms), model.state_dict()
 
 
-def without_any_of_this(size=12, optimizer="SGD"):
+def without_any_of_this(size=12, optimizer="SGD", model=MODEL):
     names = {}
-    exec(MODEL + BATCHES.replace("SIZE", str(size)), names)
+    exec(model + BATCHES.replace("SIZE", str(size)), names)
 
     def loss_of(model, batch):
         inputs, targets = default_collate([names["dataset"][i] for i in batch])
@@ -140,11 +140,20 @@ def test_resume(tmp_path):
     assert_same(run(tmp_path, RESUME, again, 4, **options), of_steps(expected, 12))
 
 
+# The first layer and the head share a matrix, as embeddings and head do.
+TIED = MODEL.replace(
+    "self.head = torch.nn.Linear(8, 4)",
+    "self.first, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)\n"
+    "        self.head.weight = self.first.weight",
+).replace("self.layers(x)", "self.layers(self.first(x))")
+
+
 @pytest.mark.rest
-def test_fsdp_with_a_model_of_ones_own(tmp_path):
-    expected, weights = without_any_of_this(size=16)
+@pytest.mark.parametrize("model", [MODEL, TIED], ids=["", "tied"])
+def test_fsdp_with_a_model_of_ones_own(tmp_path, model):
+    expected, weights = without_any_of_this(size=16, model=model)
     call = f"train(Model, dataset, batches, lr=LR, max_norm={MAX_NORM})"
-    assert_same(run(tmp_path, FSDP, call, 2, size=16), expected)
+    assert_same(run(tmp_path, FSDP, call, 2, size=16, model=model), expected)
     assert_same_weights(tmp_path / "model.pt", weights)
 
 

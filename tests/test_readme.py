@@ -70,15 +70,47 @@ def here(command: str) -> list[str]:
     return [f"{os.path.dirname(sys.executable)}/{program}", *words]
 
 
-def test_commands_for_ones_own_model_and_text(monkeypatch):
+def test_commands_that_train(monkeypatch):
+    """They need no files of the reader's: all flags but the name are the defaults."""
     commands = re.findall(r"^(?:python|torchrun .*) ([01]\S+) (-e .*)$", README, re.MULTILINE)
     names = []
     for script, flags in commands:
-        monkeypatch.setattr(sys, "argv", ["train-llm.py", *shlex.split(flags)])
-        names.append(load(REPOSITORY / script).parse_args().experiment_name)
-    assert [script[:2] for script, _ in commands] == ["01", "02", "03", "17"]
-    assert len(set(names)) == 4
+        parsed = []
+        for given in (shlex.split(flags), []):
+            monkeypatch.setattr(sys, "argv", ["train-llm.py", *given])
+            parsed.append(load(REPOSITORY / script).parse_args())
+        names.append(parsed[0].experiment_name)
+        parsed[0].experiment_name = None
+        assert parsed[0] == parsed[1]
+    assert [script[:2] for script, _ in commands] == ["01", "02", "03"]
+    assert len(set(names)) == 3
     assert f"`outputs/{names[0]}/final`" in README
+
+
+# The last lines of the demo. What its model wrote depends on rounding
+PRINTED, _ = re.findall(r"^```text\n(.*?)```$", section("README.md", "Try it"), re.M | re.S)
+
+
+def without_numbers(lines: list[str]) -> list[str]:
+    return [re.sub(r"\d[\d,]*(\.\d+)?|in /.*(?=/)|in \.\.\..*(?=/)", "#", line) for line in lines]
+
+
+def test_the_last_lines_of_the_first_page_are_recorded():
+    recorded = REPOSITORY / "benchmarks" / "demo-runs" / "demo-single-gpu" / "output.txt"
+    assert recorded.read_text().endswith(PRINTED)
+
+
+def test_badges_have_the_tested_versions():
+    badges = re.findall("<text [^>]*>(.*)</text>", page("docs/badges.svg"))
+    badges = dict(zip(badges[::2], badges[1::2], strict=True))
+    pinned = dict(re.findall("^(.*)==(.*)$", page("constraints.txt"), re.MULTILINE))
+    for name in ("PyTorch", "Transformers"):
+        version = pinned[name.lower().replace("pytorch", "torch")]
+        assert version.startswith(f"{badges[name]}.")
+        assert f"{name} {badges[name]}" in README
+    oldest = badges["Python"].removesuffix("+")
+    assert f'requires-python = ">={oldest}"' in page("pyproject.toml")
+    assert page("LICENSE").startswith(badges["licence"])
 
 
 @pytest.mark.rest
@@ -117,6 +149,9 @@ def test_demo_and_the_commands_after_it(tmp_path):
             flags += ["-m", tmp_path / "demo-fsdp" / "final"]
         output = run(command, *flags, cwd=tmp_path)
         assert "warning: " not in output.lower()
+        if script == CHAPTER_1:
+            found, said = output.splitlines()[-3:], PRINTED.splitlines()
+            assert without_numbers(found) == without_numbers(said)
         folder = tmp_path / f"demo-{script.parent.name[3:]}"
         assert (folder / "final").exists()
         records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]

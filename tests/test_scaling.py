@@ -512,6 +512,7 @@ def test_choices_on_the_page():
         cells = [first_choice(size, devices) for devices in (8, 64, 256, 1024)]
         row = f"| {size} | {' | '.join(cells)} |"
         assert row in page, row
+    page = (REPOSITORY / "benchmarks" / "records" / "links.md").read_text()
     for name, size, devices, samples, published in PUBLISHED_LAYOUTS:
         choice = first_choice(size, devices, "--global-batch-size", samples)
         row = f"| {name}, {size} | {devices:,} | {published} | {choice} |"

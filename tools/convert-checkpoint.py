@@ -15,16 +15,17 @@
 
 A *local* checkpoint is named like the others: `outputs/a/step-00000500` stands for the folders
 `outputs/a/rank-*/step-00000500`. Collect those of all nodes first. The tool holds the whole state
-in memory, 12 bytes per parameter. A Transformers folder from shards takes 4, for the weights alone.
-So a run that could not gather `final/` gets it here. A copy of `state.json` tells where the run
-stands. Chapters 1, 2, 3 and 5 read the same samples, so each of them can go on with a run of the
-others. Chapters 4 and 10 read other rows, and refuse such a run. Chapter 15 has weights and moments
-of each replica, which chapters 1 and 2 cannot read.
+in memory, 12 bytes per parameter. From `shard` and `full` to a Transformers folder, it holds only a
+layer at a time. So a run that could not gather `final/` gets it here, on a small machine. A copy of
+`state.json` tells where the run stands. Chapters 1, 2, 3 and 5 read the same samples, so each of
+them can go on with a run of the others. Chapters 4 and 10 read other rows, and refuse such a run.
+Chapter 15 has weights and moments of each replica, which chapters 1 and 2 cannot read.
 """
 
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -35,10 +36,12 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from generate import load_weights, refuse_parts
+from generate import refuse_parts
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 FORMATS = ["shard", "full", "local", "single", "transformers"]
 # What the writers of the formats make by themselves; all other files are copied
@@ -79,12 +82,9 @@ def local_folders(checkpoint: Path) -> list[Path]:
     return sorted(folders, key=lambda folder: int(folder.parent.name.removeprefix("rank-")))
 
 
-def read(checkpoint: Path, only_weights: bool) -> dict:
+def read(checkpoint: Path) -> dict:
     """{"model": ..., "optimizer": ..., "scheduler": ..., "scaler": ...} with whole tensors."""
-    refuse_parts(checkpoint)
     if (checkpoint / ".metadata").exists():
-        if only_weights:
-            return {"model": load_weights(str(checkpoint)).state_dict()}
         return read_dcp(checkpoint)
     if (checkpoint / "training_state.pt").exists():
         return read_single(checkpoint)
@@ -191,6 +191,32 @@ def write_transformers(state: dict, folder: Path, source: Path) -> None:
     model.save_pretrained(folder, state_dict=weights)
 
 
+def write_by_layers(folder: Path, source: Path) -> None:
+    """A Transformers folder from a sharded checkpoint, with a file and the memory of one layer.
+
+    The names in files are those of Transformers, which may split or join tensors of a layer. Tied
+    weights stand there once. Tensors outside of the layers, such as embeddings, come one by one.
+    """
+    model = empty_model(source)
+    model.save_pretrained(folder, state_dict={})  # config and generation settings, no weights
+    pieces: dict[str, dict] = {}
+    for name, tensor in model.state_dict().items():
+        if name not in model.all_tied_weights_keys:
+            layer = re.match(r".*?\.\d+\.", name)
+            pieces.setdefault(layer[0] if layer else name, {})[name] = tensor
+    file_of = {}
+    for number, piece in enumerate(pieces.values(), 1):
+        weights = {name: torch.empty_like(tensor, device="cpu") for name, tensor in piece.items()}
+        dcp.load({"model": weights}, checkpoint_id=source, no_dist=True)
+        weights = revert_weight_conversion(model, weights)
+        file = f"model-{number:05}-of-{len(pieces):05}.safetensors"
+        contiguous = {name: tensor.contiguous() for name, tensor in weights.items()}
+        save_file(contiguous, folder / file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(weights, file)
+    index = {"metadata": {}, "weight_map": file_of}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
 def write_single(state: dict, folder: Path, source: Path) -> None:
     write_transformers(state, folder, source)
     numbers = {name: n for n, name in enumerate(parameter_names(empty_model(source)))}
@@ -228,7 +254,9 @@ def convert(source: Path, folder: Path, state: dict, args: argparse.Namespace, r
     temporary = folder.with_name(f"{folder.name}.incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    if args.to == "transformers":
+    if not state:
+        write_by_layers(temporary, source)
+    elif args.to == "transformers":
         write_transformers(state, temporary, source)
     elif args.to == "single":
         write_single(state, temporary, source)
@@ -246,7 +274,9 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if args.destination.exists() or local_folders(args.destination):
         sys.exit(f"error: {args.destination} exists, in this or in another format")
-    state = read(args.source, only_weights=args.to == "transformers")
+    refuse_parts(args.source)
+    by_layers = args.to == "transformers" and (args.source / ".metadata").exists()
+    state = {} if by_layers else read(args.source)
     if args.to == "single" and "optimizer" not in state:
         reason = "its state is one of replicas, of chapter 15"
         sys.exit(f"error: {args.source} cannot become `single`: {reason}")
