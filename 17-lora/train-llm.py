@@ -10,7 +10,6 @@ Comments with LORA 1 to 6 mark the ideas.
         --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-lora     # the same on two nodes
 """
 
-import gzip
 import json
 import logging
 import math
@@ -37,6 +36,7 @@ import comet_ml
 import datasets
 import jinja2
 import numpy as np
+import pandas
 import psutil
 import pyarrow.compute
 import torch
@@ -83,16 +83,17 @@ def main():
 
     # Data, model, optimizer.
     check_config(args)
+    args.base_hash = hash_of_base(args.model_name)  # LORA: a checkpoint has A and B alone
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
     # CHAT: A base model has no chat template. A file gives it one, or replaces the model's own.
     if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text()
+        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     if not tokenizer.chat_template:
         sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
-    # CHAT 1: A server has to stop at the token with which the template ends an answer.
-    stop_token = find_stop_token(tokenizer, args)
+    # LASTING has the hash, because another template makes another text.
+    args.template_hash = uuid.uuid5(uuid.NAMESPACE_OID, str(tokenizer.chat_template)).hex
     # DDP: One rank of each node tokenizes. The others wait, and then read its cache. The usual
     # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
@@ -127,6 +128,8 @@ def main():
     # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So the layers need no autocast.
     # Norms, softmax and the loss of Transformers convert to fp32 themselves.
     model = build_model(args, device)
+    # CHAT 1: A server has to stop where the base stops, and at the tokens that end the answers.
+    set_stop_tokens(model, tokenizer, train_set)
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -212,7 +215,7 @@ def main():
             model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
                 indices = order[first : first + args.batch_size]
-                # CHAT: Besides token ids, the model gets labels and positions.
+                # CHAT: Besides token ids, the model gets labels and, if packed, positions.
                 batch = model_inputs(train_set[indices], device)
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
@@ -287,10 +290,6 @@ def main():
                 model.peft_config["default"].save_pretrained(folder)
                 model.generation_config.save_pretrained(folder)
                 tokenizer.save_pretrained(folder)
-                # CHAT: A server reads in this file where to stop.
-                generation = json.loads((folder / "generation_config.json").read_text())
-                generation["eos_token_id"] = stop_token
-                (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
         say(f"Done: the adapters are in {run_folder / 'final'}")  # LORA: not the model
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if stop_signal:
@@ -339,10 +338,12 @@ def build_model(args, device):
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
     # In each pass, Transformers looks whether positions restart at 0 within a sample, and Python
-    # waits for the GPU. The function below takes the place of this search, and does not wait.
-    # CHAT 4: A token attends only to tokens of its own conversation, which have the same number.
-    # Each position 0 begins a conversation, so count the zeros up to each token.
-    transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
+    # waits for the GPU. Here they never do: a sample counts as one text. So switch the search off.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    if args.packing:
+        # CHAT 4: A token attends only to its own conversation, whose tokens have the same number.
+        # With packing, positions restart where a conversation begins. So count the zeros.
+        transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -381,19 +382,45 @@ def load_model(args, checkpoint=None):
     return model
 
 
+def hash_of_base(name):
+    """LORA: Changes with the files of the base, of which 1,000 pieces each are read."""
+    if not os.path.isdir(name):
+        return AutoConfig.from_pretrained(name)._commit_hash  # the version on the Hub
+    digest = datasets.fingerprint.Hasher()
+    files = [file for file in Path(name).iterdir() if file.suffix in (".safetensors", ".bin")]
+    for file in [Path(name, "config.json"), *sorted(files)]:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}")
+        with file.open("rb") as stream:
+            for place in range(0, size, size // 1000 + 1):
+                stream.seek(place)
+                digest.update(stream.read(4096))
+    return digest.hexdigest()
+
+
 def add_adapters(model, args):
     """LORA: Freezes the model, and adds two narrow matrices A and B to linear layers."""
+    is_local = os.path.isdir(args.model_name)
     config = LoraConfig(
         r=args.lora_rank,
         lora_alpha=args.lora_alpha,
         target_modules=args.lora_targets,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=args.model_name,
+        base_model_name_or_path=os.path.abspath(args.model_name) if is_local else args.model_name,
     )
     torch.manual_seed(args.seed)  # for A, as versions differ in the numbers drawn before
     # LORA 3: A layer with the weights W now computes W x + alpha / rank × B A x.
     # A is random, and B is 0, so training begins with the model as it was. PEFT freezes W.
-    inject_adapter_in_model(config, model)
+    try:
+        inject_adapter_in_model(config, model)
+    except ValueError as error:  # no layer has such a name
+        sys.exit(f"error: --lora-targets {args.lora_targets}: {error}")
+    # FSDP does not gather embeddings for the backward pass, and a tied head has their weights.
+    fixed = [model.get_input_embeddings()]
+    if model.all_tied_weights_keys:
+        fixed.append(model.get_output_embeddings())
+    if any(parameter.requires_grad for module in fixed for parameter in module.parameters()):
+        sys.exit("error: --lora-targets: embeddings, and a head tied to them, cannot have adapters")
     # LORA 4: A and B train, so they are in fp32, because bf16 would round small changes away.
     # FSDP can gather both types together, because only weights that train must have one type.
     for parameter in model.parameters():
@@ -459,31 +486,43 @@ def parameter_groups(model, args):
 
 # -- Data and evaluation ---------------------------------------------------------------------------
 
-# The endings of local files, and how `datasets` calls their formats. Files may be compressed (.gz).
-FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-FORMATS |= {".csv": "csv", ".parquet": "parquet"}
-# CHAT: The columns of conversations, and of the samples that are made of them. `answers` and
-# `fitting` are numbers of answers: all, and those that fit into a sample.
+# CHAT: The endings of local files, and how `datasets` calls their formats. No files of text.
+FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+# CHAT: The columns of texts, and of the samples that are made of them. `answers` and `fitting` are
+# numbers of answers: all, and those that fit into a sample. `stop_tokens` are their last tokens.
+# `first` is 1 for the first text of a conversation. `refusal` says why there is none.
 NUMBER = datasets.Value("int32")
-COLUMNS = dict.fromkeys(["input_ids", "labels", "position_ids"], datasets.List(NUMBER))
-COLUMNS |= dict.fromkeys(["answer_tokens", "answers", "fitting"], NUMBER)
+LISTS = ["input_ids", "labels", "position_ids", "stop_tokens"]
+COLUMNS = dict.fromkeys(LISTS, datasets.List(NUMBER))
+COLUMNS |= dict.fromkeys(["answer_tokens", "answers", "fitting", "first"], NUMBER)
+COLUMNS |= {"refusal": datasets.Value("string")}
 # Held out because of their names: validation.jsonl, chats_dev.csv, test-00000-of-00002.parquet;
 # but not the tests of a program, such as test_io.py.
 HELD_OUT = re.compile(r"(?i)(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])(?!.*\.py)")
-LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
 
 
 def load_samples(args, tokenizer):
     """The samples to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
     splits = load_documents(args)
-    train_split = splits["train"]
+    look_at_first(splits["train"], tokenizer, args)
+    train_split = tokenize_split(splits["train"], tokenizer, args)
     eval_split = splits.get("validation") or splits.get("test")
-    if not eval_split:
+    if eval_split:
+        eval_split = tokenize_split(eval_split, tokenizer, args)
+    else:
         # CHAT 5: Hold out whole conversations before they are packed, because packing sorts them.
-        begin = len(train_split) - max(1, len(train_split) // 100)
+        # Only conversations with an answer that fits count.
+        numbers = np.cumsum(train_split.data.column("first").to_numpy())  # of conversations
+        fitting = np.unique(numbers[train_split.data.column("fitting").to_numpy() > 0])
+        held_out = fitting[-max(1, len(fitting) // 100) :]
+        begin = np.searchsorted(numbers, held_out.min(initial=len(numbers)))
         eval_split = train_split.select(range(begin, len(train_split)))
         train_split = train_split.select(range(begin))
-    return [tokenize_split(split, tokenizer, args) for split in (train_split, eval_split)]
+    packing = {"size": args.seq_length, "several": args.packing}
+    splits = [x.map(pack, batched=True, fn_kwargs=packing) for x in (train_split, eval_split)]
+    # Without positions, a model takes a sample as one text.
+    columns = ["input_ids", "labels"] + ["position_ids"] * args.packing
+    return [split.with_format("torch", columns=columns) for split in splits]
 
 
 def load_documents(args):
@@ -511,12 +550,8 @@ def load_documents(args):
 
 def read_files(file_format, files, args):
     """The documents of local files."""
-    if file_format == "text":
-        # `datasets` caches by the arguments. With `versions`, it reads a changed file again.
-        versions = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
-        arguments = {"files": files, "versions": versions}
-        return datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
     options = {"parse_agent_traces": False} if file_format == "json" else {}
+    options = cells_as_text(files[0]) if file_format == "csv" else options  # CHAT: 007 is not 7
     read = partial(datasets.load_dataset, file_format, split="train", **options)
     try:
         # `datasets` reads a name as a pattern, so escape brackets.
@@ -526,153 +561,132 @@ def read_files(file_format, files, args):
     # One by one: files may differ in the other columns, and an error can name its file.
     for file in files:
         try:
-            parts.append(read(data_files=escape(file)).select_columns(args.text_column))
+            parts.append(read(data_files=escape(file)))  # CHAT: all columns
         except Exception as error:
             sys.exit(f"error: {file}: {error.__cause__ or error}")
     return datasets.concatenate_datasets(parts)
 
 
-def read_text(files, versions):
-    """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
-
-    A document that is too long is split. \ufffd stands for a character that cannot be decoded.
-    """
-    for file in files:
-        opened = gzip.open if file.endswith(".gz") else open
-        undecoded = 0
-        unfinished = ""  # a document that may go on in the next piece of the file
-        try:
-            with opened(file, "rt", encoding="utf-8-sig", errors="replace") as stream:
-                while piece := stream.read(LONGEST_DOCUMENT):
-                    if piece.startswith("\ufffd\ufffd"):  # so begins UTF-16
-                        raise ValueError("convert it to UTF-8")
-                    undecoded += piece.count("\ufffd")
-                    *documents, unfinished = (unfinished + piece).split("<|endoftext|>")
-                    if len(unfinished) >= LONGEST_DOCUMENT:
-                        documents.append(unfinished)
-                        unfinished = ""
-                    for document in documents:
-                        yield {"text": document}
-        except Exception as error:
-            raise OSError(f"{file}: {error}") from error
-        yield {"text": unfinished}
-        if undecoded:
-            say(f"warning: {file}: {undecoded:,} characters cannot be decoded: is it UTF-8?")
-
-
 def tokenize_split(documents, tokenizer, args):
-    """The samples of all conversations of a split."""
-    # CHAT: First the conversations, then samples, which are made of 1,000 conversations at a time.
+    """The texts of all conversations of a split."""
     size = args.seq_length
-    tokenized = documents.map(
+    texts = with_json_as_text(documents).map(
         tokenize,
         batched=True,
-        batch_size=32,  # documents; the longest ones then need 1 GB of memory
+        batch_size=32,  # CHAT: conversations
         fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
-        remove_columns=documents.column_names,  # keep only the token ids
+        remove_columns=documents.column_names,  # CHAT: COLUMNS take their place
         features=datasets.Features(COLUMNS),
     )
-    if not tokenized:
-        sys.exit("error: too few answers (of the role 'assistant') to train on and to hold out")
-    samples = tokenized.map(pack, batched=True, fn_kwargs={"size": size, "several": args.packing})
-    answers, fitting = sum(tokenized["answers"]), sum(tokenized["fitting"])
-    counts = f"{len(documents):,} conversations with {answers:,} answers"
-    say(f"{counts}, of which {answers - fitting:,} do not fit into {size} tokens")
-    return samples.with_format("torch", columns=["input_ids", "labels", "position_ids"])
+    answers, fitting = sum(texts["answers"]), sum(texts["fitting"])
+    say(f"{len(documents):,} conversations, {answers:,} answers: {fitting:,} fit into -s {size}")
+    refused = [reason for reason in texts["refusal"] if reason]
+    if refused:
+        say(f"warning: the template refuses {len(refused):,} conversations, as with: {refused[0]}")
+        if len(refused) > len(documents) / 20:
+            sys.exit("error: more than 5 % of the conversations are refused, too many to leave out")
+    return texts
 
 
-def rows_of(batch):
-    """The rows of a batch, as dictionaries. A batch has a list for each column."""
-    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-
-
-def messages_of(row):
-    """The messages of a row, each with a role and a content, from one of three sets of columns."""
-    if "messages" in row:
-        # `datasets` fills missing keys of a message with None.
-        return [{k: v for k, v in m.items() if v is not None} for m in row["messages"] or []]
-    if {"prompt", "completion"} <= row.keys():
-        prompt, answer = row["prompt"], row["completion"]
-    elif {"instruction", "output"} <= row.keys():
-        prompt = "\n\n".join(str(part) for part in (row["instruction"], row.get("input")) if part)
-        answer = row["output"]
-    else:
-        forms = "messages, or to prompt and completion, or to instruction and output"
-        sys.exit(f"error: the columns are {[*row]}: rename them to {forms}")
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-
-
-def texts_of(messages, tokenizer, options):
-    """One or more texts of a conversation, each with the characters (begin, end) of its answers."""
-    render = partial(tokenizer.apply_chat_template, tokenize=False, **options)
-    texts = []
+def texts_of(messages, tools, tokenizer, options, size=math.inf):
+    """One or more texts of a conversation, with the answers that fit into `size` tokens."""
+    render = partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+    texts = [new_text(first=1)]
     for n, message in enumerate(messages):
-        # A template would write None or a list as text, and the model would learn it.
-        if not isinstance(message.get("content"), str):
-            sys.exit(f"error: the content of a message must be text, perhaps empty: {message}")
-        if message.get("role") != "assistant" or n == 0:
+        has_loss = 0 not in (message.get("weight"), message.get("train"))  # False is 0, too
+        if message["role"] != "assistant" or n == 0 or not has_loss:
             continue  # an answer needs a prompt
         # CHAT 6: The answer begins where the prompt ends, because a server sends this prompt.
         prompt = render(messages[:n], add_generation_prompt=True)
         whole = render(messages[: n + 1])
         if not whole.startswith(prompt):
-            sys.exit(f"error: an answer does not begin where its prompt ends: {prompt[-60:]!r}")
-        # CHAT 7: Usually, the prompt continues the last text, which then grows.
+            raise ValueError(f"an answer does not begin where its prompt ends: {prompt[-60:]!r}")
+        # CHAT 7: Each is tokenized apart. In one text, a token could have characters of both.
+        prompt_ids = encode(prompt, tokenizer)
+        answer_ids = encode_answer(whole[len(prompt) :].rstrip(), tokenizer)  # no line end
+        texts[-1]["answers"] += 1
+        # Whole answers only, because a cut answer does not teach to stop.
+        if len(prompt_ids) + len(answer_ids) > size:
+            continue
+        # CHAT 8: Usually, the tokens of the prompt continue the last text, which then grows.
         # Some templates change earlier turns, as Qwen3's removes thoughts. Then begin another text.
-        if not texts or not prompt.startswith(texts[-1]["text"]):
-            texts.append({"answers": []})
-        texts[-1]["text"] = whole
-        texts[-1]["answers"].append((len(prompt), len(whole.rstrip())))  # no line end
+        if prompt_ids[: len(texts[-1]["input_ids"])] != texts[-1]["input_ids"]:
+            texts.append(new_text())
+        text = texts[-1]
+        text["labels"] += [-100] * (len(prompt_ids) - len(text["labels"])) + answer_ids
+        text["input_ids"] = prompt_ids + answer_ids
+        text["stop_tokens"] += answer_ids[-1:]
     return texts
 
 
-def find_stop_token(tokenizer, args):
-    """The token that ends an answer."""
-    messages = messages_of({"prompt": "Question", "completion": "Answer"})
-    [found] = texts_of(messages, tokenizer, args.template_options)
-    begin, end = found["answers"][0]
-    text = found["text"][:end]
-    if "Answer" not in text[begin:]:
-        sys.exit("error: the chat template leaves out the answers")
-    tokens = encode(text, tokenizer)
-    if any(first < begin < behind for first, behind in tokens["offset_mapping"]):
-        sys.exit(f"error: a prompt may not end within a token, as with a space: {text[:begin]!r}")
-    last = tokens["input_ids"][-1]
-    if last not in tokenizer.added_tokens_decoder:
-        sys.exit(f"error: the template ends an answer with {text[-20:]!r}, no special token")
-    return last
+def new_text(first=0, refusal=""):
+    """A text without tokens."""
+    text = {"input_ids": [], "labels": [], "stop_tokens": [], "answers": 0}
+    return text | {"first": first, "refusal": refusal}
+
+
+def find_stop_token(tokenizer, args, conversations=None):
+    """The token that ends an answer, of the first conversation that has a good one."""
+    problem = "no conversation has an answer, of the role 'assistant' and behind a question"
+    for messages, tools in conversations or [conversation_of({"prompt": "q", "response": "a"})]:
+        try:
+            text = texts_of(messages, tools, tokenizer, args.template_options)[-1]
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            problem = f"the chat template refuses a conversation: {error}"
+            continue
+        answers = [token for token in text["labels"] if token >= 0]
+        if answers == text["stop_tokens"]:
+            problem = "the chat template leaves out the answers" if answers else problem
+        elif answers[-1] not in tokenizer.added_tokens_decoder:
+            problem = f"an answer ends with {tokenizer.decode(answers[-9:])!r}, no special token"
+        else:
+            return answers[-1]
+    sys.exit(f"error: {problem}")
+
+
+def set_stop_tokens(model, tokenizer, train_set):
+    """Adds the last tokens of the answers to those at which the base stops."""
+    ends = pyarrow.compute.list_flatten(train_set.data.column("stop_tokens")).unique().to_pylist()
+    settings = model.generation_config  # of the files generation_config.json
+    stops = settings.eos_token_id  # a number, a list or None
+    stops = stops if isinstance(stops, list) else [stops]
+    stops = stops + [token for token in ends if token in tokenizer.added_tokens_decoder]
+    settings.eos_token_id = [token for token in dict.fromkeys(stops) if token is not None]
+    # Transformers saves settings that it doubts only if they are not changed. So call them so.
+    settings._original_object_hash = hash(settings)
 
 
 def encode(text, tokenizer):
-    """Token ids, and the characters of each token."""
+    """Token ids of a text."""
     # The template writes the begin-of-text token. The tokenizer must not add another one.
-    return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def encode_answer(answer, tokenizer):
+    """Token ids of an answer, which has text before it."""
+    # SentencePiece begins a text with a space. Here it comes before a line end, and is cut off.
+    line_end = encode("\n", tokenizer)
+    ids = encode("\n" + answer, tokenizer)
+    if ids[: len(line_end)] != line_end:  # the answer begins with a line end, too
+        return encode(answer, tokenizer)
+    return ids[len(line_end) :]
 
 
 def tokenize(batch, tokenizer, options, size):
     """Conversations: token ids, and labels, which are -100 except for the tokens of answers."""
-    conversations = []
+    texts = []
     for row in rows_of(batch):
-        for text in texts_of(messages_of(row), tokenizer, options):
-            # CHAT 8: The characters of a token decide whether the token is in an answer.
-            tokens = encode(text["text"], tokenizer)
-            ids = np.array(tokens["input_ids"][:size])
-            begins, ends = np.array(tokens["offset_mapping"][:size]).T
-            labels = np.full(len(ids), -100)
-            # Whole answers only, because a cut answer does not teach to stop.
-            fitting = [(begin, end) for begin, end in text["answers"] if end <= ends[-1]]
-            for begin, end in fitting:
-                inside = (begins >= begin) & (begins < end)
-                labels[inside] = ids[inside]
-            labels[:1] = -100  # after an empty prompt: no token before it could predict it
-            labelled = np.flatnonzero(labels >= 0)
-            # Tokens behind the last answer teach nothing.
-            length = labelled[-1] + 1 if len(labelled) else 0
-            conversation = {"input_ids": ids[:length], "labels": labels[:length]}
-            conversation |= {"position_ids": np.arange(length), "answer_tokens": len(labelled)}
-            conversation |= {"answers": len(text["answers"]), "fitting": len(fitting)}
-            conversations.append(conversation)
-    return {name: [row[name] for row in conversations] for name in COLUMNS}
+        try:
+            texts += texts_of(*conversation_of(row), tokenizer, options, size)
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            texts.append(new_text(first=1, refusal=str(error)))
+    for text in texts:
+        labels = text["labels"]
+        labels[:1] = [-100] * len(labels[:1])  # after an empty prompt: nothing predicts it
+        text["position_ids"] = list(range(len(labels)))
+        text["answer_tokens"] = len(labels) - labels.count(-100)
+        text["fitting"] = len(text["stop_tokens"])
+    return {name: [text[name] for text in texts] for name in COLUMNS}
 
 
 def pack(batch, size, several):
@@ -708,10 +722,11 @@ def sample_order(args, train_samples):
 
 def model_inputs(batch, device):
     """The tensors of a batch on `device`, and those that FlashAttention needs."""
-    # CHAT: FlashAttention joins all samples, and needs the places where conversations begin.
-    begins = torch.nonzero(batch["position_ids"].flatten() == 0).flatten()
-    places = torch.cat([begins, torch.tensor([batch["input_ids"].numel()])]).int()
-    batch = batch | {"cu_seq_lens_q": places, "cu_seq_lens_k": places}
+    if "position_ids" in batch:
+        # CHAT: FlashAttention joins all samples, and needs the places where conversations begin.
+        begins = torch.nonzero(batch["position_ids"].flatten() == 0).flatten()
+        places = torch.cat([begins, torch.tensor([batch["input_ids"].numel()])]).int()
+        batch = batch | {"cu_seq_lens_q": places, "cu_seq_lens_k": places}
     if device.type == "cuda":
         # Python goes on while the GPU copies from pinned memory.
         batch = {k: v.pin_memory().to(device, non_blocking=True) for k, v in batch.items()}
@@ -727,7 +742,10 @@ def mixes_conversations(model, device):
     ids[1, :8] += 1  # the second sample has another first conversation
     batch = {"input_ids": ids, "position_ids": torch.arange(16).repeat(2, 1) % 8}
     model.eval()
-    logits = model(**model_inputs(batch, device), use_cache=False).logits
+    try:
+        logits = model(**model_inputs(batch, device), use_cache=False).logits
+    except ValueError:  # a model with linear attention refuses several conversations in a sample
+        return True
     model.train()
     difference = logits[0, 8:] - logits[1, 8:]
     return difference.abs().max() > 1e-3 * logits.abs().max()
@@ -758,9 +776,10 @@ def evaluate(model, eval_set, args, device):
 
 # A resumed run must keep the values of these flags. Others would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["chat_template", "template_options"]  # CHAT: the text depends on them
+LASTING += ["template_hash", "template_options"]  # CHAT: the text depends on them
 LASTING += ["seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
+LASTING += ["base_hash"]  # LORA: A and B fit to their base alone
 LASTING += ["lora_rank", "lora_alpha", "lora_targets"]  # LORA: the shapes and the scale of B A
 
 CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"  # eight digits, so the names sort by step
@@ -1017,6 +1036,117 @@ def say(message):
         tqdm.write(message)
 
 
+# -- Forms of rows, which become messages ----------------------------------------------------------
+
+# CHAT: The roles of ShareGPT, and their names in templates.
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+PAIRS = [("prompt", "completion"), ("prompt", "response"), ("instruction", "output")]
+
+
+def look_at_first(documents, tokenizer, args):
+    """Says what is not read. Ends the run if the template can render none. A stop token."""
+    rows = rows_of(with_json_as_text(documents.select(range(min(100, len(documents)))))[:])
+    conversations = [conversation_of(row) for row in rows]
+    columns = {name for row in rows for name in row}  # those that conversation_of has left
+    keys = {key for messages, _ in conversations for message in messages for key in message}
+    keys |= {"tools" for _, tools in conversations if tools}
+    in_template = {*re.findall(r"\w+", str(tokenizer.chat_template))}
+    unread = columns | keys - in_template - {"role", "content", "weight", "train"}
+    if unread:
+        say(f"columns, and keys of messages, that are not read: {', '.join(sorted(unread))}")
+    return find_stop_token(tokenizer, args, conversations)
+
+
+def cells_as_text(file):
+    """Options for a CSV file. Otherwise, pandas reads 007 as 7, and NA as null."""
+    header = pandas.read_csv(file, nrows=0).columns
+    features = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
+    return {"features": features, "keep_default_na": False}
+
+
+def with_json_as_text(documents):
+    """Columns of JSON as text, which `conversation_of` parses. Nulls in it are the user's own."""
+    text = datasets.Json(decode=False)
+    for name, kind in documents.features.items():
+        if kind in (datasets.Json(), datasets.List(datasets.Json())):  # keys differ between rows
+            as_text = text if kind == datasets.Json() else datasets.List(text)
+            documents = documents.cast_column(name, as_text)
+    return documents
+
+
+def rows_of(batch):
+    """The rows of a batch, as dictionaries. A batch has a list for each column."""
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def without_nulls(value):
+    """`datasets` fills missing keys with null, at every depth. In JSON text, null is meant."""
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def parsed(value, name):
+    """The value of JSON text. Other values stay."""
+    try:
+        return json.loads(value or "null") if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        sys.exit(f"error: {name} must be JSON, not the text {value[:60]!r}")
+
+
+def conversation_of(row):
+    """The messages of a row, and its tools or None. What is read is removed from the row."""
+    for column, value in row.items():
+        row[column] = without_nulls(value)
+    system = row.pop("system", None)
+    messages = [message_of({"role": "system", "content": system})] if system else []
+    name = next((name for name in ("messages", "conversations") if name in row), None)
+    pair = next((names for names in PAIRS if row.keys() >= {*names}), None)
+    if name:
+        turns = parsed(row.pop(name), name) or []
+        if not isinstance(turns, list):
+            sys.exit(f"error: {name} must be a list of messages, not {str(turns)[:60]!r}")
+        messages += [message_of(turn, name) for turn in turns]
+    elif pair and isinstance(row[pair[0]], list):  # two lists of messages, as TRL has them
+        messages += [message_of(m) | {"weight": 0} for m in row.pop(pair[0])]
+        messages += [message_of(m) for m in row.pop(pair[1])]
+    elif pair:
+        pairs = parsed(row.pop("history", None), "history") or []
+        if not all(isinstance(turn, list) and len(turn) == 2 for turn in pairs):
+            sys.exit(f"error: history must be a list of pairs, not {str(pairs)[:60]!r}")
+        # A cell may be 0, which is false, but is no empty cell.
+        parts = [row.pop(pair[0]), row.pop("input", None) if "output" in pair else None]
+        question = "\n\n".join(str(part) for part in parts if part not in (None, ""))
+        for asked, answer in [*pairs, (question, row.pop(pair[1]))]:
+            messages.append(message_of({"role": "user", "content": asked}))
+            messages.append(message_of({"role": "assistant", "content": answer}))
+    else:
+        forms = "messages or conversations, or to one of the pairs"
+        sys.exit(f"error: the columns are {[*row]}: rename them to {forms} {PAIRS}")
+    tools = [parsed(tool, "tools") for tool in parsed(row.pop("tools", None), "tools") or []]
+    return messages, tools or None
+
+
+def message_of(message, column="the row"):
+    """A message as templates read it: a role, a content, and calls of tools as dictionaries."""
+    message = parsed(message, column)
+    if not isinstance(message, dict):
+        sys.exit(f"error: {column} must have roles and contents, not {str(message)[:60]!r}")
+    message = {key: value for key, value in message.items() if value not in (None, [])}
+    role = message.pop("from", message.get("role"))
+    content = message.pop("value", message.get("content"))
+    if content is None and "tool_calls" in message:
+        content = ""
+    # A template would write None or a list as text, and the model would learn it.
+    if not isinstance(role, str) or not isinstance(content, str):
+        sys.exit(f"error: role and content of a message must be text, perhaps empty: {message}")
+    for call in message.get("tool_calls", []):
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):  # servers parse this text, too
+            function["arguments"] = parsed(function["arguments"], "arguments") or {}
+    return message | {"role": ROLES.get(role, role), "content": content}
+
+
 # -- Flags -----------------------------------------------------------------------------------------
 
 # --demo takes two minutes on two CPU cores.
@@ -1094,6 +1224,10 @@ def parse_args():
     # LORA: This demo begins where another demo has ended.
     if args.model_name == DEMO["model_name"] and not os.path.exists(args.model_name):
         sys.exit("error: first run the demo of chapter 3, whose model this demo continues")
+    if args.from_scratch:  # LORA: nothing would save the random weights
+        sys.exit("error: adapters need pretrained weights, so --from-scratch is of no use here")
+    if os.path.exists(f"{args.model_name}/adapter_config.json"):  # LORA: PEFT would stack them
+        sys.exit(f"error: {args.model_name} has adapters: first merge them with their base")
     try:  # the scheduler, before the data is read
         optimizer = torch.optim.SGD([torch.zeros(1)])
         scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
@@ -1114,8 +1248,6 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     except datasets.exceptions.DatasetGenerationError as error:  # the cause names the file
         sys.exit(f"error: {error.__cause__}")
-    except jinja2.TemplateError as error:  # CHAT: such as one without system messages
-        sys.exit(f"error: the chat template refuses a conversation: {error}")
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
     finally:

@@ -92,7 +92,7 @@ if [ "$status" -ne 0 ]; then
   echo "error: the run ended with status $status: $logs-*.log say why" >&2
 elif [ -n "$near_limit" ] && [ -n "$named" ]; then
   # The signal may arrive during the last step. Then the run completes the training, and says so.
-  if grep -qs "^Done: the model is in " "$logs"-*.log; then
+  if grep -qs "^Done: the " "$logs"-*.log; then
     echo "The training is complete"
   else
     echo "The job is queued again"

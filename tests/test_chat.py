@@ -3,6 +3,9 @@
 Which tokens have labels is written out by hand, for templates in the manner of known families.
 """
 
+import csv
+import io
+import json
 import random
 import re
 from itertools import cycle, pairwise
@@ -14,13 +17,14 @@ import torch
 from conftest import LLAMA, TINY_LLAMA, damaged, save_weights, write_model
 from runner import CHAPTER_16, REPOSITORY, load
 from test_equal import OFF, Case, described, run, worst
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    PreTrainedTokenizerFast,
     get_scheduler,
 )
 
@@ -36,8 +40,9 @@ def chat():
 # -- Labels ----------------------------------------------------------------------------------------
 
 # Templates in the manner of these families, shortened. « and » are the borders of the answers, of
-# which a text has all labels, and no others. ¦ is a border of tokens: at the end of a prompt, two
-# line ends are one token. Qwen3 and Phi-3 change earlier turns, so there are two texts.
+# which a text has all labels, and no others. ¦ is a border of tokens. Qwen3 and Phi-3 change
+# earlier turns, so there are two texts. In Llama 3 with this tokenizer, two line ends are one token
+# only at the end of a prompt, so the second prompt has other tokens than the first text.
 LLAMA_3 = """{{- '<|begin|>' }}{% for m in messages %}
 {{- '<|header|>' + m.role + '<|end_header|>\n\n' + m.content | trim + '<|eot|>' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|header|>assistant<|end_header|>\n\n' }}{% endif %}"""
@@ -63,9 +68,11 @@ THOUGHT = "<think>\nMoin?\n</think>\n\n"
 FAMILIES = {
     "Llama-3": (
         LLAMA_3,
+        "<|begin|><|header|>user<|end_header|>\n¦\nHi<|eot|><|header|>assistant<|end_header|>\n\n"
+        "«Größe 学习.<|eot|>»",
         "<|begin|><|header|>user<|end_header|>\n¦\nHi<|eot|><|header|>assistant<|end_header|>\n¦\n"
-        "«Größe 学习.<|eot|>»<|header|>user<|end_header|>\n¦\nAnd?<|eot|>"
-        "<|header|>assistant<|end_header|>\n¦\n«No<|eot|>»",
+        "Größe 学习.<|eot|><|header|>user<|end_header|>\n¦\nAnd?<|eot|>"
+        "<|header|>assistant<|end_header|>\n\n«No<|eot|>»",
     ),
     "Qwen2.5": (
         QWEN_2 + CHATML,
@@ -140,8 +147,8 @@ def test_labels_are_the_answers(chat, family):
             tokens = [token for part in piece.split("¦") for token in tokens_of(part)]
             expected_ids += tokens
             expected_labels += tokens if number % 2 else [-100] * len(tokens)
-        assert ids.tolist() == expected_ids
-        assert labels.tolist() == expected_labels
+        assert ids == expected_ids
+        assert labels == expected_labels
     stop = chat.find_stop_token(tokenizer, SimpleNamespace(template_options={}))
     assert stop == found["labels"][0][-1]
 
@@ -156,24 +163,92 @@ def test_answers_that_do_not_fit(chat):
         found = chat.tokenize({"messages": [turn * 2]}, tokenizer, {}, size)
         assert (found["answers"], found["fitting"]) == ([2], [2 - left_out])
         for name in ("input_ids", "labels"):
-            assert found[name][0].tolist() == whole[name][0][:length].tolist()
+            assert found[name][0] == whole[name][0][:length]
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": null, "b": 3}'}}
+PARSED = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": 3}}}
+FILLED = {"function": {"name": "f", "arguments": {"a": None, "b": 3}}, "id": None}
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [PARSED]}
+# A row, and its messages
+FORMS = [
+    ({"messages": [Q, A | {"name": None, "tool_calls": []}], "id": 3}, [Q, A]),
+    ({"messages": json.dumps([Q, A | {"name": None}])}, [Q, A]),
+    ({"messages": [json.dumps(Q), json.dumps(A)]}, [Q, A]),
+    ({"messages": None}, []),
+    ({"messages": ""}, []),
+    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [Q, A]),
+    ({"conversations": [{"from": "system", "value": "s"}, Q, A]}, [SYSTEM, Q, A]),
+    ({"conversations": [{"from": "tool", "value": "t"}]}, [{"role": "tool", "content": "t"}]),
+    ({"conversations": [Q, A], "system": "s"}, [SYSTEM, Q, A]),
+    ({"messages": [Q, A], "prompt": "x", "completion": "y"}, [Q, A]),
+    ({"prompt": "q", "completion": "a"}, [Q, A]),
+    ({"prompt": "q", "response": "a", "system": ""}, [Q, A]),
+    ({"prompt": [Q, A], "completion": [A]}, [Q | {"weight": 0}, A | {"weight": 0}, A]),
+    ({"instruction": "q", "input": "", "output": "a", "text": "t"}, [Q, A]),
+    ({"instruction": "q", "input": None, "output": "a", "system": "s"}, [SYSTEM, Q, A]),
+    ({"instruction": "q", "output": "a", "history": [["q", "a"]]}, [Q, A, Q, A]),
+    ({"instruction": "q", "output": "a", "history": '[["q", "a"]]'}, [Q, A, Q, A]),
+    ({"instruction": "q", "output": "a", "history": None}, [Q, A]),
+    ({"instruction": "q", "input": "000", "output": "a"}, [Q | {"content": "q\n\n000"}, A]),
+    ({"instruction": "q", "input": 0, "output": "a"}, [Q | {"content": "q\n\n0"}, A]),
+    # In JSON text, a null is meant. In fields of `datasets`, the row does not have the key.
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}, [CALLS]),
+    ({"messages": json.dumps([{"role": "assistant", "tool_calls": [PARSED]}])}, [CALLS]),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [FILLED]}]},
+        [CALLS | {"tool_calls": [{"function": {"name": "f", "arguments": {"b": 3}}}]}],
+    ),
+    (
+        {"messages": [A | {"tool_calls": [{"name": "f", "arguments": ""}]}]},
+        [A | {"tool_calls": [{"name": "f", "arguments": {}}]}],
+    ),
+]
+# A part of the sentence, and a row
+REFUSED = [
+    ("rename them to messages or", {"prompt": "q", "answer": "a"}),
+    ("messages must be JSON, not the text", {"messages": "[{'role': 'user'}]"}),
+    ("messages must have roles and contents, not '3'", {"messages": [3]}),
+    ("messages must be a list of messages, not", {"messages": "3"}),
+    ("messages must be a list of messages, not", {"messages": Q}),
+    ("history must be a list of pairs", {"instruction": "", "output": "", "history": [Q]}),
+    ("arguments must be JSON", {"messages": [A | {"tool_calls": [{"arguments": "{"}]}]}),
+    ("must be text, perhaps empty", {"messages": [{"content": "a"}]}),
+    ("must be text, perhaps empty", {"prompt": "q", "completion": None}),
+]
 
 
 def test_forms_of_rows(chat):
-    question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    for row in (
-        {"messages": [question, answer | {"name": None}], "id": 3},
-        {"prompt": "q", "completion": "a"},
-        {"instruction": "q", "input": "", "output": "a", "text": "t"},
-        {"instruction": "q", "input": None, "output": "a"},
+    for row, expected in FORMS:
+        assert chat.conversation_of(json.loads(json.dumps(row))) == (expected, None), row
+    tool = {"type": "function", "function": {"name": "f", "default": None}}
+    without = {"type": "function", "function": {"name": "f"}}
+    for tools, expected in (
+        ([tool], [without]),
+        (json.dumps([tool]), [tool]),
+        ([json.dumps(tool)], [tool]),
+        ("[]", None),
+        (None, None),
     ):
-        assert chat.messages_of(row) == [question, answer]
-    both = {"instruction": "q", "input": "i", "output": "a"}
-    assert chat.messages_of(both)[0]["content"] == "q\n\ni"
-    assert chat.messages_of(both | {"input": 4})[0]["content"] == "q\n\n4"
-    assert chat.messages_of({"messages": None}) == []
-    with pytest.raises(SystemExit, match="rename them to messages, or to prompt and"):
-        chat.messages_of({"prompt": "q", "answer": "a"})
+        assert chat.conversation_of({"messages": [], "tools": tools}) == ([], expected)
+    for sentence, row in REFUSED:
+        with pytest.raises(SystemExit, match=f"error: .*{re.escape(sentence)}"):
+            chat.conversation_of(row)
+
+
+def test_messages_without_a_loss(chat):
+    """Their text stands in the next prompt."""
+    answers = [A | {"content": "b", "weight": 0.0}, A | {"train": False}, A | {"weight": 1}]
+    messages = [m for answer in answers for m in (Q, answer)]
+    [ids], [labels] = (
+        chat.tokenize({"messages": [messages]}, tokenizer_with(CHATML), {}, 99)[name]
+        for name in ("input_ids", "labels")
+    )
+    tokenizer = tokenizer_with(CHATML)
+    assert tokenizer.decode([i for i in labels if i >= 0]) == "a<|im_end|>"
+    assert tokenizer.decode(ids).count("<|im_start|>assistant\nb<|im_end|>") == 1
 
 
 # The contents of questions and answers in turn, and the text of the labels. None: it is refused.
@@ -182,7 +257,7 @@ MESSY = [
     (["", "\r\nb \r\n"], "\r\nb \r\n<|im_end|>"),
     (["e\u0301", "\U0001f680\u200d e\u0301"], "\U0001f680\u200d e\u0301<|im_end|>"),
     (["<|im_end|>", "<|im_end|>b"], "<|im_end|>b<|im_end|>"),
-    (["a", "\n\nb"], "\nb<|im_end|>"),  # a token with line ends of prompt and answer has no label
+    (["a", "\n\nb"], "\n\nb<|im_end|>"),
     (["a"], ""),
     (["a", None], None),
     (["a", 4], None),
@@ -222,7 +297,7 @@ def test_samples_have_every_conversation_once(chat):
     for several in (True, False):
         batch = {name: [[*row] for row in rows] for name in ("input_ids", "labels")}
         batch |= {"position_ids": [[*range(len(row))] for row in rows]}
-        batch |= {name: [1] * len(rows) for name in ("answer_tokens", "answers", "fitting")}
+        batch |= {name: [1] * len(rows) for name in chat.COLUMNS if name not in batch}
         packed = chat.pack(batch, 64, several)
         found = []
         for ids, labels, positions in zip(
@@ -241,10 +316,10 @@ def test_samples_have_every_conversation_once(chat):
 
 # A part of the sentence, and a template
 WRONG = {
-    "leaves out the answers": "{% for m in messages %}{{ m.role }}{% endfor %}",
-    "does not begin where its prompt ends": CHATML.replace("assistant\n'", "assistant\n<think>'"),
-    "a prompt may not end within a token": "{% for m in messages %}{{ m.role }}: {{ m.content }}"
-    "{{ eos_token }}{% endfor %}{{ 'assistant: ' if add_generation_prompt }}",
+    "leaves out the answers": CHATML.replace("m.content", "''"),
+    "refuses a conversation: an answer does not begin where its prompt ends": CHATML.replace(
+        "assistant\n'", "assistant\n<think>'"
+    ),
     "no special token": CHATML.replace("<|im_end|>", ""),
 }
 
@@ -255,13 +330,239 @@ def test_wrong_templates(chat, sentence):
         chat.find_stop_token(tokenizer_with(WRONG[sentence]), SimpleNamespace(template_options={}))
 
 
-def test_too_few_answers(chat):
-    """The only row is held out, or no message has the known role."""
-    args = SimpleNamespace(seq_length=64, template_options={}, packing=True)
-    for rows in ([], [[{"role": "gpt", "content": "a"}]]):
-        documents = datasets.Dataset.from_dict({"messages": rows})
-        with pytest.raises(SystemExit, match="too few answers"):
-            chat.tokenize_split(documents, tokenizer_with(CHATML), args)
+# -- Tokens of a server ----------------------------------------------------------------------------
+
+# As Qwen3.5's: the prompt opens a thought. An answer without a thought does not continue it.
+THINKING = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' and '</think>' in m.content %}{{ '<think>\n' }}
+{{- m.content.split('<think>\n')[-1] }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"""
+SPACE = """{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|end|>\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+TOOLS = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}
+{{- '<|im_start|>' + m.role + '\n' + m.content }}{% for call in m.tool_calls or [] %}
+{{- '<call>' }}{% for name, value in call.function.arguments | items %}
+{{- name }}={{ value | tojson }}{% endfor %}{% endfor %}
+{{- '<|call|>' if m.tool_calls else '<|im_end|>' }}{{ '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+TEMPLATES = {name: template for name, (template, *_) in FAMILIES.items()}
+TEMPLATES |= {"a thought": THINKING, "a space": SPACE, "tools": TOOLS}
+# Answers; the questions are numbered
+TURNS = [
+    *[["a"], ["\nx = 1"], ["\n\na\n\n"], [" a"], ["  a  "], ["a", "b", "\nc"], ["", "a"]],
+    *[["'s it"], ["123", "4"], ["\ta"], ["\r\na"], ["Größe 学习"], ["\u00a0a"], ["<|im_end|>a"]],
+    *[["```\ncode\n```"], ["a\n", "b\n"], ["\U0001f680"], ["assistant\n"], ["...\n\n\n", "a"]],
+    *[["<think>\nt\n</think>\n\na"], ["<think>\nt\n</think>\n\na", "<think>\n</think>\nb"]],
+]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_tokens_of_a_server(chat, family):
+    """The ids of each prompt, alone, and of each answer, alone. No other token has a label."""
+    tokenizer = tokenizer_with(TEMPLATES[family])
+    refused = 0
+    for answers in TURNS:
+        messages = []
+        for number, answer in enumerate(answers):
+            messages += [Q | {"content": f"question {number}"}, A | {"content": answer}]
+        if family == "tools":
+            messages += [A | {"tool_calls": [CALL]}, {"role": "tool", "content": "4"}, A]
+        tools = [{"type": "function", "function": {"name": "f"}}] if family == "tools" else None
+        batch = {"messages": [json.dumps(messages)], "tools": [tools]}
+        found = chat.tokenize(batch, tokenizer, {}, 9999)
+        parsed, _ = chat.conversation_of({"messages": json.dumps(messages)})
+        texts = list(zip(found["input_ids"], found["labels"], strict=True))
+        if found["refusal"] != [""] * len(texts):
+            refused += 1
+            assert texts == [([], [])]
+            continue
+        count = 0
+        for n, message in enumerate(parsed):
+            if message["role"] == "assistant":
+                options = {"tokenize": False, "tools": tools}
+                prompt = tokenizer.apply_chat_template(
+                    parsed[:n], add_generation_prompt=True, **options
+                )
+                whole = tokenizer.apply_chat_template(parsed[: n + 1], **options)
+                prompt_ids, answer_ids = (
+                    tokenizer(text, add_special_tokens=False)["input_ids"]
+                    for text in (prompt, whole[len(prompt) :].rstrip())
+                )
+                end = len(prompt_ids) + len(answer_ids)
+                assert any(
+                    ids[:end] == prompt_ids + answer_ids
+                    and labels[len(prompt_ids) : end] == answer_ids
+                    for ids, labels in texts
+                ), (answers, n)
+                count += len(answer_ids)
+        assert sum(label >= 0 for _, labels in texts for label in labels) == count
+    expected = len(TURNS) - 2 if family == "a thought" else 0
+    assert refused == expected
+
+
+def test_answers_of_sentencepiece(chat):
+    """It begins a text with a space, but not an answer."""
+    pieces = ["▁", "\n", *"abcdefghijklmnopqrstuvwxyz:", "▁a", "▁b", "<end>"]
+    backend = Tokenizer(
+        models.BPE({piece: n for n, piece in enumerate(pieces)}, [("▁", "a"), ("▁", "b")])
+    )
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.add_special_tokens(["<end>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    for answer, expected in (("ab", ["a", "b"]), (" ab", ["▁a", "b"]), ("\na", ["\n", "a"])):
+        ids = chat.encode_answer(answer + "<end>", tokenizer)
+        assert tokenizer.convert_ids_to_tokens(ids) == [*expected, "<end>"]
+
+
+# -- Files of conversations ------------------------------------------------------------------------
+
+# A template that refuses a question
+STRICT = """{% for m in messages if m.content == 'No' %}{{ raise_exception('No.') }}{% endfor %}"""
+PLAIN = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n«a<|im_end|>»"
+
+
+def as_csv(rows) -> str:
+    table = io.StringIO()
+    writer = csv.DictWriter(table, rows[0])
+    writer.writeheader()
+    writer.writerows(rows)
+    return table.getvalue()
+
+
+def as_jsonl(rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def as_parquet(rows) -> bytes:
+    """With a type for each field, in which absent keys are null."""
+    buffer = io.BytesIO()
+    datasets.Dataset.from_list(rows).to_parquet(buffer)
+    return buffer.getvalue()
+
+
+TURN = {"messages": [Q, A]}
+LONG = {"messages": [Q, A | {"content": "a " * 99}]}
+REFUSED_ROW = {"messages": [Q | {"content": "No"}, A]}
+CODES = [{"instruction": "q", "input": "", "output": "a"}]
+CODES += [{"instruction": "q", "input": f"{n:03}", "output": "NA"} for n in range(99)]
+# The name of a file and its content. Then what the first text or the sentence has.
+FILES = {
+    "messages as text": ("a.jsonl", as_jsonl([{"messages": json.dumps([Q, A])}] * 99), PLAIN),
+    "messages in a table": ("a.csv", as_csv([{"messages": json.dumps([Q, A])}] * 99), PLAIN),
+    "ShareGPT": (
+        "a.parquet",
+        as_parquet(
+            [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]
+            * 99
+        ),
+        PLAIN,
+    ),
+    "responses": ("a.csv", as_csv([{"prompt": "q", "response": "a"}] * 99), PLAIN),
+    "codes": ("a.csv", as_csv(CODES[1:]), "user\nq\n\n000<|im_end|>\n<|im_start|>assistant\n«NA"),
+    "empty cells": ("a.csv", as_csv(CODES), PLAIN),
+    # Both calls have one type, so the nulls are those of absent keys.
+    "calls with nulls": (
+        "a.parquet",
+        as_parquet(
+            [
+                {
+                    "messages": [
+                        Q,
+                        A | {"tool_calls": [{"function": {"name": "f", "arguments": {key: 1}}}]},
+                    ]
+                }
+                for key in "ab" * 50
+            ]
+        ),
+        "«a<call>a=1<|call|>»",
+    ),
+    # These rows have several types, so `datasets` keeps them as JSON text, and the null is meant.
+    "a null that is meant": (
+        "a.jsonl",
+        as_jsonl([{"messages": [Q, A | {"tool_calls": [PARSED]}]}] + [TURN] * 99),
+        "«a<call>a=nullb=3<|call|>»",
+    ),
+    "tools": ("a.jsonl", as_jsonl([TURN | {"tools": [{"name": "f"}]}] * 99), '{"name": "f"}<|im_s'),
+    "tools as text": (
+        "a.jsonl",
+        as_jsonl([TURN | {"tools": '[{"name": "f"}]'}] * 99),
+        '{"name": "f"}<',
+    ),
+    "not read": (
+        "a.jsonl",
+        as_jsonl([{"messages": [Q | {"mood": 1}, A], "score": 3}] * 99),
+        "columns, and keys of messages, that are not read: mood, score",
+    ),
+    "a long one at the end": ("a.jsonl", as_jsonl([TURN] * 50 + [LONG] * 2), PLAIN),
+    "few refused": (
+        "a.jsonl",
+        as_jsonl([TURN] * 96 + [REFUSED_ROW] * 3),
+        "warning: the template refuses 3 conversations, as with: No.",
+    ),
+    "many refused": (
+        "a.jsonl",
+        as_jsonl([TURN] * 94 + [REFUSED_ROW] * 5),
+        "error: more than 5 % of the conversations are refused",
+    ),
+    "all refused": (
+        "a.jsonl",
+        as_jsonl([REFUSED_ROW] * 99),
+        "error: the chat template refuses a conv",
+    ),
+    "no answers": (
+        "a.jsonl",
+        as_jsonl([{"messages": [Q]}] * 99),
+        "error: no conversation has an answer",
+    ),
+    "text": (
+        "a.txt",
+        "Hello",
+        "error: no files for .*: give existing ones that end in .json, .jsonl",
+    ),
+    "other columns": (
+        "a.csv",
+        as_csv([{"question": "q", "answer": "a"}]),
+        "error: the columns are",
+    ),
+    "Python": (
+        "a.jsonl",
+        as_jsonl([{"messages": str([Q, A])}]),
+        "error: messages must be JSON, not",
+    ),
+}
+
+
+LISTS = ("input_ids", "labels")
+
+
+def test_files_of_conversations(chat, tmp_path, capsys):
+    """Each file is read, with nothing silent, or refused before its conversations are tokenized."""
+    for case, (name, content, expected) in FILES.items():
+        file = tmp_path / case / name
+        file.parent.mkdir()
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        args = SimpleNamespace(dataset_name=str(file), dataset_subset=None, template_options={})
+        args = SimpleNamespace(**vars(args), seq_length=64, packing=False)
+        try:
+            train, held_out = chat.load_samples(args, tokenizer := tokenizer_with(STRICT + TOOLS))
+        except SystemExit as end:
+            found = end.code
+            assert "fit into" not in capsys.readouterr().out or case == "many refused"
+        else:
+            found = capsys.readouterr().out
+            for sample in train:
+                before = -100
+                for token, label in zip(*(sample[n].tolist() for n in LISTS), strict=True):
+                    found += "»" * (label < 0 <= before) + "«" * (before < 0 <= label)
+                    found += tokenizer.decode([token])
+                    before = label
+            assert len(held_out) == 1
+        assert re.search(
+            expected if "error: no files" in expected else re.escape(expected), found
+        ), (
+            case,
+            found,
+        )
 
 
 # -- Conversations that share a sample -------------------------------------------------------------
@@ -288,7 +589,7 @@ AttentionMaskInterface.register("varlen", lambda *arguments, **options: None)
 @pytest.fixture
 def find(monkeypatch):
     """The line of `build_model`, for models of this process."""
-    [line] = re.findall(r"find_packed_sequence_indices = (lambda .*)", CHAPTER_16.read_text())
+    [line] = re.findall(r"packed_sequence_indices = (lambda .*cumsum.*)", CHAPTER_16.read_text())
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", eval(line))
 
 
@@ -318,6 +619,12 @@ def test_the_probe_finds_models_that_mix(chat, find):
         assert chat.mixes_conversations(model, torch.device("cpu")) == (kind == "opt"), kind
         assert model.training
 
+    def refuse(**inputs):  # as linear attention does
+        raise ValueError("cannot keep packed sequences apart")
+
+    model.forward = refuse
+    assert chat.mixes_conversations(model, torch.device("cpu"))
+
 
 # -- The plain loop --------------------------------------------------------------------------------
 
@@ -345,7 +652,9 @@ def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> S
     def losses_of(samples):
         """The sum over the answers of each conversation, and their number of tokens."""
         for sample in samples:
-            begins = [*(sample["position_ids"] == 0).nonzero().flatten(), SIZE]
+            begins = [0, SIZE]  # with --no-packing
+            if packing:
+                begins = [*(sample["position_ids"] == 0).nonzero().flatten(), SIZE]
             for begin, end in pairwise(begins):
                 ids, labels = (sample[name][begin:end] for name in ("input_ids", "labels"))
                 count = (labels >= 0).sum().item()
@@ -389,9 +698,9 @@ CASES = {
 }
 # About every second conversation loses its labels, so some micro-batches have no answer.
 BLANK = {
-    '            conversation = {"input_ids"': "            if ids[3] % 2:\n"
-    "                labels[:], labelled = -100, []\n"
-    '            conversation = {"input_ids"'
+    '        text["position_ids"]': "        if sum(text['input_ids'][3:4]) % 2:\n"
+    "            labels[:] = [-100] * len(labels)\n"
+    '        text["position_ids"]'
 }
 
 

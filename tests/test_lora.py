@@ -6,17 +6,18 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import peft
 import pytest
 import torch
 from conftest import assert_same_model, damaged, exact
 from runner import CHAPTER_3, CHAPTER_17, REPOSITORY, load
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_chat import BATCH, DEMO_TEMPLATE, SIZE, assert_equal, flags_for, plain_loop
 from test_equal import AGAIN, OFFLOAD, WHOLE, Case, described, run, worst, write_weights
 from test_fsdp import whole_state
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 README = CHAPTER_17.with_name("README.md").read_text()
 PREFIX = "base_model.model."  # of all names in PEFT's own models
@@ -49,6 +50,41 @@ def test_the_demo_names_the_demo_before_it(lora, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train-llm.py", "--demo"])
     with pytest.raises(SystemExit, match="first run the demo of chapter 3"):
         lora.parse_args()
+
+
+def test_what_is_refused(lora, tmp_path, monkeypatch):
+    base = write_weights(tmp_path / "base", "llama")
+    monkeypatch.setattr(sys, "argv", ["train-llm.py", "-m", str(base), "--from-scratch"])
+    with pytest.raises(SystemExit, match="adapters need pretrained weights"):
+        lora.parse_args()
+    (base / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", sys.argv[:3])
+    with pytest.raises(SystemExit, match="has adapters: first merge them"):
+        lora.parse_args()
+    (base / "adapter_config.json").unlink()
+    monkeypatch.chdir(tmp_path)
+    for targets, sentence in {
+        "none": "error: --lora-targets none: Target modules none not found",
+        ".*embed_tokens": "error: --lora-targets: embeddings, and a head tied to them",
+        ".*(q_proj|lm_head)": "error: --lora-targets: embeddings, and a head tied to them",
+    }.items():
+        args = SimpleNamespace(lora_rank=2, lora_alpha=2, lora_targets=targets, seed=0)
+        args.model_name = "base"
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base))
+        with pytest.raises(SystemExit, match=re.escape(sentence)):
+            lora.add_adapters(model, args)
+    args.lora_targets = ".*q_proj"
+    lora.add_adapters(model := AutoModelForCausalLM.from_pretrained(base), args)
+    assert model.peft_config["default"].base_model_name_or_path == str(base)
+
+    # The hash of a base is that of a copy, and changes with one matrix.
+    before = lora.hash_of_base(base)
+    assert lora.hash_of_base(shutil.copytree(base, tmp_path / "copy")) == before
+    weights = load_file(base / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"] += 1e-3
+    save_file(weights, base / "model.safetensors", {"format": "pt"})  # of the same size
+    assert lora.hash_of_base(base) != before
 
 
 @pytest.mark.rest
@@ -137,7 +173,7 @@ def assert_opens(run, base) -> None:
     torch.testing.assert_close(merged(ids).logits, expected)
     for folder in (final, run.folder / "merged"):
         settings = json.loads((folder / "generation_config.json").read_text())
-        assert settings == settings | SAMPLING | {"eos_token_id": 0}
+        assert settings == settings | SAMPLING | {"eos_token_id": [5, 0]}
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "merged")
     assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()
 

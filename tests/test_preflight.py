@@ -236,24 +236,37 @@ def test_named(look, case):
 
 
 def test_conversations(look):
-    """The answers of the first one are marked. Unknown roles are no answers."""
-    for role, part in {
-        "assistant": "'User: a\\nAssistant:« b<|endoftext|>»'",
-        "gpt": "error: no answer fits (raise -s), or no message has the role 'assistant'",
-    }.items():
-        messages = [{"role": "user", "content": "a"}, {"role": role, "content": "b"}]
-        flags = [*jsonl([messages], f"{role}.jsonl", "messages"), "--chat-template", DEMO_TEMPLATE]
-        status, output = look(*flags, chapter="16")
+    """Roles, what is not read, and the marked answers of the first one."""
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    template = ["--chat-template", DEMO_TEMPLATE]
+    rows = [[question, answer | {"mood": "x"}]] * 30 + [[question | {"content": "No"}, answer]]
+    strict = "{% for m in messages if m.content == 'No' %}{{ raise_exception('No.') }}{% endfor %}"
+    Path("strict.jinja").write_text(strict + DEMO_TEMPLATE.read_text())
+    flags = [*jsonl(rows, column="messages"), "--chat-template", "strict.jinja"]
+    status, output = look(*flags, chapter="16")
+    for part in (
+        "columns, and keys of messages, that are not read: mood",
+        "31 of user, 31 of assistant",
+        "user: 'a', assistant: 'b'",
+        "'User: a\\nAssistant:« b<|endoftext|>»'",
+        "warning: the chat template refuses 1 of them, such as: No.",
+    ):
         assert part in output
-        assert status == (role == "gpt"), output
-    flags = [*jsonl(["[]"], column="messages"), "--chat-template", DEMO_TEMPLATE]
-    assert "messages must be a list of roles and contents: []" in look(*flags, chapter="16")[1]
+    assert status == 0, output
+    for messages, part in (
+        ([question, answer | {"role": "model"}], "no conversation has an answer, of the role 'ass"),
+        ("[3]", "messages must have roles and contents, not '3'"),
+    ):
+        flags = [*jsonl([messages], f"{part[0]}.jsonl", "messages"), *template]
+        status, output = look(*flags, chapter="16")
+        assert (status, f"error: {part}" in output) == (1, True), output
 
 
-def test_targets_that_no_layer_has(look):
+def test_targets_that_no_layer_has(look, pretrained):
     messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     flags = [*jsonl([messages] * 9, column="messages"), "--chat-template", DEMO_TEMPLATE]
-    status, output = look(*flags, "--lora-targets", "q_proj,v_proj", chapter="17")
+    targets = ["--no-from-scratch", "-m", pretrained, "--lora-targets", "q_proj,v_proj"]
+    status, output = look(*flags, *targets, chapter="17")
     assert (status, "q_proj,v_proj not found" in output) == (1, True), output
 
 

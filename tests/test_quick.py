@@ -20,6 +20,7 @@ from conftest import (
     assert_same_losses,
     assert_same_model,
     exact,
+    save_weights,
     take_over,
     write_documents,
 )
@@ -234,8 +235,9 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
         assert_one_sentence(output, "chapter 17, with B and A apart: use the final/ of its run")
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
     assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()
-    stop = GenerationConfig.from_pretrained(run.folder / "final").eos_token_id
-    assert stop == tokenizer.eos_token_id
+    for name in ("final", "step-00000002"):  # the stop tokens of the base, and of the answers
+        stops = GenerationConfig.from_pretrained(run.folder / name).eos_token_id
+        assert stops == [5, tokenizer.eos_token_id]
     command = [run.folder / "final", "--prompt", "Hi", "--temperature", 0, "--max-new-tokens", 9]
     whole, answer = (
         outcome(trainer.folder, REPOSITORY / "tools" / "generate.py", *command, *more)
@@ -243,11 +245,20 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     )
     assert whole == (0, f"User: Hi\nAssistant:{answer[1]}")
     resume(run, trainer, 2, train)
-    refuse(trainer, chapter, [], "no chat template: give --chat-template")
+    if chapter == "16-chat":
+        other = trainer.folder / "other.jinja"
+        other.write_text("{# another #}" + DEMO_TEMPLATE.read_text())
+        refuse(
+            trainer, chapter, [*flags, "-e", "run", "--chat-template", other], "template_hash was"
+        )
+    else:
+        save_weights(folder, dtype=torch.bfloat16)  # another base in the same folder
+        refuse(trainer, chapter, [*flags, "-e", "run"], "base_hash was")
+    refuse(trainer, chapter, ["--no-from-scratch"], "no chat template: give --chat-template")
     strict = trainer.folder / "strict.jinja"
     strict.write_text("{{ raise_exception('no system messages') }}")
     sentence = "refuses a conversation: no system messages"
-    refuse(trainer, chapter, ["--chat-template", strict], sentence)
+    refuse(trainer, chapter, [*flags, "--chat-template", strict], sentence)
     refuse(trainer, chapter, [*flags, "-s", 4], "too few answers fit, to train on or")
 
 

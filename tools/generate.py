@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 
@@ -31,6 +32,9 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--prompt", default="", help="the text to continue")
     parser.add_argument("--chat", action="store_true", help="answer, with the chat template")
+    parser.add_argument(
+        "--template-options", type=yaml.safe_load, default={}, help="as in chapter 16"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=200, help="[%(default)s]")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy [%(default)s]")
     parser.add_argument("--top-k", type=int, default=50, help="0: all tokens [%(default)s]")
@@ -106,7 +110,9 @@ def main() -> None:
     if args.chat:
         # The template writes the begin-of-text token itself.
         messages = [{"role": "user", "content": args.prompt}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **args.template_options
+        )
     options = {"return_tensors": "pt", "add_special_tokens": not args.chat}
     inputs = tokenizer(prompt, **options).to(model.device)
     if args.prompt and inputs["input_ids"][0, -1] == tokenizer.eos_token_id:

@@ -259,20 +259,28 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
     """Of chapters 16 and 17: how many answers fit, and which tokens of a sample have a loss."""
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text()
+        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     elif not tokenizer.chat_template:
         sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
-    stop_token = chapter.find_stop_token(tokenizer, args)
+    silent = chapter.say
+    chapter.say = lambda message: print(f"  {message}")  # it names what is not read
+    stop_token = chapter.look_at_first(documents, tokenizer, args)
+    chapter.say = silent
     chosen = documents.select(evenly(range(len(documents)), SAMPLE))
-    for messages in chosen["messages"] if "messages" in documents.features else ():
-        if not all(isinstance(message, dict) for message in messages or ()):
-            sys.exit(f"error: messages must be a list of roles and contents: {str(messages)[:60]}")
-    found = chapter.tokenize(chosen[:], tokenizer, args.template_options, args.seq_length)
+    batch = chapter.with_json_as_text(chosen)[:]
+    conversations = [chapter.conversation_of(row)[0] for row in chapter.rows_of(batch)]
+    found = chapter.tokenize(batch, tokenizer, args.template_options, args.seq_length)
     answers = f"with {sum(found['answers']):,} answers"
     report.fact("conversations", f"{len(documents):,}; looked at {len(chosen):,}, {answers}")
-    if "tools" in documents.features:
-        report.warn("the column tools is not read: write the tools into a message of the system")
+    roles = Counter(message["role"] for messages in conversations for message in messages)
+    report.fact("messages", ", ".join(f"{number:,} of {role}" for role, number in roles.items()))
+    first = [f"{message['role']}: {message['content'][:60]!r}" for message in conversations[0]]
+    report.fact("the first one", ", ".join(first))
     report.fact("answers end with", tokenizer.convert_ids_to_tokens(stop_token))
+    if refusals := [reason for reason in found["refusal"] if reason]:
+        what = f"the chat template refuses {len(refusals):,} of them, such as: {refusals[0]}"
+        tell = report.error if len(refusals) > len(chosen) / 20 else report.warn
+        tell(what)
     texts = [pair for pair in zip(found["input_ids"], found["labels"], strict=True) if len(pair[0])]
     if left_out := sum(found["answers"]) - sum(found["fitting"]):
         report.warn(f"{left_out:,} answers do not fit into {args.seq_length} tokens: raise -s")

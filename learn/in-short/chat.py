@@ -56,18 +56,15 @@ def tokenize(row):
     """The tokens of a conversation, and labels: -100 for all tokens but those of the answers."""
     messages = row["messages"]
     render = partial(tokenizer.apply_chat_template, tokenize=False)
-    options = {"add_special_tokens": False, "return_offsets_mapping": True}
-    tokens = tokenizer(render(messages), **options)
-    ids = tokens["input_ids"]
-    labels = [-100] * len(ids)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    ids, labels = [], []
     for n, message in enumerate(messages):
         if message["role"] == "assistant":
-            # A server sends the text up to `begin`. The model has to learn the text up to `end`.
-            begin = len(render(messages[:n], add_generation_prompt=True))
-            end = len(render(messages[: n + 1]).rstrip())
-            for i, (first, _) in enumerate(tokens["offset_mapping"]):  # characters of each token
-                if begin <= first < end:
-                    labels[i] = ids[i]
+            # A server sends the tokens of the prompt. The model has to learn those of the answer.
+            prompt = render(messages[:n], add_generation_prompt=True)
+            answer = render(messages[: n + 1])[len(prompt) :].rstrip()
+            ids = encode(prompt) + encode(answer)
+            labels += [-100] * (len(encode(prompt)) - len(labels)) + encode(answer)
     padding = SEQ_LENGTH - len(ids)  # none of these conversations is longer
     return {"input_ids": ids + [0] * padding, "labels": labels + [-100] * padding}
 

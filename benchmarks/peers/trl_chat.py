@@ -1,0 +1,234 @@
+"""Chapter 16 beside TRL: the speed and memory of preparing conversations, and exact tokens.
+
+    pip install --target trl --no-deps trl
+    PYTHONPATH=trl python benchmarks/peers/trl_chat.py prepare --rows 100000
+    PYTHONPATH=trl python benchmarks/peers/trl_chat.py templates
+
+`prepare` makes conversations of about 500 tokens from Python's own library. Chapter 16 and TRL's
+SFTTrainer then make samples of them, each in a process of its own. `templates` tokenizes several
+conversations with all chat templates of TRL, and compares the tokens and the labels with those of a
+server: the ids of each prompt, and the ids of each answer.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("COMET_MODE", "disabled")
+import datasets
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SIZE = 1024
+SPECIAL = ["<|im_start|>", "<|im_end|>"]
+
+
+def load_chapter():
+    script = REPOSITORY / "16-chat" / "train-llm.py"
+    spec = importlib.util.spec_from_file_location("chapter_16", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["chapter_16"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def templates() -> dict[str, str]:
+    [folder] = importlib.util.find_spec("trl").submodule_search_locations
+    files = sorted(Path(folder, "chat_templates").glob("*.jinja"))
+    return {file.stem: file.read_text("utf-8") for file in files}
+
+
+def tokenizer_with(template: str):
+    """The tiny tokenizer, in which all special tokens of the template are one token each."""
+    tokenizer = AutoTokenizer.from_pretrained(REPOSITORY / "models" / "tiny-llama")
+    found = {
+        *re.findall(r"<[|\uff5c][^<>{}'\" ]+[|\uff5c]>|</?[a-z_]+>|\[/?[A-Z_]+\]", template),
+        *SPECIAL,
+    }
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted(found)})
+    tokenizer.bos_token = tokenizer.eos_token
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+# -- Preparing -------------------------------------------------------------------------------------
+
+
+def write_rows(file: Path, rows: int) -> None:
+    """Two questions and two answers each, about 500 tokens together."""
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py"))
+    text = "".join(source.read_text("utf-8") for source in sources)
+    chance = random.Random(0)
+
+    def part(length: int) -> str:
+        begin = chance.randrange(len(text) - length)
+        return text[begin : begin + length]
+
+    with file.open("w") as stream:
+        for _ in range(rows):
+            messages = []
+            for _ in range(2):
+                messages.append({"role": "user", "content": part(200)})
+                messages.append({"role": "assistant", "content": part(chance.randrange(100, 800))})
+            stream.write(json.dumps({"messages": messages}) + "\n")
+
+
+def prepare(who: str, file: str) -> None:
+    """Prints what one of them needs to make samples of this file."""
+    if who == "trl":
+        from trl import SFTConfig, SFTTrainer
+
+        tokenizer = tokenizer_with(templates()["qwen2_5_training"])
+        tokenizer.eos_token = "<|im_end|>"
+        config = AutoConfig.from_pretrained(REPOSITORY / "models" / "tiny-llama")
+        config.vocab_size = len(tokenizer)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        options = {"max_length": SIZE, "assistant_only_loss": True, "report_to": [], "bf16": False}
+        settings = SFTConfig(output_dir=tempfile.mkdtemp(), use_cpu=True, **options)
+        rows = datasets.load_dataset("json", data_files=file, split="train")
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        trainer = SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        tokens = sum(len(ids) for ids in trainer.train_dataset["input_ids"])
+    else:
+        chapter = load_chapter()
+        tokenizer = tokenizer_with(templates()["qwen2_5"])
+        args = SimpleNamespace(seq_length=SIZE, template_options={}, packing=True)
+        args = SimpleNamespace(**vars(args), dataset_name=file, dataset_subset=None)
+        datasets.load_dataset("json", data_files=file, split="train")
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        with contextlib.redirect_stdout(io.StringIO()):
+            samples, held_out = chapter.load_samples(args, tokenizer)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        tokens = (len(samples) + len(held_out)) * SIZE
+    # Seconds of the CPU, because other programs may run beside this one
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    speed = f"{tokens:,} tokens in {seconds:.1f} CPU seconds, {tokens / seconds:,.0f} tokens/s"
+    peak = f"peak {after.ru_maxrss / 1e6:.2f} GB, of which {before.ru_maxrss / 1e6:.2f} GB before"
+    print(f"{who}: {speed}, {peak}", flush=True)
+
+
+# -- Exact tokens ----------------------------------------------------------------------------------
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 3}}}
+USER = {"role": "user", "content": "Hi"}
+
+
+def conversations():
+    def turns(*contents, system=None):
+        messages = [{"role": "system", "content": system}] if system else []
+        for number, content in enumerate(contents):
+            role = "assistant" if number % 2 else "user"
+            messages.append({"role": role, "content": content})
+        return messages
+
+    calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    result = {"role": "tool", "name": "f", "tool_call_id": "1", "content": "4"}
+    return {
+        "one turn": turns("Hi", "It is blue."),
+        "two turns": turns("Hi", "Yes.", "And?", "No."),
+        "three turns": turns("a", "b", "c", "d", "e", "f"),
+        "a system message": turns("Hi", "Yes.", system="Be short."),
+        "a line end first": turns("code", "\nx = 1"),
+        "line ends": turns("code", "\n\nx\n\n", "more", "\ny\n"),
+        "a space first": turns("Hi", " Yes."),
+        "spaces": turns("Hi", "  Yes.  "),
+        "an empty answer": turns("Hi", "", "And?", "Yes."),
+        "digits": turns("1", "123", "2", "4567"),
+        "other scripts": turns("Größe", "学习 \U0001f680", "e\u0301", "Да."),
+        "code": turns("code", "```python\nx = 1\n```"),
+        "a tab": turns("Hi", "\tYes."),
+        "an apostrophe": turns("Hi", "'s it"),
+        "a thought": turns("Hi", "<think>\nIt is.\n</think>\n\nYes."),
+        "two thoughts": turns("a", "<think>\nb\n</think>\n\nc", "d", "<think>\ne\n</think>\n\nf"),
+        "a call": [USER, calls],
+        "a call and its result": [USER, calls, result, {"role": "assistant", "content": "Yes."}],
+    }
+
+
+def compare(chapter, tokenizer, messages) -> str:
+    """`exact`, `refused`, or what differs."""
+    found = chapter.tokenize({"messages": [messages]}, tokenizer, {}, 99_999)
+    if any(found["refusal"]):
+        return "refused"
+    texts = list(zip(found["input_ids"], found["labels"], strict=True))
+    parsed, _ = chapter.conversation_of({"messages": json.loads(json.dumps(messages))})
+    labelled = 0
+    for n, message in enumerate(parsed):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.apply_chat_template(
+            parsed[:n], tokenize=False, add_generation_prompt=True
+        )
+        whole = tokenizer.apply_chat_template(parsed[: n + 1], tokenize=False)
+        assert whole.startswith(prompt)
+        answer = whole[len(prompt) :].rstrip()
+        prompt, answer = (
+            tokenizer(x, add_special_tokens=False).input_ids for x in (prompt, answer)
+        )
+        end = len(prompt) + len(answer)
+        if not any(
+            ids[:end] == prompt + answer and labels[len(prompt) : end] == answer
+            for ids, labels in texts
+        ):
+            return f"answer {n} differs"
+        labelled += len(answer)
+    if labelled != sum(label >= 0 for _, labels in texts for label in labels):
+        return "other tokens have labels"
+    return "exact"
+
+
+def compare_templates() -> None:
+    chapter = load_chapter()
+    total = Counter()
+    names = {n: t for n, t in templates().items() if not n.endswith("_training")}
+    for name, template in names.items():
+        tokenizer = tokenizer_with(template)
+        results = {}
+        for case, messages in conversations().items():
+            results[case] = compare(chapter, tokenizer, messages)
+        counts = Counter(results.values())
+        total += counts
+        refused = [case for case, result in results.items() if result == "refused"]
+        others = {c: r for c, r in results.items() if r not in ("exact", "refused")}
+        print(f"| {name} | {counts['exact']} | {', '.join(refused)} | {others or ''} |", flush=True)
+    print(dict(total), len(names), "templates")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["prepare", "templates", "chapter", "trl"])
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--file")
+    args = parser.parse_args()
+    if args.what == "templates":
+        compare_templates()
+    elif args.what == "prepare":
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "rows.jsonl")
+            write_rows(file, args.rows)
+            for who in ("chapter", "trl"):
+                env = os.environ | {"HF_DATASETS_CACHE": f"{folder}/{who}"}
+                command = [sys.executable, __file__, who, "--file", str(file)]
+                subprocess.run(command, env=env, check=True)
+    else:
+        prepare(args.what, args.file)
+
+
+if __name__ == "__main__":
+    main()
