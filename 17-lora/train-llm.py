@@ -628,7 +628,7 @@ def new_text(first=0, refusal=""):
 def find_stop_token(tokenizer, args, conversations=None):
     """The token that ends an answer, of the first conversation that has a good one."""
     problem = "no conversation has an answer, of the role 'assistant' and behind a question"
-    for messages, tools in conversations or [conversation_of({"prompt": "q", "response": "a"})]:
+    for messages, tools in conversations or [conversation_of({"prompt": "q", "response": "a b"})]:
         try:
             text = texts_of(messages, tools, tokenizer, args.template_options)[-1]
         except (jinja2.TemplateError, TypeError, ValueError) as error:
