@@ -75,13 +75,23 @@ def watch(chapter: str, flags: list[str]) -> None:
         local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
         return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
+    original_clip, sizes = torch.nn.utils.clip_grad_norm_, []  # sizes of the gradients
+
+    def clip(parameters, *args, **options):
+        """Sees all gradients. Chapter 18 has let go of some when AdamW's part begins."""
+        parameters = [*parameters]
+        sizes[:] = [size(p.grad for p in parameters if p.grad is not None)]
+        return original_clip(parameters, *args, **options)
+
+    torch.nn.utils.clip_grad_norm_ = clip
     original_step = torch.optim.AdamW.step
 
     def step(self, *args, **options):
         result = original_step(self, *args, **options)
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
         moments = [x for p in parameters for x in self.state[p].values()]
-        states[:] = [size(parameters), size(p.grad for p in parameters), size(moments)]
+        of_gradients = sizes or [size(p.grad for p in parameters)]  # some chapters clip otherwise
+        states[:] = [size(parameters), *of_gradients, size(moments)]
         alive.count()
         peaks.append(0)
         if len(peaks) == LAST_STEP + 1:

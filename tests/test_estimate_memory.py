@@ -7,7 +7,7 @@ from functools import wraps
 
 import pytest
 import torch
-from conftest import REAL_MODELS, write_model
+from conftest import REAL_MODELS, save_weights, write_model
 from runner import REPOSITORY, Job, load
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -76,6 +76,7 @@ CASES += [
     ("sparse low-rank", 1, TIED, CHECKPOINT),
     ("LoRA", 2, {}, HALF),
     ("LoRA", 2, TIED, ACCUMULATE),
+    ("Muon", 2, {}, f"{HALF} -s 128"),
 ]
 
 
@@ -100,7 +101,10 @@ def test_what_the_chapters_allocate(tmp_path, method, devices, config, flags):
         text = ["-d", chat / "stdlib.jsonl", "--chat-template", chat / "template.jinja"]
     options += ["--max-steps", 6, "--eval-freq", 0]
     options += known.flags if method == "no reshard" else []
-    options += [] if method == "sparse low-rank" else ["--from-scratch"]
+    if method == "LoRA":
+        save_weights(folder)
+    elif method != "sparse low-rank":
+        options += ["--from-scratch"]
     job = Job(WATCHER, [chapter, *options, *text], tmp_path / "output.txt", devices)
     assert job.wait() == 0, job.output
     ranks = re.findall(r"allocated (\d+) \[(.*?)\]", job.output)

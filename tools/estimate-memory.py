@@ -85,7 +85,7 @@ def numel(shapes, devices: int = 1, even: bool = False) -> int:
 
 
 # Chapters that change the model of chapter 1: what each is called, and the flag of its group
-PLAIN, TENSOR, CONTEXT, EXPERTS, LOW_RANK, LORA = 1, 6, 11, 12, 14, 17
+PLAIN, TENSOR, CONTEXT, EXPERTS, LOW_RANK, LORA, MUON = 1, 6, 11, 12, 14, 17, 18
 GROUPS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel", EXPERTS: "expert_parallel"}
 
 
@@ -631,6 +631,7 @@ METHODS = [
     Method("pipeline × tensor", 13, ("--pipeline-parallel", "--tensor-parallel"), TENSOR),
     Method("sparse low-rank", 14, ("--rank",), LOW_RANK),
     Method("LoRA", 17, ("--lora-rank",), LORA),
+    Method("Muon", MUON),
 ]
 METHODS = {method.name: method for method in METHODS}
 PARTS = ["weights, fp32", "gradients", "AdamW's moments", "copies of weights", "activations"]
@@ -727,6 +728,12 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     # AdamW counts for each tensor.
     steps = 4 * (sum(map(len, rank.trained.values())) - len(rank.copy))
     states = {"weights": updated, "gradients": updated, "moments": 2 * updated + steps}
+    exchanged = 0
+    if method.chapter == MUON:  # a momentum in place of two moments, for the matrices of layers
+        matrices = [s for place in range(head) for s in groups[place] if len(s) > 1]
+        momentum = 4 * numel(matrices, everyone)
+        states["moments"] -= momentum
+        exchanged = 2 * momentum * size // 4  # message and received, in the compute dtype
     here = 0 if method.name == "offload" and flags.device == "cuda" else 1  # else the same memory
     in_pipeline, accumulates = method.in_pipeline, flags.gradient_accumulation_steps > 1
     # Gathered once for all micro-batches of a step, along with whole gradients in fp32
@@ -818,7 +825,7 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
         for place in sorted(groups, key=lambda place: 0 <= place < head):
             whole[place] = 0
             scatter(place, place, nothing, sum(whole.values()), 0, 0)
-    note("update", nothing, here * all_shards, 0)
+    note("update", nothing, here * all_shards, exchanged)
     return states, moments
 
 
@@ -919,6 +926,7 @@ LEGEND = f"""
 - context parallel: chapter 11; expert parallel: chapter 12, if all ranks get equally many tokens
 - sparse low-rank: chapter 14 with --rank, on one device
 - LoRA: chapter 17 with --lora-rank
+- Muon: chapter 18. Of its temporary tensors, only the two of the exchange are counted
 - In chapters 6, 11 and 13, a batch is that of a group of devices."""
 
 
