@@ -435,9 +435,8 @@ def merged_weights(model):
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
-# Held out because of their names: validation.jsonl, chats_dev.csv, test-00000-of-00002.parquet;
-# but not the tests of a program, such as test_io.py.
-HELD_OUT = re.compile(r"(?i)(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])(?!.*\.py)")
+# Words in the names of files that are held out, such as chats_dev.csv or validation.jsonl
+HELD_OUT = {"validation", "valid", "val", "dev", "eval", "test"}
 LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
 
 
@@ -462,22 +461,27 @@ def load_documents(args):
     name = os.path.expanduser(args.dataset_name)
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
     if not file_format and "*" not in name and not os.path.exists(name):  # on the Hub
-        name, _, split = name.partition(":")
+        name, _, split = name.partition(":")  # NAME, or NAME:SPLIT
+        split = split or "train"
         splits = datasets.load_dataset(name, args.dataset_subset)
-        if (split or "train") not in splits:
+        if split not in splits:
             sys.exit(f"error: choose one of the splits {[*splits]} with -d {name}:SPLIT")
-        splits["train"] = splits.pop(split or "train")
+        splits["train"] = splits.pop(split)
         return splits
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
-    folder = os.path.commonpath(files)
-    held_out = [file for file in files if HELD_OUT.search(file.removeprefix(folder))]
-    train = [file for file in files if file not in held_out]
-    splits = {"train": train, "validation": held_out} if train and held_out else {"train": files}
-    for split, files in splits.items():
-        say(f"{name}: {len(files):,} files for {split}")
-    return {split: read_files(file_format, files, args) for split, files in splits.items()}
+    splits = {"train": [], "validation": []}
+    folder = os.path.commonpath(files)  # what all names have in common says nothing
+    for file in files:
+        words = set(re.split("[^a-z]+", file.removeprefix(folder).lower()))
+        is_held_out = words & HELD_OUT and not file.endswith(".py")  # test_io.py is code
+        splits["validation" if is_held_out else "train"].append(file)
+    if not splits["train"] or not splits["validation"]:
+        splits = {"train": files}
+    for split, names in splits.items():
+        say(f"{name}: {len(names):,} files for {split}")
+    return {split: read_files(file_format, names, args) for split, names in splits.items()}
 
 
 def read_files(file_format, files, args):
@@ -493,8 +497,8 @@ def read_files(file_format, files, args):
         # `datasets` reads a name as a pattern, so escape brackets.
         return read(data_files=[escape(file) for file in files])
     except Exception:
-        parts = []
-    # One by one: files may differ in the other columns, and an error can name its file.
+        pass  # read them one by one: other columns may differ, and an error can name its file
+    parts = []
     for file in files:
         try:
             parts.append(read(data_files=escape(file)).select_columns(args.text_column))
@@ -509,14 +513,15 @@ def read_text(files, versions):
     A document that is too long is split. \ufffd stands for a character that cannot be decoded.
     """
     for file in files:
-        opened = gzip.open if file.endswith(".gz") else open
+        open_file = gzip.open if file.endswith(".gz") else open
         undecoded = 0
         unfinished = ""  # a document that may go on in the next piece of the file
         try:
-            with opened(file, "rt", encoding="utf-8-sig", errors="replace") as stream:
-                while piece := stream.read(LONGEST_DOCUMENT):
-                    if piece.startswith("\ufffd\ufffd"):  # so begins UTF-16
-                        raise ValueError("convert it to UTF-8")
+            with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as stream:
+                piece = stream.read(LONGEST_DOCUMENT)
+                if piece.startswith("\ufffd\ufffd"):  # so begins UTF-16
+                    raise ValueError("convert it to UTF-8")
+                while piece:
                     undecoded += piece.count("\ufffd")
                     *documents, unfinished = (unfinished + piece).split("<|endoftext|>")
                     if len(unfinished) >= LONGEST_DOCUMENT:
@@ -524,6 +529,7 @@ def read_text(files, versions):
                         unfinished = ""
                     for document in documents:
                         yield {"text": document}
+                    piece = stream.read(LONGEST_DOCUMENT)
         except Exception as error:
             raise OSError(f"{file}: {error}") from error
         yield {"text": unfinished}
@@ -844,7 +850,7 @@ def parse_args():
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)
     args = parser.parse_args().clone(with_meta=False)  # the flags alone
-    try:  # the scheduler, before the data is read
+    try:  # a step of the scheduler, before the data is read
         optimizer = torch.optim.SGD([torch.zeros(1)])
         scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
         optimizer.step()

@@ -496,9 +496,8 @@ LISTS = ["input_ids", "labels", "position_ids", "stop_tokens"]
 COLUMNS = dict.fromkeys(LISTS, datasets.List(NUMBER))
 COLUMNS |= dict.fromkeys(["answer_tokens", "answers", "fitting", "first"], NUMBER)
 COLUMNS |= {"refusal": datasets.Value("string")}
-# Held out because of their names: validation.jsonl, chats_dev.csv, test-00000-of-00002.parquet;
-# but not the tests of a program, such as test_io.py.
-HELD_OUT = re.compile(r"(?i)(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])(?!.*\.py)")
+# Words in the names of files that are held out, such as chats_dev.csv or validation.jsonl
+HELD_OUT = {"validation", "valid", "val", "dev", "eval", "test"}
 
 
 def load_samples(args, tokenizer):
@@ -530,22 +529,27 @@ def load_documents(args):
     name = os.path.expanduser(args.dataset_name)
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
     if not file_format and "*" not in name and not os.path.exists(name):  # on the Hub
-        name, _, split = name.partition(":")
+        name, _, split = name.partition(":")  # NAME, or NAME:SPLIT
+        split = split or "train"
         splits = datasets.load_dataset(name, args.dataset_subset)
-        if (split or "train") not in splits:
+        if split not in splits:
             sys.exit(f"error: choose one of the splits {[*splits]} with -d {name}:SPLIT")
-        splits["train"] = splits.pop(split or "train")
+        splits["train"] = splits.pop(split)
         return splits
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
-    folder = os.path.commonpath(files)
-    held_out = [file for file in files if HELD_OUT.search(file.removeprefix(folder))]
-    train = [file for file in files if file not in held_out]
-    splits = {"train": train, "validation": held_out} if train and held_out else {"train": files}
-    for split, files in splits.items():
-        say(f"{name}: {len(files):,} files for {split}")
-    return {split: read_files(file_format, files, args) for split, files in splits.items()}
+    splits = {"train": [], "validation": []}
+    folder = os.path.commonpath(files)  # what all names have in common says nothing
+    for file in files:
+        words = set(re.split("[^a-z]+", file.removeprefix(folder).lower()))
+        is_held_out = words & HELD_OUT and not file.endswith(".py")  # test_io.py is code
+        splits["validation" if is_held_out else "train"].append(file)
+    if not splits["train"] or not splits["validation"]:
+        splits = {"train": files}
+    for split, names in splits.items():
+        say(f"{name}: {len(names):,} files for {split}")
+    return {split: read_files(file_format, names, args) for split, names in splits.items()}
 
 
 def read_files(file_format, files, args):
@@ -557,8 +561,8 @@ def read_files(file_format, files, args):
         # `datasets` reads a name as a pattern, so escape brackets.
         return read(data_files=[escape(file) for file in files])
     except Exception:
-        parts = []
-    # One by one: files may differ in the other columns, and an error can name its file.
+        pass  # read them one by one: other columns may differ, and an error can name its file
+    parts = []
     for file in files:
         try:
             parts.append(read(data_files=escape(file)))  # CHAT: all columns
@@ -628,7 +632,7 @@ def new_text(first=0, refusal=""):
 def find_stop_token(tokenizer, args, conversations=None):
     """The token that ends an answer, of the first conversation that has a good one."""
     problem = "no conversation has an answer, of the role 'assistant' and behind a question"
-    for messages, tools in conversations or [conversation_of({"prompt": "q", "response": "a"})]:
+    for messages, tools in conversations or [conversation_of({"prompt": "q", "response": "a b"})]:
         try:
             text = texts_of(messages, tools, tokenizer, args.template_options)[-1]
         except (jinja2.TemplateError, TypeError, ValueError) as error:
@@ -1228,7 +1232,7 @@ def parse_args():
         sys.exit("error: adapters need pretrained weights, so --from-scratch is of no use here")
     if os.path.exists(f"{args.model_name}/adapter_config.json"):  # LORA: PEFT would stack them
         sys.exit(f"error: {args.model_name} has adapters: first merge them with their base")
-    try:  # the scheduler, before the data is read
+    try:  # a step of the scheduler, before the data is read
         optimizer = torch.optim.SGD([torch.zeros(1)])
         scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
         optimizer.step()

@@ -42,7 +42,7 @@ STEPS += ["--keep-checkpoints", 9]
 TWICE = ["--gradient-accumulation-steps", 2]
 # Flags of the job, for 8 samples per step; bad flags, and a part of the sentence.
 CHAPTERS = {
-    "02-ddp": {"flags": ["-b", 2, *TWICE], "bad": ["-b", 0], "sentence": "--batch-size"},
+    "02-ddp": {"flags": ["-b", 2, *TWICE], "bad": ["-b", 0], "sentence": "batch_size"},
     "03-fsdp": {
         "flags": ["-b", 2, *TWICE],
         "bad": ["--cpu-offlod"],

@@ -209,10 +209,9 @@ def test_products_in_bf16(chapter):
                 seen.append({x.dtype for x in args if torch.is_tensor(x)})
             return op(*args, **kwargs or {})
 
-    model = with_random_parts(chapter, "llama")
+    model = with_random_parts(chapter, "llama", dtype="bf16")
     with Watch():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
+        loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
         loss.backward()
     # In each of the 14 layers 2 products forward and 5 backward; the head has 3
     assert len(seen) == 14 * 7 + 3

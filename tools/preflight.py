@@ -537,8 +537,8 @@ def look_at_data(args, chapter, report: Report) -> list[str] | None:
         return None
     splits = chapter.load_documents(args)
     # `datasets` knows a file by its name and time of change. Has its size changed since?
-    size_before = splits["train"].info.download_size
-    if files and size_before and size_before != size:
+    sizes = [documents.info.download_size for documents in splits.values()]
+    if files and all(sizes) and sum(sizes) != size:
         sys.exit(f"error: `datasets` has cached an older content: `touch` the files: {some(files)}")
     if hasattr(chapter, "texts_of"):
         check_conversations(splits["train"], args, chapter, report)
