@@ -459,8 +459,11 @@ class MdsRows:
 
         name = args.dataset_name
         self.is_remote = "://" in name
-        folder = open_cache(args) if self.is_remote else name
-        self.facts = json.loads(Path(folder, "rows.json").read_text())
+        try:
+            folder = open_cache(args) if self.is_remote else name
+            self.facts = json.loads(Path(folder, "rows.json").read_text())
+        except FileNotFoundError:  # MDS: for example a folder of text
+            sys.exit(f"error: {name} lacks rows.json: make rows with tools/write-mds.py")
         index = Path(folder, "index.json").read_bytes()
         # The index has the hash of each shard, so other rows have another index.
         self.index_hash = xxhash.xxh3_64(index).hexdigest()

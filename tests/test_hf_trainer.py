@@ -143,6 +143,40 @@ def undisturbed(tmp_path_factory, model, dataset) -> Folder:
     return runs(*STEPS, "parallel=ddp", processes=2)
 
 
+# Accelerate has FSDP for GPUs only. So a name says that the two CPU processes are GPU processes. No
+# other line of Accelerate or the Trainer changes.
+FSDP_ON_CPUS = """
+from accelerate import state
+
+def initialize(self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    if self.distributed_type == state.DistributedType.MULTI_CPU:
+        self.distributed_type = state.DistributedType.MULTI_GPU
+
+original = state.PartialState.__init__
+state.PartialState.__init__ = initialize
+"""
+
+
+@pytest.mark.rest
+def test_fsdp(runs, undisturbed):
+    """The Trainer's FSDP2 has the losses of DDP, and resumes exactly."""
+    flags = [*STEPS, "parallel=fsdp"]
+    options = {"processes": 2, "before": FSDP_ON_CPUS}
+    whole = runs(*flags, name="whole", **options)
+    assert "nothing is sharded" not in whole.output
+    assert (whole.folder / "checkpoint-8" / "pytorch_model_fsdp.bin").exists()
+    for name in ("loss", "grad_norm"):
+        assert whole.column(name) == pytest.approx(undisturbed.column(name), rel=1e-4)
+    options["before"] += STOP
+    runs(*flags, name="run", status=143, **options)
+    options["before"] = FSDP_ON_CPUS
+    resumed = runs(*flags, name="run", **options)
+    assert "checkpoint-5" in resumed.output
+    assert resumed.column("loss") == whole.column("loss")
+    assert_same_model(resumed, whole)
+
+
 @pytest.mark.rest
 def test_other_settings_do_not_resume(runs):
     runs("training.max_steps=2", name="run")

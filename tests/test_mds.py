@@ -446,9 +446,14 @@ def test_other_rows_are_refused(train, shards, tmp_path):
         (other, [], "are of another tokenizer: "),
         (shards, ["-b", 5000], "too few rows: lower --batch-size"),
     ]
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    shutil.copy(shards / "index.json", texts)
+    remedy = "lacks rows.json: make rows with tools/write-mds.py"
+    cases += [(texts, [], remedy), (f"test://{texts}", [], remedy)]
     for data, flags, sentence in cases:
         flags = ["--max-steps", 1, *flags]
-        run = train(data, *flags, processes=1, status=1, name="refused")
+        run = train(data, *flags, processes=1, status=1, name="refused", before=REMOTE)
         assert_one_sentence(run.output, sentence)
 
 
@@ -472,6 +477,12 @@ def test_preflight_looks_at_rows(shards, tmp_path):
         run = Run(REPOSITORY / "tools/preflight.py", [*flags, *more], tmp_path / error)
         assert run.wait() == 1
         assert re.search(f"  error: .*{error}", run.output)
+
+
+@pytest.mark.rest
+def test_a_folder_at_an_address_is_refused(write, tmp_path):
+    run = write("address", "-d", f"file://{tmp_path}", status=1)
+    assert_one_sentence(run.output, "name its files of text, or copy MDS to a disk first")
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import exact, require
-from runner import CHAPTER_3, REPOSITORY, free_port
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, free_port
 from test_launch import ACTIVE, CLEAN
 
 pytestmark = pytest.mark.rest
@@ -143,9 +143,9 @@ OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 class BatchJob:
     """A job of launch/slurm.sh, submitted from another folder than the repository."""
 
-    def __init__(self, slurm: Slurm, options: list, *arguments):
+    def __init__(self, slurm: Slurm, options: list, *arguments, script: Path = SCRIPT):
         self.slurm = slurm
-        self.number = slurm.ask("sbatch", "--parsable", *options, SCRIPT, *arguments).strip()
+        self.number = slurm.ask("sbatch", "--parsable", *options, script, *arguments).strip()
         assert self.number, slurm.report()
 
     def show(self, name: str) -> str:
@@ -221,6 +221,32 @@ def fails(slurm, trainer):
     assert failing.show("Restarts") == "0"
 
 
+# Job scripts as people write them. The output has the name of the log of a node.
+OWN_SCRIPT = """#!/bin/sh
+#SBATCH --signal=USR1@120 --time=60 --output=slurm-%j-0-own.log
+export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+"""
+STARTS = {
+    CHAPTER_1: "python",
+    CHAPTER_2: "torchrun --standalone --nproc-per-node 2",
+}
+
+
+def a_signal_without_the_launcher(slurm, trainer, flags):
+    """Slurm sends SIGUSR1 to all processes of `srun`, and the run saves."""
+    for number, (chapter, start) in enumerate(STARTS.items(), 1):
+        script = slurm.work / f"own-{number}.sh"
+        script.write_text(f'{OWN_SCRIPT}srun --cpu-bind=none {start} {chapter} "$@"\n')
+        name = f"own-{number}"
+        job = BatchJob(slurm, [], *trainer.defaults(name), *flags, script=script)
+        job.wait_for("step 5/")
+        slurm.ask("scancel", "--signal=USR1", job.number)
+        job.end("FAILED")  # the exit code of `srun` is not 0, so the training is not complete
+        (stop,) = map(int, re.findall(r"Stopped after step (\d+)", job.output))
+        assert (trainer.folder / name / f"step-{stop:08d}" / "state.json").exists()
+        assert len(records(trainer.folder / name)) == stop
+
+
 def test_signal_requeue_and_scancel(slurm, trainer):
     """The run saves at the signal, is queued again, and goes on exactly. scancel saves, too.
 
@@ -234,6 +260,7 @@ def test_signal_requeue_and_scancel(slurm, trainer):
     slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
     runs_to_its_end(slurm, trainer)
     fails(slurm, trainer)
+    a_signal_without_the_launcher(slurm, trainer, flags)
     job.wait_for("Continuing from")
     (stop,) = map(int, re.findall(r"Stopped after step (\d+)", job.output))
     assert job.show("Restarts") == "1"

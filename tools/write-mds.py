@@ -148,9 +148,12 @@ def read_mds(folder: str) -> Iterator[dict[str, str]]:
 
 def load_documents(args: argparse.Namespace) -> datasets.IterableDataset:
     """The split `train` as a stream, which chapter 4 opens, or the samples of an MDS folder."""
-    if os.path.exists(f"{args.dataset_name}/index.json"):
+    name = args.dataset_name
+    if "://" in name and not Path(name).suffix:
+        sys.exit(f"error: {name} is a folder: name its files of text, or copy MDS to a disk first")
+    if os.path.exists(f"{name}/index.json"):
         stream = datasets.IterableDataset.from_generator
-        splits = {"train": stream(read_mds, gen_kwargs={"folder": args.dataset_name})}
+        splits = {"train": stream(read_mds, gen_kwargs={"folder": name})}
     else:
         chapter = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")
         splits = chapter["load_documents"](args.dataset_name, args.dataset_subset)
