@@ -88,10 +88,12 @@ def test_what_the_chapters_allocate(tmp_path, method, devices, config, flags):
     known = tool.METHODS[method]
     (chapter,) = REPOSITORY.glob(f"{known.chapter:02}-*/train-llm.py")
     size = {"HSDP": 1, "sparse low-rank": 8, "LoRA": 8}.get(method, 2)
-    group = [part for flag in known.flags for part in (flag, size)] if known.chapter > 3 else []
+    has_size = known.chapter > 3 and method != "Muon"
+    group = [part for flag in known.flags for part in (flag, size)] if has_size else []
     options = [*map(str, ["-m", folder, "-b", 2, "-s", 64, *flags.split(), *group])]
 
-    args = tool.parse_args([*options, "--device", "cpu"])
+    of_muon = ["--muon"] if method == "Muon" else []
+    args = tool.parse_args([*options, *of_muon, "--device", "cpu"])
     traces = tool.Traces(AutoConfig.from_pretrained(folder), args)
     foretold, moments = tool.step(traces, known, devices, args.batch_size)
 

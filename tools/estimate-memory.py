@@ -631,7 +631,7 @@ METHODS = [
     Method("pipeline × tensor", 13, ("--pipeline-parallel", "--tensor-parallel"), TENSOR),
     Method("sparse low-rank", 14, ("--rank",), LOW_RANK),
     Method("LoRA", 17, ("--lora-rank",), LORA),
-    Method("Muon", MUON),
+    Method("Muon", MUON, ("--muon",)),
 ]
 METHODS = {method.name: method for method in METHODS}
 PARTS = ["weights, fp32", "gradients", "AdamW's moments", "copies of weights", "activations"]
@@ -926,7 +926,7 @@ LEGEND = f"""
 - context parallel: chapter 11; expert parallel: chapter 12, if all ranks get equally many tokens
 - sparse low-rank: chapter 14 with --rank, on one device
 - LoRA: chapter 17 with --lora-rank
-- Muon: chapter 18. Of its temporary tensors, only the two of the exchange are counted
+- Muon: chapter 18, with --muon. Of its temporary tensors, only the two of the exchange are counted
 - In chapters 6, 11 and 13, a batch is that of a group of devices."""
 
 
@@ -969,6 +969,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--expert-parallel", type=positive, help="also chapter 12: GPUs that share the experts")
     add("--rank", type=positive, help="also chapter 14: columns of B, and rows of A")
     add("--density", type=float, default=0.03, help="of chapter 14: the share of values of S")
+    add("--muon", action="store_true", default=None, help="also chapter 18")
     add("--lora-rank", type=positive, help="also chapter 17: rows of A, and columns of B")
     add("--lora-targets", default="all-linear", help="of chapter 17: or a pattern")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
