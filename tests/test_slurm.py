@@ -260,7 +260,6 @@ def test_signal_requeue_and_scancel(slurm, trainer):
     slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
     runs_to_its_end(slurm, trainer)
     fails(slurm, trainer)
-    a_signal_without_the_launcher(slurm, trainer, flags)
     job.wait_for("Continuing from")
     (stop,) = map(int, re.findall(r"Stopped after step (\d+)", job.output))
     assert job.show("Restarts") == "1"
@@ -278,6 +277,7 @@ def test_signal_requeue_and_scancel(slurm, trainer):
     trainer(*flags, "--max-steps", last, name="alone", processes=2)
     assert records(trainer.folder / "run") == records(trainer.folder / "alone")
     assert len(records(trainer.folder / "run")) == last
+    a_signal_without_the_launcher(slurm, trainer, flags)
 
 
 STUBS = {
