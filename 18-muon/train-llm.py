@@ -440,7 +440,7 @@ class Muon(torch.optim.AdamW):
         self.sizes = [shard_size(p) for p in self.matrices]
         self.to_owners = [sum(sizes) for sizes in own_sizes]  # numbers that go to each owner
         self.from_ranks = []  # numbers that come from each rank
-        self.received_sizes = []  # the same, for each shard
+        self.received_sizes = []  # of each received shard: those of rank 0, then of rank 1, ...
         for sizes_of_rank in gather(own_sizes):
             sizes = sizes_of_rank[RANK]  # its shards of the matrices that this rank owns
             self.from_ranks.append(sum(sizes))
