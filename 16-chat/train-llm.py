@@ -351,8 +351,11 @@ def build_model(args, device):
     return model
 
 
+LOSS_CHUNK = 1024  # tokens; their logits take 0.5 GB in fp32 if the vocabulary has 128,000 tokens
+
+
 def use_chunked_loss(model):
-    """From now on, the model computes logits and loss for 1,024 tokens at a time.
+    """From now on, the model computes logits and loss of LOSS_CHUNK tokens at a time.
 
     The logits of a whole batch, often the largest tensor of a step, never exist.
     """
@@ -362,7 +365,7 @@ def use_chunked_loss(model):
 
     def pass_on(hidden_states):  # in place of the head's forward
         hidden_states = hidden_states.clone()
-        hidden_states.come_from_head = True  # the result of any operation lacks this mark
+        hidden_states.from_head = True  # the result of any operation lacks this mark
         return hidden_states
 
     def loss_of_chunk(hidden_states, labels, options):
@@ -370,26 +373,20 @@ def use_chunked_loss(model):
         return compute_loss(logits, labels=None, shift_labels=labels, **options)
 
     def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
-        hidden_states = logits
-        if not hasattr(hidden_states, "come_from_head"):
+        if not hasattr(logits, "from_head"):
             sys.exit("error: --chunked-loss: this model changes its logits before the loss")
         if shift_labels is None:
             shift_labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # no label
         if num_items_in_batch is None:
             num_items_in_batch = (shift_labels != -100).sum()
         options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
-        hidden_states = hidden_states.flatten(0, 1)
-        shift_labels = shift_labels.flatten()
+        hidden_chunks = logits.flatten(0, 1).split(LOSS_CHUNK)  # what pass_on() has returned
+        label_chunks = shift_labels.flatten().split(LOSS_CHUNK)
         loss = 0.0
-        for begin in range(0, len(shift_labels), 1024):
-            chunk = slice(begin, begin + 1024)
-            # Forgets the logits of the chunk, and computes them again in the backward pass.
-            loss = loss + torch.utils.checkpoint.checkpoint(
-                loss_of_chunk,
-                hidden_states[chunk],
-                shift_labels[chunk],
-                options,
-                use_reentrant=False,
+        for chunk in zip(hidden_chunks, label_chunks, strict=True):
+            # Forget the logits of this chunk. The backward pass computes them a second time.
+            loss += torch.utils.checkpoint.checkpoint(
+                loss_of_chunk, *chunk, options, use_reentrant=False
             )
         return loss
 
