@@ -70,8 +70,7 @@ CHAPTERS = {
     },
     # All frequencies: it sends everything, by the way of the compressed gradients
     "08-gradient-compression": {
-        "flags": ["-b", 2, *TWICE, "--compress", "dct", "--keep", 1, "--min-compress", 600]
-        + ["--chunked-loss"],
+        "flags": ["-b", 2, *TWICE, "--compress", "dct", "--keep", 1, "--min-compress", 600],
         "bad": ["--compress", "zip"],
         "sentence": "invalid choice",
     },
