@@ -875,13 +875,22 @@ def table(traces: Traces, devices: int) -> str:
     most = max(peak(moments) for _, moments in steps.values())
     for method, (states, moments) in steps.items():
         at = partial(step, traces, method, devices)
-        largest = bisect_right(range(1, 2**20), room, key=lambda batch: peak(at(batch)[1]))
+        largest = bisect_right(range(1, 2**20), room, key=partial(peak_of_batch, at, flags))
         fullest = max(moments, key=lambda name: sum(moments[name]))
         cpu = sum(states.values()) if method.name == "offload" and flags.device == "cuda" else 0
         *sizes, cpu = in_gb([*moments[fullest], peak(moments), cpu], most)
         fits = "yes" if peak(moments) <= room else "no"
         columns += [[method.name, *sizes, fullest, fits, str(largest or "none"), cpu]]
     return markdown([*zip(*columns, strict=True)])
+
+
+def peak_of_batch(at, flags, batch: int) -> float:
+    """Bytes at the fullest moment of a step, which `at` computes for a batch size."""
+    if not flags.chunked_loss:
+        return peak(at(batch)[1])
+    # A larger batch has more chunks, so it needs a trace of its own. But its peak grows evenly.
+    one, two = (peak(at(flags.batch_size + more)[1]) for more in (0, 1))
+    return one + (two - one) * (batch - flags.batch_size)
 
 
 def course_table(traces: Traces, method: Method, devices: int) -> str:
