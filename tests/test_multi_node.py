@@ -320,8 +320,7 @@ def test_formats_become_each_other(train, trainer, convert, tmp_path):
     for checkpoint in ("rank-1/step-00000003", "step-00000003"):
         status, output = outcome(trainer.folder, GENERATE, local.folder / checkpoint)
         assert status == 1
-        command = f"tools/convert-checkpoint.py {local.folder}/step-00000003 MODEL --to transf"
-        assert_one_sentence(output, command)
+        assert_one_sentence(output, "cannot load the model")
 
     shutil.rmtree(local.folder / "rank-1")
     output = convert("local/3", "no/3", "--to", "full", status=1)

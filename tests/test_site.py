@@ -201,7 +201,7 @@ def printed_by(command: str, monkeypatch, capsys) -> str:
     assert words[:2] == ["python", "tools/estimate-scaling.py"]
     monkeypatch.setattr(sys, "argv", words[1:])
     capsys.readouterr()
-    tool.tools()[0].main()
+    tool.scaling.main()
     return capsys.readouterr().out
 
 
