@@ -6,7 +6,7 @@ import shlex
 
 import pyarrow.parquet
 import pytest
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, outcome
+from runner import CHAPTERS_BY_NUMBER, run_tool
 from test_readme import WHICH, assert_flags_are_understood, page
 from transformers import AutoConfig
 
@@ -41,9 +41,7 @@ def folder(tmp_path_factory):
 def run(command: str, folder) -> str:
     tool, *flags = shlex.split(command)
     flags = [f"./{flag}" if flag in MODELS else flag for flag in flags]
-    status, output = outcome(folder, REPOSITORY / tool, *flags, cwd=folder)
-    assert status == 0, output
-    return output
+    return run_tool(folder, tool.removeprefix("tools/"), *flags, cwd=folder)
 
 
 @pytest.mark.rest
