@@ -127,7 +127,7 @@ TEXT = f"{REPOSITORY}/*-*/train-llm.py"
 PIPELINE = ["-b", 2, "--gradient-accumulation-steps", 4, "--pipeline-parallel", 2]
 CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "*.jsonl"]
 CHAT += ["--chat-template", REPOSITORY / "models" / "tiny-chat" / "template.jinja", "-s", 256]
-# Ranks and flags of each chapter, for 8 samples per step; `same` is the row whose losses it must have
+# Ranks, and flags for 8 samples per step; `same` is the row whose losses a chapter must have
 CHAPTERS = {
     1: {"ranks": 0, "flags": ["-b", 8]},
     2: {"ranks": 2, "flags": ["-b", 4], "same": 1},
