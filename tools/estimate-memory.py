@@ -925,8 +925,7 @@ LEGEND = f"""
 
 def parse_args(argv=None) -> argparse.Namespace:
     what = "Estimates the memory of a training step on GPUs; the default is in brackets."
-    name = "estimate-memory.py"
-    parser = argparse.ArgumentParser(prog=name, description=what, allow_abbrev=False)
+    parser = argparse.ArgumentParser("estimate-memory.py", description=what, allow_abbrev=False)
 
     count = positive(int)
 
@@ -965,6 +964,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     args.alpha = args.lora_alpha = 1  # of chapters 14 and 17, without effect on memory
     args.seed = 0
     args.attention = None  # the default of the chapters
+    args.chunked_loss = False
     return args
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from models import REPOSITORY, load_script
 
 FOLDERS = ("0[2-8]-*", "1[1-3]-*")  # chapters that torchrun starts
-CHAPTERS = [path for folder in FOLDERS for path in sorted(REPOSITORY.glob(folder))]
+CHAPTERS = [path.name for folder in FOLDERS for path in sorted(REPOSITORY.glob(folder))]
 FLAGS = ["--demo", "--max-steps", "7", "--eval-freq", "0"]
 FIRST_STEP = 3  # the ones before have more to do
 
@@ -303,10 +303,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="[%(default)s]")
     parser.add_argument("-o", "--output", type=Path, help=".png or .svg [step-CHAPTER.png]")
     args, flags = parser.parse_known_args()
-    names = [folder.name for folder in CHAPTERS]
     name = Path(args.chapter).name
-    if name not in names:
-        parser.error(f"no chapter {args.chapter} that communicates: choose {', '.join(names)}")
+    if name not in CHAPTERS:
+        parser.error(f"no chapter {args.chapter} that communicates: choose {', '.join(CHAPTERS)}")
     output = args.output or Path(f"step-{name}.png")
     if output.suffix not in (".png", ".svg"):
         parser.error(f"--output {output} must end in .png or .svg")
