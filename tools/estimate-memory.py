@@ -967,7 +967,6 @@ def parse_args(argv=None) -> argparse.Namespace:
     args.alpha = args.lora_alpha = 1  # of chapters 14 and 17, without effect on memory
     args.seed = 0
     args.attention = None  # the default of the chapters
-    args.chunked_loss = False
     return args
 
 

@@ -68,10 +68,9 @@ def load_config(name: str):
     if os.path.isfile(name):
         values = json.loads(Path(name).read_text())
     elif name in STORED and not os.path.isdir(name):
-        values = STORED[name]
+        values = dict(STORED[name])
     else:
         return AutoConfig.from_pretrained(name)
-    values = dict(values)
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 

@@ -43,8 +43,7 @@ DIGITS = string.digits + string.ascii_lowercase  # a character for each file
 KEYS = "1234567890"  # of the first files, on the keyboard
 MARKER = r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
 
-# The tree of chapters
-tree = load_script(REPOSITORY / "maintain" / "diff-chapters.py")
+tree = load_script(REPOSITORY / "maintain" / "diff-chapters.py")  # of chapters
 
 
 # -- Which text continues which --------------------------------------------------------------------
