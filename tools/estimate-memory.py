@@ -878,9 +878,10 @@ def peak_of_batch(at, flags, batch: int) -> float:
     """Bytes at the fullest moment of a step, which `at` computes for a batch size."""
     if not flags.chunked_loss:
         return peak(at(batch)[1])
-    # A larger batch has more chunks, so it needs a trace of its own. But its peak grows evenly.
-    one, two = (peak(at(flags.batch_size + more)[1]) for more in (0, 1))
-    return one + (two - one) * (batch - flags.batch_size)
+    # Each batch has another number of chunks, so another trace. But every moment grows evenly.
+    one, two = (at(flags.batch_size + more)[1] for more in (0, 1))
+    grown = batch - flags.batch_size
+    return max(sum(one[name]) + grown * (sum(two[name]) - sum(one[name])) for name in one)
 
 
 def course_table(traces: Traces, method: Method, devices: int) -> str:
