@@ -587,7 +587,7 @@ class Method:
 
     @property
     def sharded(self) -> bool:
-        return self.chapter not in (1, 2, 14)
+        return self.chapter not in (1, 2)
 
     @property
     def in_pipeline(self) -> bool:
@@ -911,7 +911,7 @@ def markdown(rows: list) -> str:
 
 LEGEND = f"""
 - weights, fp32: 4 bytes per parameter, under FSDP of this rank's shard; in chapter 14 also 4 bytes
-  for the place of each value of S; in chapter 17, frozen weights are in the compute dtype
+  on each rank for the place of each value of S; in chapter 17, frozen weights are in the compute dtype
 - gradients: as far as they are there, whole or in shards, with FSDP's buffer for scattering
 - AdamW's moments: 8 bytes per parameter and 4 per tensor, under FSDP of this rank's shard
 - copies of weights: in the compute dtype: autocast's, or what FSDP has gathered
@@ -924,7 +924,7 @@ LEGEND = f"""
 - pipeline: chapter 7, the fullest rank, with at least as many micro-batches as stages
 - pipeline × tensor: chapter 13, the fullest rank, with both flags
 - context parallel: chapter 11; expert parallel: chapter 12, if all ranks get equally many tokens
-- sparse low-rank: chapter 14 with --rank, on one device
+- sparse low-rank: chapter 14 with --rank
 - LoRA: chapter 17 with --lora-rank
 - Muon: chapter 18, with --muon. Of its temporary tensors, only the two of the exchange are counted
 - In chapters 6, 11 and 13, a batch is that of a group of devices."""
