@@ -911,7 +911,7 @@ def markdown(rows: list) -> str:
 
 LEGEND = f"""
 - weights, fp32: 4 bytes per parameter, under FSDP of this rank's shard; in chapter 14 also 4 bytes
-  on each rank for the place of each value of S; in chapter 17, frozen weights are in the compute dtype
+  per place of S, on each rank; in chapter 17, frozen weights are in the compute dtype
 - gradients: as far as they are there, whole or in shards, with FSDP's buffer for scattering
 - AdamW's moments: 8 bytes per parameter and 4 per tensor, under FSDP of this rank's shard
 - copies of weights: in the compute dtype: autocast's, or what FSDP has gathered
