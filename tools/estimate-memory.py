@@ -667,9 +667,9 @@ def ranks(traces: Traces, method: Method) -> list[Rank]:
     # As in chapters 7 and 13: embeddings and head count as a layer each.
     cuts = [round(n * (head + 2) / count) - 1 for n in range(count + 1)]
     # A head that is tied to the embeddings is a copy, which AdamW does not update.
-    embeddings, norm, *behind = traces.outer
-    copy = [] if behind or count == 1 else [embeddings]
-    groups = {EMBEDDINGS: [embeddings], head: [norm, *behind, *copy]}
+    embeddings = traces.outer[: 2 if traces.config.model_type == "gpt2" else 1]  # also of positions
+    copy = embeddings[:1] if traces.config.tie_word_embeddings and count > 1 else []
+    groups = {EMBEDDINGS: embeddings, head: [*traces.outer[len(embeddings) :], *copy]}
     groups |= dict(enumerate(traces.layers))
     schedule = chapter(7)["SCHEDULES"][flags.schedule]
     # Each rank of a tensor group sends its part of the tokens.
