@@ -185,9 +185,7 @@ CHECKED = {
 def test_the_llama_of_gpt2s_size():
     config = AutoConfig.from_pretrained(REPOSITORY / "models" / "llama-124m")
     with torch.device("meta"):
-        sizes = [
-            AutoModelForCausalLM.from_config(c).num_parameters() for c in (config, GPT2Config())
-        ]
+        models = [AutoModelForCausalLM.from_config(each) for each in (config, GPT2Config())]
     llama, gpt2 = (model.num_parameters() for model in models)
     assert llama == pytest.approx(gpt2, rel=0.01)
 
