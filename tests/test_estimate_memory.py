@@ -16,7 +16,7 @@ tool = load(REPOSITORY / "tools" / "estimate-memory.py")
 WATCHER = REPOSITORY / "tests" / "memory.py"
 TRACED = ["device", "dtype", "compile", "activation_checkpointing", "seq_length", "exchange"]
 TRACED += ["tensor_parallel", "context_parallel", "expert_parallel", "rank", "density"]
-TRACED += ["lora_rank", "lora_targets"]
+TRACED += ["lora_rank", "lora_targets", "chunked_loss"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,6 +58,7 @@ CASES = [
     ("chapter 1", 1, {}, CHECKPOINT),
     ("DDP", 2, {}, ACCUMULATE),
     ("FSDP", 2, {}, HALF),
+    ("chapter 1", 1, {"vocab_size": 8192}, "-s 1024 --chunked-loss"),
     ("FSDP", 2, TIED, "-s 16 -b 1"),  # at its fullest, shards and a buffer on its way
     ("no reshard", 2, {}, f"--dtype bf16 {ACCUMULATE}"),
     ("HSDP", 2, {}, ACCUMULATE),
