@@ -564,9 +564,9 @@ def dense_weight(B, A, values, support, scale):
 
 def merged_weights(model, weights):
     """The weights of the dense model, by the names that Transformers knows."""
-    # SL 8: final/ has dense weights, because no other program knows B, A and S.
     for name, layer in sparse_layers(model).items():
         parts = [weights.pop(f"{name}.{part}") for part in ("B", "A", "values", "support")]
+        # SL 8: Merge for final/, because no other program knows B, A and S.
         weights[f"{name}.weight"] = dense_weight(*parts, layer.scale)
     return weights
 
