@@ -517,6 +517,7 @@ def read_files(file_format, files, args):
     for file in files:
         try:
             parts.append(read(data_files=escape(file)))  # CHAT: all columns
+            datasets.concatenate_datasets(parts)  # CHAT: fails if a column has another type
         except Exception as error:
             sys.exit(f"error: {file}: {error.__cause__ or error}")
     return datasets.concatenate_datasets(parts)
