@@ -613,7 +613,7 @@ def set_stop_tokens(model, tokenizer, train_set):
 
 
 def encode(text, tokenizer):
-    """Token ids of a text."""
+    """Token ids of a text, or of each text of a list."""
     # The template writes the begin-of-text token. The tokenizer must not add another one.
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -621,8 +621,7 @@ def encode(text, tokenizer):
 def encode_answer(answer, tokenizer):
     """Token ids of an answer, which has text before it."""
     # SentencePiece begins a text with a space. Here it comes before a line end, and is cut off.
-    line_end = encode("\n", tokenizer)
-    ids = encode("\n" + answer, tokenizer)
+    line_end, ids = encode(["\n", "\n" + answer], tokenizer)
     if ids[: len(line_end)] != line_end:  # the answer begins with a line end, too
         return encode(answer, tokenizer)
     return ids[len(line_end) :]
