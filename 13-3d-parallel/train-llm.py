@@ -586,7 +586,52 @@ def build_model(args, device):
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
         # PP: The last stage computes the loss, and is the last module of its rank.
         stage_modules[-1].part.loss_function = torch.compile(model.loss_function)
+    if args.chunked_loss and stage_modules[-1].is_last:
+        use_chunked_loss(stage_modules[-1].part)
     return model, stages, tied_head
+
+
+LOSS_CHUNK = 1024  # tokens; their logits take 0.5 GB in fp32 if the vocabulary has 128,000 tokens
+
+
+def use_chunked_loss(model):
+    """From now on, the model computes logits and loss of LOSS_CHUNK tokens at a time.
+
+    The logits of a whole batch, often the largest tensor of a step, never exist.
+    """
+    head = model.get_output_embeddings()
+    compute_logits = head.forward
+    compute_loss = model.loss_function
+
+    def pass_on(hidden_states):  # in place of the head's forward
+        hidden_states = hidden_states.clone()
+        hidden_states.from_head = True  # the result of any operation lacks this mark
+        return hidden_states
+
+    def loss_of_chunk(hidden_states, labels, options):
+        logits = compute_logits(hidden_states)
+        return compute_loss(logits, labels=None, shift_labels=labels, **options)
+
+    def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
+        if not hasattr(logits, "from_head"):
+            sys.exit("error: --chunked-loss: this model changes its logits before the loss")
+        if shift_labels is None:
+            shift_labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # no label
+        if num_items_in_batch is None:
+            num_items_in_batch = (shift_labels != -100).sum()
+        options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
+        hidden_chunks = logits.flatten(0, 1).split(LOSS_CHUNK)  # what pass_on() has returned
+        label_chunks = shift_labels.flatten().split(LOSS_CHUNK)
+        loss = 0.0
+        for chunk in zip(hidden_chunks, label_chunks, strict=True):
+            # Forget the logits of this chunk. The backward pass computes them a second time.
+            loss += torch.utils.checkpoint.checkpoint(
+                loss_of_chunk, *chunk, options, use_reentrant=False
+            )
+        return loss
+
+    head.forward = pass_on
+    model.loss_function = loss_of_batch
 
 
 def check_plan(args):
@@ -595,6 +640,8 @@ def check_plan(args):
     # TP: Each family of the list is compared with one device, weight by weight, in the tests.
     if config.model_type not in PLANS:
         sys.exit(f"error: {config.model_type} is none of {', '.join(PLANS)}: use chapter 3")
+    if args.chunked_loss:  # TP: the logits are in shards already
+        sys.exit("error: --chunked-loss needs whole logits: use it without --tensor-parallel")
     kv_heads = config.num_key_value_heads
     if kv_heads % args.tensor_parallel:
         sys.exit(f"error: --tensor-parallel must divide the {kv_heads} kv heads of the model")
@@ -1228,6 +1275,7 @@ def parse_args():
     add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--chunked-loss", action=switch, default=False, help="less memory for large vocabularies")
     add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
     add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
     add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")

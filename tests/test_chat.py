@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import LLAMA, TINY_LLAMA, damaged, save_weights, write_model
 from runner import CHAPTER_16, REPOSITORY, load
-from test_equal import OFF, Case, described, run, worst
+from test_equal import CHUNKS, OFF, Case, described, run, worst
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AttentionInterface,
@@ -700,10 +700,10 @@ def assert_equal(plain, found) -> None:
 
 # By the ranks: the model, the samples of a rank at a time, and other flags
 CASES = {
-    1: [("tied", 12), ("untied", 4, "--no-packing")],
-    2: [("untied", 3, "--compile"), ("tied", 1, "--no-packing", "blank")],
+    1: [("tied", 12, CHUNKS), ("untied", 4, "--no-packing")],
+    2: [("untied", 3, "--compile", CHUNKS), ("tied", 1, "--no-packing", "blank")],
     3: [("tied", 2, "--no-reshard-after-forward"), ("untied", 4, "--cpu-offload")],
-    4: [("untied", 3, "--activation-checkpointing"), ("tied", 1, "--no-packing", "blank")],
+    4: [("untied", 3, "--activation-checkpointing", CHUNKS), ("tied", 1, "--no-packing", "blank")],
 }
 # About every second conversation loses its labels, so some micro-batches have no answer.
 BLANK = {

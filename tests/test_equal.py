@@ -60,37 +60,37 @@ AGAIN, WHOLE, OFFLOAD = "--activation-checkpointing", "--no-reshard-after-forwar
 TP, PP, CP, EP = (f"--{x}-parallel" for x in ("tensor", "pipeline", "context", "expert"))
 GPIPE, INTERLEAVED, ZBV = (["--schedule", name] for name in ("gpipe", "interleaved", "zbv"))
 TOKENS, UNEVEN = ["--exchange", "tokens"], ["--layers-per-stage", "1,3", "--reshard-after-forward"]
-SCRATCH = ["--from-scratch"]
+SCRATCH, CHUNKS = ["--from-scratch"], "--chunked-loss"
 # By the job, whose name begins with the number of ranks: the chapter, the model, the samples of a
 # rank at a time, and other flags. The accumulation follows from the samples.
 CASES = {
     "2": [
-        ("02", "llama", 6, []),
-        ("03", "llama untied", 4, [WHOLE, "--compile"]),
-        ("05", "llama", 6, ["--shard-size", 1]),
+        ("02", "llama", 6, [CHUNKS]),
+        ("03", "llama untied", 4, [WHOLE, "--compile", CHUNKS]),
+        ("05", "llama", 6, ["--shard-size", 1, CHUNKS]),
         ("06", "llama", 12, [OFFLOAD]),
         ("06", "llama", 12, ["--compile", AGAIN]),
         ("07", "llama", 6, [*INTERLEAVED, *SCRATCH]),
-        ("07", "llama untied", 6, [*ZBV, OFFLOAD]),
+        ("07", "llama untied", 6, [*ZBV, OFFLOAD, CHUNKS]),
         ("07", "mistral window", 12, []),
         ("07", "qwen2 window", 6, [*ZBV]),
         ("07", "qwen3", 12, []),
         ("07", "smollm3", 12, []),
         ("07", "gemma2", 6, [*INTERLEAVED]),
         ("07", "gemma3_text", 12, []),
-        ("07", "llama untied", 6, [*INTERLEAVED, "--compile", AGAIN]),
+        ("07", "llama untied", 6, [*INTERLEAVED, "--compile", AGAIN, CHUNKS]),
         ("07", "llama", 6, [PP, 1]),
         ("11", "mistral window", 24, []),
-        ("11", "llama", 24, [*TOKENS, "--compile", AGAIN]),
-        ("12", "mixtral", 6, [WHOLE]),
+        ("11", "llama", 24, [*TOKENS, "--compile", AGAIN, CHUNKS]),
+        ("12", "mixtral", 6, [WHOLE, CHUNKS]),
         ("12", "gpt_oss", 12, [OFFLOAD]),
         ("18", "llama", 6, [AGAIN, OFFLOAD]),
-        ("18", "llama untied", 12, [WHOLE, "--compile"]),
+        ("18", "llama untied", 12, [WHOLE, "--compile", CHUNKS]),
     ],
     "3": [
         ("02", "llama", 4, ["--compile"]),
         ("03", "gpt2", 8, [*SCRATCH]),
-        ("03", "gpt_neox", 8, [*SCRATCH, AGAIN]),
+        ("03", "gpt_neox", 8, [*SCRATCH, AGAIN, CHUNKS]),
         ("03", "mixtral", 4, []),
         ("06", "llama untied", 8, [TP, 1, OFFLOAD]),
         ("11", "llama", 8, [CP, 1]),
@@ -99,14 +99,14 @@ CASES = {
         ("18", "mixtral", 8, []),
     ],
     "4 shards and stages": [
-        ("03", "llama", 6, [AGAIN, OFFLOAD]),
+        ("03", "llama", 6, [AGAIN, OFFLOAD, CHUNKS]),
         ("05", "llama untied", 3, ["--shard-size", 2]),
         ("06", "llama", 12, [TP, 2, AGAIN, *SCRATCH]),
         ("06", "mistral", 6, [TP, 2, WHOLE]),
         ("06", "qwen2", 12, [TP, 2]),
         ("06", "qwen3", 12, [TP, 2]),
         ("06", "smollm3", 12, [TP, 2]),
-        ("07", "llama", 6, []),
+        ("07", "llama", 6, [CHUNKS]),
         ("07", "llama of 8", 3, [*INTERLEAVED]),
         ("07", "llama of 8", 3, [*ZBV, *SCRATCH, AGAIN]),
         ("07", "llama untied", 6, [*GPIPE, PP, 2, *UNEVEN]),
@@ -114,12 +114,12 @@ CASES = {
         ("18", "qwen3_moe", 3, [OFFLOAD]),
     ],
     "4 tokens and experts": [
-        ("11", "llama", 24, [*TOKENS]),
+        ("11", "llama", 24, [*TOKENS, CHUNKS]),
         ("11", "gpt2", 24, []),
         ("11", "gpt_neox", 24, [*TOKENS]),
         ("11", "mixtral", 24, []),
         ("11", "olmo2", 12, [CP, 2, AGAIN, *TOKENS]),
-        ("11", "opt", 24, []),
+        ("11", "opt", 24, [CHUNKS]),
         ("11", "phi3", 24, []),
         ("11", "qwen2", 24, [*TOKENS, OFFLOAD]),
         ("11", "qwen3", 24, []),
@@ -150,8 +150,20 @@ def write_weights(folder, name: str):
     return save_uneven_weights(folder)
 
 
+def in_small_chunks(folder, script):
+    """A copy of a chapter that computes the loss of 50 tokens at a time."""
+    source = script.read_text()
+    assert source.count("LOSS_CHUNK = 1024") == 1
+    copy = folder / script.parent.name / "train-llm.py"
+    copy.parent.mkdir(exist_ok=True)
+    copy.write_text(source.replace("LOSS_CHUNK = 1024", "LOSS_CHUNK = 50"))
+    return copy
+
+
 def described(folder, name, number, model, batch, more) -> dict:
     script = CHAPTERS_BY_NUMBER.get(number, number)  # or a script
+    if CHUNKS in more:
+        script = in_small_chunks(folder, script)
     flags = ["-e", name, "-m", folder / model, "--no-from-scratch", "--save-dir", folder]
     flags += ["-d", folder / "text.jsonl", "-s", 32, "-b", batch, "--lr", 1e-4, "--log-freq", 1]
     flags += ["--max-steps", STEPS, "--eval-freq", STEPS // 2, "--ckpt-freq", 99, *more]

@@ -42,7 +42,11 @@ STEPS += ["--keep-checkpoints", 9]
 TWICE = ["--gradient-accumulation-steps", 2]
 # Flags of the job, for 8 samples per step; bad flags, and a part of the sentence.
 CHAPTERS = {
-    "02-ddp": {"flags": ["-b", 2, *TWICE], "bad": ["-b", 0], "sentence": "batch_size"},
+    "02-ddp": {
+        "flags": ["-b", 2, *TWICE, "--chunked-loss"],
+        "bad": ["-b", 0],
+        "sentence": "batch_size",
+    },
     "03-fsdp": {
         "flags": ["-b", 2, *TWICE],
         "bad": ["--cpu-offlod"],
@@ -70,7 +74,11 @@ CHAPTERS = {
         "bad": ["--compress", "zip"],
         "sentence": "invalid choice",
     },
-    "18-muon": {"flags": ["-b", 2, *TWICE], "bad": ["--lr", "fast"], "sentence": "lr"},
+    "18-muon": {
+        "flags": ["-b", 2, *TWICE, "--chunked-loss"],
+        "bad": ["--lr", "fast"],
+        "sentence": "lr",
+    },
 }
 # Rank 1 begins late to write, so whoever does not wait for its files misses them.
 SLOW_RANK_1 = """
