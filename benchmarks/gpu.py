@@ -124,11 +124,10 @@ def chapter(number: int) -> Path:
 # -- Rows ------------------------------------------------------------------------------------------
 
 TEXT = f"{REPOSITORY}/*-*/train-llm.py"
-GLOBAL_BATCH = 8  # samples of a step, whatever the ranks
 PIPELINE = ["-b", 2, "--gradient-accumulation-steps", 4, "--pipeline-parallel", 2]
 CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "*.jsonl"]
 CHAT += ["--chat-template", REPOSITORY / "models" / "tiny-chat" / "template.jinja", "-s", 256]
-# Ranks and flags of each chapter; `same` is the row whose losses it must have
+# Ranks, and flags for 8 samples per step; `same` is the row whose losses a chapter must have
 CHAPTERS = {
     1: {"ranks": 0, "flags": ["-b", 8]},
     2: {"ranks": 2, "flags": ["-b", 4], "same": 1},
@@ -157,6 +156,9 @@ CHAPTERS = {
     },
     14: {"ranks": 0, "flags": ["-b", 8]},
     "15, two replicas": {"ranks": 2, "flags": ["-b", 4, "--replicas", 2, "--inner-steps", 2]},
+    # With another optimizer
+    18: {"ranks": 1, "flags": ["-b", 8]},
+    "18, two ranks": {"ranks": 2, "flags": ["-b", 4], "same": 18},
     # On conversations
     16: {"ranks": 1, "flags": ["-b", 8, *CHAT]},
     "16, two ranks": {"ranks": 2, "flags": ["-b", 4, *CHAT], "same": 16},

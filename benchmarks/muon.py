@@ -9,7 +9,6 @@ the bytes, collectives and multiplications of four ways to update the same weigh
 """
 
 import argparse
-import importlib.util
 import os
 import statistics
 import sys
@@ -27,18 +26,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.append(str(REPOSITORY / "tools"))
-from models import load_config  # noqa: E402
+from models import load_chapter, load_config  # noqa: E402
 
 LR = 1e-3
 NOT_SENT = ("wait_tensor", "_wrap_tensor_autograd")
-
-
-def load_chapter():
-    spec = importlib.util.spec_from_file_location("muon", REPOSITORY / "18-muon" / "train-llm.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["muon"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # -- Owners on ranks that do not exist -------------------------------------------------------------
@@ -221,7 +212,7 @@ def main() -> None:
     add("--ranks", nargs="+", type=int, default=[8, 64, 512], help="[8 64 512]")
     add("--repeats", type=int, default=15, help="timed updates [15]")
     args = parser.parse_args()
-    chapter = load_chapter()
+    chapter = load_chapter(18)
     if "WORLD_SIZE" in os.environ:
         print_costs(chapter, args.repeats)
     else:

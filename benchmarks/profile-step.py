@@ -11,7 +11,6 @@ of all kernels in them. They count nothing, because the kernels count already.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import re
@@ -28,7 +27,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in the chapter, whose lin
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-CHAPTER_1 = Path(__file__).resolve().parents[1] / "01-single-gpu" / "train-llm.py"
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from models import load_chapter, script_of
+
 # The first that matches counts; Python and waiting are in none of them. The name of a fused kernel
 # lists its operations, such as triton_red_fused__to_copy_mean_mul_pow_rsqrt.
 KINDS = {
@@ -87,11 +88,7 @@ def kind_times(trace: dict) -> dict[str, float]:
 
 def profile_chapter_1(steps: int, flags: list[str], file: Path) -> float:
     """Writes a trace of these steps. Returns the milliseconds of a step by the clock."""
-    spec = importlib.util.spec_from_file_location("chapter_1", CHAPTER_1)
-    chapter_1 = importlib.util.module_from_spec(spec)
-    sys.modules["chapter_1"] = chapter_1
-    spec.loader.exec_module(chapter_1)
-
+    chapter_1 = load_chapter(1)
     warmup = 5
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -117,7 +114,7 @@ def profile_chapter_1(steps: int, flags: list[str], file: Path) -> float:
 
     chapter_1.timed = timed
     chapter_1.DEMO["experiment_name"] = None  # a run without a name writes nothing
-    sys.argv = [str(CHAPTER_1), "--demo", *flags, "--max-steps", str(warmup + 1 + steps)]
+    sys.argv = [str(script_of(1)), "--demo", *flags, "--max-steps", str(warmup + 1 + steps)]
     # In logged steps, the chapter waits for the GPU after each phase.
     sys.argv += ["--log-freq", str(10**6), "--eval-freq", "0", "--warmup-steps", "0"]
     with profiler:

@@ -20,7 +20,7 @@ MB         per step that leave the first node, by the counters of its interface;
 import argparse
 import ctypes
 import datetime
-import importlib.util
+import importlib
 import itertools
 import json
 import math
@@ -53,16 +53,8 @@ NODES = 2
 ADDRESS = "10.77.0.{}"  # of node 1 and 2, in namespaces that nobody else sees
 
 
-def load_formulae():
-    path = REPOSITORY / "tools" / "estimate-scaling.py"
-    spec = importlib.util.spec_from_file_location("estimate_scaling", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
-
-
-FORMULAE = load_formulae()
+sys.path.append(str(REPOSITORY / "tools"))
+FORMULAE = importlib.import_module("estimate-scaling")
 
 
 # -- In the process of a rank ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ and run the tool again: it goes on there. In the end it writes the diffs of the 
 
 import argparse
 import difflib
-import importlib.util
+import importlib
 import re
 import subprocess
 import sys
@@ -25,10 +25,8 @@ CONFLICT = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 
-# The tree of chapters; an import statement takes no file name with a hyphen.
-spec = importlib.util.spec_from_file_location("tree", Path(__file__).with_name("diff-chapters.py"))
-tree = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tree)
+# The tree of chapters. An import statement takes no file name with a hyphen.
+tree = importlib.import_module("diff-chapters")
 
 
 def git(*arguments: str | Path) -> str | None:

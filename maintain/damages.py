@@ -2,7 +2,6 @@
 
     python maintain/damages.py              # all damages
     python maintain/damages.py 02 13        # the damages of these chapters
-    python maintain/damages.py --list
 
 `damages.txt` has the damages, and for each of them the one test that has to fail. All these tests
 look at behaviour: losses, gradients, resumes, messages. The command works in a copy of the
@@ -111,15 +110,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("chapters", nargs="*", help="numbers, such as 02; without: all chapters")
-    parser.add_argument("--list", action="store_true", help="only print the damages")
     args = parser.parse_args()
     chosen = [d for d in damages() if not args.chapters or d.chapter[:2] in args.chapters]
     if not chosen:
         parser.error("no chapter has one of these numbers")
-    if args.list:
-        for damage in chosen:
-            print(f"{damage.chapter}: {damage.what} ({damage.test})")
-        return
     sys.exit(0 if verify(chosen) else 1)
 
 

@@ -23,7 +23,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import cache
 from itertools import product
@@ -35,9 +34,13 @@ TEMPLATES = REPOSITORY / "maintain" / "site"
 GRID = REPOSITORY / "benchmarks" / "records" / "layouts.json"
 SITE = REPOSITORY / "outputs" / "site"
 SHOWN = 3  # layouts of a choice
-PROGRESS_SECONDS = 10
 
 sys.path.append(str(TOOLS))
+from models import STORED as MODELS  # noqa: E402
+
+# The estimators. They import torch only when they load a model.
+chooser = importlib.import_module("choose-layout")
+scaling = chooser.scaling
 
 # -- The axes of the grid --------------------------------------------------------------------------
 
@@ -63,25 +66,9 @@ COMMAND = (
 )
 
 
-@cache
-def models() -> list[str]:
-    """The names in models.json, dense ones first, by the number of weights of their layers."""
-    stored = json.loads((TOOLS / "models.json").read_text())
-
-    def size(name: str) -> tuple[bool, int]:
-        config = stored[name]
-        experts = config.get("num_experts", config.get("num_local_experts", 0))
-        width = config.get("moe_intermediate_size", config["intermediate_size"])
-        layer = config["hidden_size"] * width * max(experts, 1)
-        return experts > 0, config["num_hidden_layers"] * layer
-
-    return sorted(stored, key=size)
-
-
 def axes() -> dict:
-    stored = json.loads((TOOLS / "models.json").read_text())
     return {
-        "models": {name: stored[name] for name in models()},
+        "models": MODELS,
         "gpus": GPUS,
         "devices": DEVICES,
         "devices per node": PER_NODE,
@@ -109,31 +96,23 @@ def command(model, gpu, devices, length, batch, link, trace: bool) -> str:
 
 
 @cache
-def tools():
-    """The estimators. They import torch only when they load a model."""
-    layouts = importlib.import_module("choose-layout")
-    return layouts.scaling, layouts
-
-
-@cache
 def model_of(name: str):
     import torch
 
     torch.set_num_threads(1)  # for each process of --grid
-    return tools()[0].load_model(name)
+    return scaling.load_model(name)
 
 
 def choices(name, gpu, devices, length, batch, link, trace: bool) -> dict:
     """What the tool prints for a cell of the grid."""
-    scaling, layouts = tools()
     flags = shlex.split(command(name, gpu, devices, length, batch, link, trace))[2:]
     args = scaling.parse_args(flags)
     model = model_of(name)
-    fit, out = layouts.choose(model, devices, args)
+    fit, out = chooser.choose(model, devices, args)
     if trace and fit:
-        layouts.trace_best(fit, out, devices, args, wanted=SHOWN)
+        chooser.trace_best(fit, out, devices, args, wanted=SHOWN)
     elif trace:
-        layouts.trace_smallest(model, fit, out, devices, args)
+        chooser.trace_smallest(model, fit, out, devices, args)
     return {
         "best": [shown(model, choice, devices, args) for choice in fit[:SHOWN]],
         "more": max(0, len(fit) - SHOWN),
@@ -143,9 +122,8 @@ def choices(name, gpu, devices, length, batch, link, trace: bool) -> dict:
 
 def shown(model, choice, devices: int, args) -> dict:
     """A layout with its figures, rounded as the tool prints them."""
-    _, layouts = tools()
     layout = choice.layout
-    of_chapter = layouts.command(layout, devices, args)
+    of_chapter = chooser.command(layout, devices, args)
     # The page fills in what it knows.
     of_chapter = re.sub(r"--nnodes \d+", "--nnodes {nodes}", of_chapter)
     of_chapter = re.sub(r"--nproc-per-node \d+", "--nproc-per-node {ranks}", of_chapter)
@@ -159,7 +137,7 @@ def shown(model, choice, devices: int, args) -> dict:
         "micro-batches": layout.micro_batches,
         "checkpointing": int(layout.checkpointing),
         "GB": round(choice.memory / 1e9),
-        "parts": [round(part / 1e9, 1) for part in layouts.memory_parts(model, layout, args)],
+        "parts": [round(part / 1e9, 1) for part in chooser.memory_parts(model, layout, args)],
         "traced": None if choice.traced is None else round(choice.traced / 1e9),
         "command": of_chapter,
         "bubble": float(f"{choice.bubble:.1%}"[:-1]) if layout.pp > 1 else None,
@@ -170,10 +148,9 @@ def shown(model, choice, devices: int, args) -> dict:
 
 def too_long(name: str, length: int) -> str:
     """The sentence of the tool if the model has fewer positions, or nothing."""
-    scaling, layouts = tools()
     args = scaling.parse_args(["--choose", "-m", name, "--devices", "1", "-s", str(length)])
     try:
-        layouts.check_length(model_of(name), args)
+        chooser.check_length(model_of(name), args)
     except SystemExit as error:
         return str(error).removeprefix("error: ")
     return ""
@@ -184,11 +161,11 @@ def too_long(name: str, length: int) -> str:
 
 def untraced_parts() -> list[tuple]:
     """A part has the choices for all links."""
-    return [*product(models(), LENGTHS, BATCHES, GPUS, DEVICES)]
+    return [*product(MODELS, LENGTHS, BATCHES, GPUS, DEVICES)]
 
 
 def traced_parts() -> list[tuple]:
-    return [(name, devices) for devices in TRACED_DEVICES for name in models()]
+    return [(name, devices) for devices in TRACED_DEVICES for name in MODELS]
 
 
 def compute(part: tuple) -> dict:
@@ -208,18 +185,14 @@ def compute(part: tuple) -> dict:
 
 
 def compute_parts(parts: list[tuple], processes: int, what: str) -> dict[tuple, dict]:
+    from tqdm import tqdm
+
     done = {}
-    begin = last = time.monotonic()
     # Not forks: the first part imports torch, and a process that waits has no need for it.
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for result in pool.imap_unordered(compute, parts):
+        results = pool.imap_unordered(compute, parts)
+        for result in tqdm(results, what, len(parts), unit=" parts"):
             done[tuple(result["part"])] = result
-            now = time.monotonic()
-            if now - last > PROGRESS_SECONDS or len(done) == len(parts):
-                minutes = (now - begin) / len(done) * (len(parts) - len(done)) / 60
-                text = f"{what}: {len(done):,} of {len(parts):,} parts, {minutes:.0f} minutes left"
-                print(text, flush=True)
-                last = now
         pool.close()  # The processes end by themselves, and so free the lock of tqdm
         pool.join()
     return done
@@ -272,20 +245,17 @@ def grid_text(done: dict) -> str:
                 found[place] = packed(traced["cells"][0], traced=True)
         cells[f"{name} {length} {batch} {gpu.split(',')[0]} {devices}"] = found
 
+    parameters = {name: round(model_of(name).parameters / 1e9, 2) for name in MODELS}  # billions
+
     def line(value) -> str:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
-    parts = [f'"axes": {line(axes())}', f'"parameters": {line(parameters())}']
+    parts = [f'"axes": {line(axes())}', f'"parameters": {line(parameters)}']
     parts += [f'"refused": {line(refused)}']
     parts += [f'"{name}": {pool.lines()}' for name, pool in pools.items()]
     rows = ",\n".join(f"{line(key)}:{line(value)}" for key, value in cells.items())
     parts.append(f'"cells": {{\n{rows}\n}}')
     return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def parameters() -> dict[str, float]:
-    """Billions, for each model."""
-    return {name: round(model_of(name).parameters / 1e9, 2) for name in models()}
 
 
 def write_grid(processes: int) -> None:
@@ -355,7 +325,7 @@ def rates() -> dict[str, dict]:
     """The memory and the rates of each kind of GPU, as the tool reads its flags."""
     found = {}
     for name, flags in GPUS.items():
-        args = tools()[0].parse_args(shlex.split(flags))
+        args = scaling.parse_args(shlex.split(flags))
         found[name.split(",")[0]] = {
             "memory_gb": args.gpu_memory,
             "text": f"{args.rate:g} TFLOP/s in matrix products, {args.attention_rate:g} TFLOP/s in "
@@ -378,8 +348,8 @@ def read_grid(file: Path) -> dict:
 
 def layouts_page() -> str:
     grid = read_grid(GRID)
-    _, layouts = tools()
-    chapters = {int(path.parent.name[:2]): path.parent.name for path in script_files()}
+    names = [path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py")]
+    chapters = {int(name[:2]): name for name in sorted(names)}
     of_gpu = rates()
     traced = sum(cell[0] for cells in grid["cells"].values() for cell in cells)
     sentence = ""
@@ -387,8 +357,8 @@ def layouts_page() -> str:
         sentence = f"For {traced} choices, the tool has also traced it ({TRACED['gpu']}, "
         sentence += f"{TRACED['length']:,} tokens per sample, {TRACED['batch']:,} tokens per step, "
         sentence += f"{TRACED['link']} Gbit/s)."
-    data = grid | {"parts": layouts.PARTS, "spare": layouts.SPARE, "rates": of_gpu}
-    data |= {"chapters": chapters, "techniques": layouts.NAMES | {1: "one GPU"}}
+    data = grid | {"parts": chooser.PARTS, "spare": chooser.SPARE, "rates": of_gpu}
+    data |= {"chapters": chapters, "techniques": chooser.NAMES | {1: "one GPU"}}
     # The page needs no configs.
     data["axes"] = {name: value for name, value in data["axes"].items() if name != "models"}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
@@ -403,10 +373,6 @@ def layouts_page() -> str:
             "RATES_4090": of_gpu["RTX 4090"]["text"],
         },
     )
-
-
-def script_files() -> list[Path]:
-    return sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 
 
 def columns_page() -> str:

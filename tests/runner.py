@@ -128,6 +128,13 @@ def outcome(folder: Path, script: Path, *arguments, timeout: float = 240, **opti
     return run.wait(timeout), run.output
 
 
+def run_tool(folder: Path, name: str, *arguments, status: int = 0, **options) -> str:
+    """The output of a script of tools/, which ends with this status."""
+    found, output = outcome(folder, REPOSITORY / "tools" / name, *arguments, **options)
+    assert found == status, output
+    return output
+
+
 # Below those that systems give to outgoing connections, and others in each worker of pytest-xdist
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
 _ports = itertools.count(20_000 + 2_500 * _worker + os.getpid() * 37 % 2_000)

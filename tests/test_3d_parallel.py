@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import test_pipeline_parallel
 import torch
 from conftest import (
     AT_END,
@@ -13,19 +14,12 @@ from conftest import (
     take_over,
 )
 from runner import CHAPTER_3, CHAPTER_6, CHAPTER_7, CHAPTER_13
-from test_fsdp import OFF, told, whole_state
-from test_tensor_parallel import write_weights
+from test_fsdp import OFF, assert_same_checkpoint, told, whole_state
 
 GRID = {"script": CHAPTER_13}
+tied = test_pipeline_parallel.tied  # the fixture
 
 # -- Checkpoints -----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    """Of four layers, because two stages per rank need four stages."""
-    folder = tmp_path_factory.mktemp("models") / "tied"
-    return write_weights(folder, "llama", num_hidden_layers=4, pad_token_id=None)
 
 
 def test_one_pipeline_of_groups(trainer, tied):
@@ -40,9 +34,7 @@ def test_one_pipeline_of_groups(trainer, tied):
     resumed = trainer(*flags, *grid, name="resumed", processes=4, **GRID)
     assert "Continuing from" in resumed.output
     assert exact(resumed.records) == exact(run.records)
-    a, b = (whole_state(x.folder / "step-00000004") for x in (run, resumed))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert_same_checkpoint(run.folder / "step-00000004", resumed.folder / "step-00000004")
     grid = ["--pipeline-parallel", 1, "--tensor-parallel", 3]
     refused = trainer(*flags, *grid, name="refused", processes=4, status=1, **GRID)
     sentence = "times --tensor-parallel must divide the number of ranks, 4"

@@ -7,7 +7,7 @@ from functools import wraps
 
 import pytest
 import torch
-from conftest import REAL_MODELS, save_weights, write_model
+from conftest import save_weights, write_model
 from runner import REPOSITORY, Job, load
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -16,7 +16,7 @@ tool = load(REPOSITORY / "tools" / "estimate-memory.py")
 WATCHER = REPOSITORY / "tests" / "memory.py"
 TRACED = ["device", "dtype", "compile", "activation_checkpointing", "seq_length", "exchange"]
 TRACED += ["tensor_parallel", "context_parallel", "expert_parallel", "rank", "density"]
-TRACED += ["lora_rank", "lora_targets"]
+TRACED += ["lora_rank", "lora_targets", "chunked_loss"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,6 +58,7 @@ CASES = [
     ("chapter 1", 1, {}, CHECKPOINT),
     ("DDP", 2, {}, ACCUMULATE),
     ("FSDP", 2, {}, HALF),
+    ("chapter 1", 1, {"vocab_size": 8192}, "-s 1024 --chunked-loss"),
     ("FSDP", 2, TIED, "-s 16 -b 1"),  # at its fullest, shards and a buffer on its way
     ("no reshard", 2, {}, f"--dtype bf16 {ACCUMULATE}"),
     ("HSDP", 2, {}, ACCUMULATE),
@@ -256,7 +257,7 @@ def test_output(tmp_path, estimate):
 
 # The record has the tables of chapters 1 to 3.
 README_1, RECORD = "01-single-gpu/README.md", "benchmarks/records/memory.md"
-COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m meta-llama/(\S+) (.*)$"
+COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m (\S+) (.*)$"
 
 
 @pytest.mark.parametrize("method", ["HSDP", "tensor parallel", "pipeline", "LoRA"])
@@ -265,7 +266,7 @@ def test_figures_of_chapters_5_to_7_and_17(method):
     (readme,) = REPOSITORY.glob(f"{tool.METHODS[method].chapter:02}-*/README.md")
     text = readme.read_text()
     ((name, options),) = re.findall(COMMAND, text, re.MULTILINE)
-    traces = traces_of(REAL_MODELS[name], options)
+    traces = traces_of(tool.load_config(name), options)
     (devices,) = traces.flags.devices
     for which in (method, "FSDP"):
         said = f"{total(traces, which, devices) / 1e9:.1f} GB"

@@ -18,9 +18,10 @@ from conftest import (
     take_over,
     write_model,
 )
-from runner import CHAPTER_5, CHAPTER_15, REPOSITORY, Run
+from runner import CHAPTER_5, CHAPTER_15, run_tool
 from safetensors.torch import load_file
 from test_fsdp import assert_same_checkpoint, told
+from test_multi_node import CONVERT
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 PAPER = {"outer_lr": 0.7, "outer_momentum": 0.9}
@@ -318,9 +319,7 @@ def test_its_weights_in_other_chapters(train, trainer):
     checkpoint = origin.folder / "step-00000004"
     held_out = [r["eval/loss"] for r in origin.records if r["step"] == 4 and "eval/loss" in r]
     folder = trainer.folder / "hub"
-    tool = REPOSITORY / "tools" / "convert-checkpoint.py"
-    run = Run(tool, [checkpoint, folder, "--to", "transformers"], trainer.folder / "tool.txt")
-    assert run.wait() == 0, run.output
+    run_tool(trainer.folder, CONVERT, checkpoint, folder, "--to", "transformers")
     # With a learning rate of 0, the first evaluation is that of the weights
     flags = ["--max-steps", 1, "--lr", 0, "--resume-dir", checkpoint, "--skip-optimizer"]
     as_a_model = ["--max-steps", 1, "--lr", 0, "-m", folder]
@@ -335,10 +334,8 @@ def test_its_checkpoints_become_another_format(train, trainer):
     origin = train(name="origin", ranks=2)
     local = train("--checkpoint-format", "local", name="local", ranks=2)
     checkpoint = "step-00000004"
-    tool = REPOSITORY / "tools" / "convert-checkpoint.py"
     paths = [local.folder / checkpoint, trainer.folder / "shard" / checkpoint]
-    run = Run(tool, [*paths, "--to", "shard"], trainer.folder / "tool.txt")
-    assert run.wait() == 0, run.output
+    run_tool(trainer.folder, CONVERT, *paths, "--to", "shard")
     assert_same_checkpoint(trainer.folder / "shard" / checkpoint, origin.folder / checkpoint)
 
 

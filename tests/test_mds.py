@@ -19,7 +19,7 @@ from conftest import (
     take_over,
     write_documents,
 )
-from runner import CHAPTER_10, REPOSITORY, Run, load
+from runner import CHAPTER_10, REPOSITORY, Run, load, run_tool
 from test_streaming import WATCH, plain_losses, reference_rows
 from transformers import AutoTokenizer
 
@@ -474,9 +474,8 @@ def test_a_run_does_not_go_on_with_other_rows(train, shards, tmp_path):
 def test_preflight_looks_at_rows(shards, tmp_path):
     flags = ["10", "-m", TINY_LLAMA, "-d", shards, "--from-scratch", "-s", 32]
     for more, error in ([], "give --eval-dataset"), (["--eval-freq", 0, "-s", 64], "32 tokens"):
-        run = Run(REPOSITORY / "tools/preflight.py", [*flags, *more], tmp_path / error)
-        assert run.wait() == 1
-        assert re.search(f"  error: .*{error}", run.output)
+        output = run_tool(tmp_path, "preflight.py", *flags, *more, status=1)
+        assert re.search(f"  error: .*{error}", output)
 
 
 @pytest.mark.rest

@@ -23,6 +23,7 @@ PP = {"script": CHAPTER_7}
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory):
+    """Of four layers, because two stages per rank need four stages."""
     folder = tmp_path_factory.mktemp("models") / "tied"
     return write_weights(folder, "llama", num_hidden_layers=4, pad_token_id=None)
 

@@ -24,7 +24,7 @@ from conftest import (
     take_over,
     write_documents,
 )
-from runner import REPOSITORY, Run, load, outcome
+from runner import REPOSITORY, load, run_tool
 from safetensors.torch import load_file
 from test_chat import DEMO_TEMPLATE, assert_equal, flags_for, plain_loop
 from test_fsdp import OFF
@@ -208,9 +208,7 @@ def test_one_job_of_shards(trainer, pretrained, corpus, monkeypatch, chapter):
         monkeypatch.syspath_prepend(STAND_IN)
     flags = ["-o", corpus / "shards", "-m", TINY_LLAMA, "-d", f"{corpus}/?.jsonl", "-s", 32]
     flags += ["--processes", 1, "--part-rows", 30]
-    tool = REPOSITORY / "tools" / "write-mds.py"
-    run = Run(tool, flags, corpus / "output.txt", before=IMPORTABLE)
-    assert run.wait() == 0, run.output
+    run_tool(corpus, "write-mds.py", *flags, before=IMPORTABLE)
     shards = corpus / "shards"
     rows_job(trainer, chapter, pretrained, corpus, shards, monkeypatch, IMPORTABLE)
     refuse(trainer, chapter, ["--local-cache"], "expected one argument")
@@ -237,9 +235,8 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     if chapter == "16-chat":
         assert_opens(run)
     else:
-        tool = REPOSITORY / "tools" / "convert-checkpoint.py"
         command = [run.folder / "step-00000002", trainer.folder / "new", "--to", "transformers"]
-        _, output = outcome(trainer.folder, tool, *command)
+        output = run_tool(trainer.folder, "convert-checkpoint.py", *command, status=1)
         assert_one_sentence(output, "chapter 17, with B and A apart: use the final/ of its run")
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
     assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()
@@ -248,10 +245,10 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
         assert stops == [5, tokenizer.eos_token_id]
     command = [run.folder / "final", "--prompt", "Hi", "--temperature", 0, "--max-new-tokens", 9]
     whole, answer = (
-        outcome(trainer.folder, REPOSITORY / "tools" / "generate.py", *command, *more)
+        run_tool(trainer.folder, "generate.py", *command, *more)
         for more in (["--prompt", "User: Hi\nAssistant:"], ["--chat"])
     )
-    assert whole == (0, f"User: Hi\nAssistant:{answer[1]}")
+    assert whole == f"User: Hi\nAssistant:{answer}"
     resume(run, trainer, 2, train)
     if chapter == "16-chat":
         other = trainer.folder / "other.jinja"

@@ -6,8 +6,7 @@ import shlex
 
 import pyarrow.parquet
 import pytest
-from conftest import REAL_MODELS
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, outcome
+from runner import CHAPTERS_BY_NUMBER, run_tool
 from test_readme import WHICH, assert_flags_are_understood, page
 from transformers import AutoConfig
 
@@ -18,34 +17,15 @@ LAUNCH = r"^(?:torchrun .*?|cd \S+ && python )"
 SENT = re.findall(LAUNCH + r"(\d\d-\S+/)?train-llm\.py (.*)$", TEXT, re.M)
 
 
-EIGHT_CHOSEN = {"num_experts_per_tok": 8, "tie_word_embeddings": False}
-MIXTURES = {
-    "allenai/OLMoE-1B-7B-0924": AutoConfig.for_model(
-        "olmoe",
-        hidden_size=2048,
-        intermediate_size=1024,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        num_experts=64,
-        vocab_size=50304,
-        max_position_embeddings=4096,
-        **EIGHT_CHOSEN,
-    ),
-    "Qwen/Qwen3-30B-A3B": AutoConfig.for_model(
-        "qwen3_moe",
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        vocab_size=151936,
-        max_position_embeddings=40960,
-        **EIGHT_CHOSEN,
-    ),
+# Those that tools/models.json has not
+LLAMA_2 = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
+LLAMA_2 |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}
+OLMOE = {"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16}
+OLMOE |= {"num_attention_heads": 16, "num_experts": 64, "num_experts_per_tok": 8}
+OLMOE |= {"vocab_size": 50304, "max_position_embeddings": 4096}
+MODELS = {
+    "meta-llama/Llama-2-7b-hf": AutoConfig.for_model("llama", **LLAMA_2),
+    "allenai/OLMoE-1B-7B-0924": AutoConfig.for_model("olmoe", **OLMOE),
 }
 
 
@@ -53,20 +33,15 @@ MIXTURES = {
 def folder(tmp_path_factory):
     """The configs of the models, under their names, since the Hub is out of reach."""
     folder = tmp_path_factory.mktemp("models")
-    for name, config in MIXTURES.items():
+    for name, config in MODELS.items():
         config.save_pretrained(folder / name)
-    for name, config in REAL_MODELS.items():
-        on_the_hub = name.replace("2-7B", "2-7b-hf")
-        config.save_pretrained(folder / "meta-llama" / on_the_hub)
     return folder
 
 
 def run(command: str, folder) -> str:
     tool, *flags = shlex.split(command)
-    flags = [re.sub("^(meta-llama|allenai|Qwen)/", r"./\1/", flag) for flag in flags]
-    status, output = outcome(folder, REPOSITORY / tool, *flags, cwd=folder)
-    assert status == 0, output
-    return output
+    flags = [f"./{flag}" if flag in MODELS else flag for flag in flags]
+    return run_tool(folder, tool.removeprefix("tools/"), *flags, cwd=folder)
 
 
 @pytest.mark.rest

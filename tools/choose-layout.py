@@ -20,10 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent))
+from models import REPOSITORY, SPARE, fail, load_config, script_of, table
+
 scaling = importlib.import_module("estimate-scaling")
 
-# Of the memory of a GPU, as in estimate-memory.py
-SPARE = 0.1
 TRACED = 3  # the best layouts
 # Layouts that differ by less count as equally fast, because the estimate is not more exact.
 CLOSE = 1.05
@@ -138,7 +138,6 @@ def variants(shape: Layout, layers: int, global_batch: int) -> list[Layout]:
 
 # Bytes per logit at the loss: compiled logits in bf16, and those that a tensor group splits
 LOGIT, SPLIT_LOGIT = 4.25, 10.5
-
 
 PARTS = ["weights and AdamW", "gradients", "copies of weights", "activations", "logits and loss"]
 
@@ -265,10 +264,12 @@ def settings(layout: Layout, args) -> argparse.Namespace:
     return changed
 
 
-def assess(model, layout: Layout, nodes: int, cluster, args) -> Choice:
+def assess(model, layout: Layout, devices: int, args) -> Choice:
     """Memory and times of a layout."""
     flags = settings(layout, args)
-    e = scaling.estimate(layout.method, model, nodes, cluster, flags)
+    per_node = min(args.devices_per_node, devices)
+    cluster = scaling.cluster_of(args, per_node)
+    e = scaling.estimate(layout.method, model, devices // per_node, cluster, flags)
     layer, backward, root = scaling.compute_times(model, cluster, flags)
     of_micro_batch = model.layers * (layer + backward) + 3 * root
     useful = flags.gradient_accumulation_steps * of_micro_batch
@@ -298,8 +299,6 @@ def choose(model, devices: int, args) -> tuple[list[Choice], list[Choice]]:
     fastest layouts, the earliest chapter comes first.
     """
     per_node = min(args.devices_per_node, devices)
-    nodes = devices // per_node
-    cluster = scaling.cluster_of(args, per_node)
     fit, out = [], []
     for shape in shapes(model, devices, per_node, args):
         possible = variants(shape, model.layers, args.global_batch_size)
@@ -315,7 +314,7 @@ def choose(model, devices: int, args) -> tuple[list[Choice], list[Choice]]:
             choice.problem = f"needs {choice.memory / 1e9:.0f} GB"
             out.append(choice)
             continue
-        choices = [assess(model, layout, nodes, cluster, args) for layout in possible]
+        choices = [assess(model, layout, devices, args) for layout in possible]
         fit.append(min(choices, key=lambda choice: choice.step))
     for choice in [*fit]:
         choice.problem = refusal(model, choice.layout, devices, args)
@@ -364,7 +363,7 @@ def trace(choice: Choice, devices: int, args, offload: bool = False) -> None:
     method = tool.METHODS["offload" if offload else NAMES[layout.chapter]]
     if not layout.reshard:
         method = replace(method, name="no reshard")
-    traces = tool.Traces(scaling.load_config(args.model_name), flags_of(layout, devices, args))
+    traces = tool.Traces(load_config(args.model_name), flags_of(layout, devices, args))
     _, moments = tool.step(traces, method, devices, layout.samples)
     choice.traced = tool.peak(moments)
     if choice.traced > room(args):
@@ -373,15 +372,13 @@ def trace(choice: Choice, devices: int, args, offload: bool = False) -> None:
 
 def trace_smallest(model, fit: list[Choice], out: list[Choice], devices: int, args) -> None:
     """Where no layout fits by formula, traces the smallest ones, in case some of them do."""
-    per_node = min(args.devices_per_node, devices)
     sized = [choice for choice in out if choice.memory < math.inf]
     possible = [choice for choice in sized if not refusal(model, choice.layout, devices, args)]
     for smallest in possible[:TRACED]:
         trace(smallest, devices, args)
         if not smallest.problem:
             out.remove(smallest)
-            nodes, cluster = devices // per_node, scaling.cluster_of(args, per_node)
-            choice = assess(model, smallest.layout, nodes, cluster, args)
+            choice = assess(model, smallest.layout, devices, args)
             choice.traced = smallest.traced
             fit.append(choice)
 
@@ -425,7 +422,7 @@ def technique(layout: Layout) -> list:
 
 def command(layout: Layout, devices: int, args, *more) -> str:
     """The command line of the chapter, for each node."""
-    (script,) = scaling.scripts(layout.chapter)
+    script = script_of(layout.chapter).relative_to(REPOSITORY)
     nodes = devices // min(args.devices_per_node, devices)
     launch = f"torchrun --standalone --nproc-per-node {devices}"
     if nodes > 1:
@@ -436,11 +433,6 @@ def command(layout: Layout, devices: int, args, *more) -> str:
     flags = ["-m", args.model_name, "-s", args.seq_length, "-b", layout.samples]
     flags += ["--gradient-accumulation-steps", layout.micro_batches, *technique(layout), *more]
     return f"{launch} {script} {' '.join(map(str, flags))}"
-
-
-def table(header: str, rows: list[list]) -> str:
-    lines = [f"| {header} |", "|---" * (header.count("|") + 1) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
 
 
 def table_of(fit: list[Choice]) -> str:
@@ -520,7 +512,7 @@ def what_would_fit(model, out: list[Choice], devices: int, args) -> list[str]:
 def check_length(model, args) -> None:
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
-        scaling.fail(f"--seq-length {args.seq_length} is more than the model's {longest} positions")
+        fail(f"--seq-length {args.seq_length} is more than the model's {longest} positions")
 
 
 def report(model, args) -> str:

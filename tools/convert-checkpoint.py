@@ -14,12 +14,10 @@
 | transformers | none | a Transformers folder: nothing to resume from |
 
 A *local* checkpoint is named like the others: `outputs/a/step-00000500` stands for the folders
-`outputs/a/rank-*/step-00000500`. Collect those of all nodes first. The tool holds the whole state
-in memory, 12 bytes per parameter. From `shard` and `full` to a Transformers folder, it holds only a
-layer at a time. So a run that could not gather `final/` gets it here, on a small machine. A copy of
-`state.json` tells where the run stands. Chapters 1, 2, 3 and 5 read the same samples, so each of
-them can go on with a run of the others. Chapters 4 and 10 read other rows, and refuse such a run.
-Chapter 15 has weights and moments of each replica, which chapters 1 and 2 cannot read.
+`outputs/a/rank-*/step-00000500`. Collect those of all nodes first. Chapters 1, 2, 3 and 5 read the
+same samples, so each of them can go on with a run of the others. Chapters 4 and 10 read other rows,
+and refuse such a run. Chapter 15 has weights and moments of each replica, which chapters 1 and 2
+cannot read.
 """
 
 import argparse
@@ -45,26 +43,20 @@ from transformers.core_model_loading import revert_weight_conversion
 
 FORMATS = ["shard", "full", "local", "single", "transformers"]
 # What the writers of the formats make by themselves; all other files are copied
-OWN_FILES = (
-    ".metadata",
-    "*.distcp",
-    "training_state.pt",
-    "*.safetensors",
-    "*.safetensors.index.json",
-)
+OWN_FILES = [".metadata", "*.distcp", "training_state.pt"]
+OWN_FILES += ["*.safetensors", "*.safetensors.index.json"]
 # What chapters 1 and 2 know of a run
 STATE = ("lasting", "comet_key", "step", "samples", "epoch")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Converts checkpoints.")
-    parser.add_argument("source", type=Path, help="a step-* folder")
-    parser.add_argument("destination", type=Path, help="a new folder")
-    parser.add_argument("--to", choices=FORMATS, required=True)
-    parser.add_argument(
-        "--ranks", type=int, default=1, help="which read it, or files [%(default)s]"
-    )
-    parser.add_argument("--shard-size", type=int, help="as in chapter 5; by default, all ranks")
+    add = parser.add_argument
+    add("source", type=Path, help="a step-* folder")
+    add("destination", type=Path, help="a new folder")
+    add("--to", choices=FORMATS, required=True)
+    add("--ranks", type=int, default=1, help="which read it, or files [%(default)s]")
+    add("--shard-size", type=int, help="as in chapter 5; by default, all ranks")
     args = parser.parse_args()
     args.shard_size = args.shard_size or args.ranks
     if args.ranks < 1 or args.shard_size < 1 or args.ranks % args.shard_size:

@@ -20,7 +20,6 @@ the root of FSDP: the parameters that are in no other unit.
 """
 
 import argparse
-import importlib.util
 import logging
 import math
 import sys
@@ -58,9 +57,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 sys.path.append(str(Path(__file__).resolve().parent))
-from models import load_config
+from models import SPARE, fail, load_chapter, load_config, positive
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 aten = torch.ops.aten
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 # Columns of a trace. Gradients twice: those that the backward pass has made so far, and those
@@ -92,11 +90,7 @@ GROUPS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel", EXPERTS: "expe
 @lru_cache
 def chapter(number: int) -> dict:
     """What the script of a chapter defines. It prints nothing, except errors."""
-    (script,) = REPOSITORY.glob(f"{number:02}-*/train-llm.py")
-    spec = importlib.util.spec_from_file_location(f"chapter_{number}", script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # torch.compile looks for it there
-    spec.loader.exec_module(module)
+    module = load_chapter(number)
     module.say = lambda message: None
     return vars(module)
 
@@ -450,6 +444,8 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: 
                 part.compile(backend=backend, dynamic=False)
             loss_function = torch.compile(model.loss_function, backend=backend, dynamic=False)
             model.loss_function = loss_function
+        if flags.chunked_loss:
+            chapter(1)["use_chunked_loss"](model)
         ids = torch.zeros(batch, flags.seq_length, dtype=torch.int64)
         if kind == TENSOR:
             stack.enter_context(tp.loss_parallel())
@@ -852,10 +848,6 @@ def title(direction: str, place: int, layers: int) -> str:
 
 # -- Estimates and their output --------------------------------------------------------------------
 
-# Of the memory of a GPU, for what PyTorch does not count: CUDA's context, the buffers of NCCL and
-# cuBLAS, gaps between blocks. A rule of thumb.
-SPARE = 0.1
-
 
 def methods(devices: int, flags) -> list[Method]:
     """Those of chapters 1 to 3, and others whose flags are given and divide the devices."""
@@ -873,13 +865,22 @@ def table(traces: Traces, devices: int) -> str:
     most = max(peak(moments) for _, moments in steps.values())
     for method, (states, moments) in steps.items():
         at = partial(step, traces, method, devices)
-        largest = bisect_right(range(1, 2**20), room, key=lambda batch: peak(at(batch)[1]))
+        largest = bisect_right(range(1, 2**20), room, key=partial(peak_of_batch, at, flags))
         fullest = max(moments, key=lambda name: sum(moments[name]))
         cpu = sum(states.values()) if method.name == "offload" and flags.device == "cuda" else 0
         *sizes, cpu = in_gb([*moments[fullest], peak(moments), cpu], most)
         fits = "yes" if peak(moments) <= room else "no"
         columns += [[method.name, *sizes, fullest, fits, str(largest or "none"), cpu]]
     return markdown([*zip(*columns, strict=True)])
+
+
+def peak_of_batch(at, flags, batch: int) -> float:
+    """Bytes at the fullest moment of a step, which `at` computes for a batch size."""
+    if not flags.chunked_loss:
+        return peak(at(batch)[1])
+    # A larger batch has more chunks, so it needs a trace of its own. But its peak grows evenly.
+    one, two = (peak(at(flags.batch_size + more)[1]) for more in (0, 1))
+    return one + (two - one) * (batch - flags.batch_size)
 
 
 def course_table(traces: Traces, method: Method, devices: int) -> str:
@@ -933,20 +934,11 @@ LEGEND = f"""
 # -- Flags -----------------------------------------------------------------------------------------
 
 
-def fail(message: str) -> None:
-    sys.exit(f"error: {message}")
-
-
-def positive(text: str) -> int:
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return int(text)
-
-
 def parse_args(argv=None) -> argparse.Namespace:
     what = "Estimates the memory of a training step on GPUs; the default is in brackets."
-    name = "estimate-memory.py"
-    parser = argparse.ArgumentParser(prog=name, description=what, allow_abbrev=False)
+    parser = argparse.ArgumentParser("estimate-memory.py", description=what, allow_abbrev=False)
+
+    count = positive(int)
 
     def add(*names, help: str, default=None, **options):
         suffix = f" [{default}]" if default else ""
@@ -954,27 +946,28 @@ def parse_args(argv=None) -> argparse.Namespace:
 
     llama = "meta-llama/Llama-3.2-1B"
     add("-m", "--model-name", default=llama, help="Hub id, local folder, or a config.json")
-    add("--devices", type=positive, nargs="+", default=[1, 2, 4, 8], help="numbers of GPUs")
+    add("--devices", type=count, nargs="+", default=[1, 2, 4, 8], help="numbers of GPUs")
     add("--gpu-memory", type=float, default=80.0, help="of each, GB = 1e9 bytes")
-    add("-s", "--seq-length", type=positive, default=1024, help="tokens per sample")
-    add("-b", "--batch-size", type=positive, default=8, help="samples per device and forward pass")
-    add("--gradient-accumulation-steps", type=positive, default=1, help="passes per optimizer step")
-    add("--shard-size", type=positive, help="also HSDP, chapter 5: GPUs that share a copy")
-    add("--tensor-parallel", type=positive, help="also chapter 6: GPUs that split each layer")
-    add("--pipeline-parallel", type=positive, help="also chapter 7: GPUs of a pipeline")
+    add("-s", "--seq-length", type=count, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=count, default=8, help="samples per device and forward pass")
+    add("--gradient-accumulation-steps", type=count, default=1, help="passes per optimizer step")
+    add("--shard-size", type=count, help="also HSDP, chapter 5: GPUs that share a copy")
+    add("--tensor-parallel", type=count, help="also chapter 6: GPUs that split each layer")
+    add("--pipeline-parallel", type=count, help="also chapter 7: GPUs of a pipeline")
     add("--schedule", choices=["1f1b", "gpipe", "interleaved"], default="1f1b", help="of chapter 7")
-    add("--stages-per-rank", type=positive, default=2, help="of --schedule interleaved")
-    add("--context-parallel", type=positive, help="also chapter 11: GPUs that share each sample")
+    add("--stages-per-rank", type=count, default=2, help="of --schedule interleaved")
+    add("--context-parallel", type=count, help="also chapter 11: GPUs that share each sample")
     add("--exchange", choices=["heads", "tokens"], default="heads", help="of chapter 11")
-    add("--expert-parallel", type=positive, help="also chapter 12: GPUs that share the experts")
-    add("--rank", type=positive, help="also chapter 14: columns of B, and rows of A")
+    add("--expert-parallel", type=count, help="also chapter 12: GPUs that share the experts")
+    add("--rank", type=count, help="also chapter 14: columns of B, and rows of A")
     add("--density", type=float, default=0.03, help="of chapter 14: the share of values of S")
     add("--muon", action="store_true", default=None, help="also chapter 18")
-    add("--lora-rank", type=positive, help="also chapter 17: rows of A, and columns of B")
+    add("--lora-rank", type=count, help="also chapter 17: rows of A, and columns of B")
     add("--lora-targets", default="all-linear", help="of chapter 17: or a pattern")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
     add("--dtype", choices=BYTES, help="compute precision [bf16 for cuda, fp32 for cpu]")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
+    add("--chunked-loss", action="store_true", help="logits of 1,024 tokens at a time")
     add("--compile", action=argparse.BooleanOptionalAction, help="[on for cuda, off for cpu]")
     add("--explain", action="store_true", help="also each moment of a step")
     args = parser.parse_args(argv)

@@ -20,7 +20,7 @@ GB are 1e9 bytes, Gbit/s are 1e9 bits per second.
 """
 
 import argparse
-import importlib.util
+import importlib
 import math
 import os
 import sys
@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.append(str(Path(__file__).resolve().parent))
-from models import load_config
+from models import fail, load_chapter, load_config, positive, table
 
 # Microseconds for each hop of a collective, and for its launch: NCCL's own constants for its
 # "simple" protocol, in src/graph/tuning.cc (baseLatencies, hwLatencies; June 2026).
@@ -66,7 +66,6 @@ class Cluster:
     link_in: float  # bytes per second and direction from a device to others of its node
     link: float  # bytes per second and direction from a device to other nodes
     memory: float = 3.35e12  # bytes per second that a device reads or writes in its memory
-    switch: bool = True  # within a node; otherwise each two devices have links of their own
     # FLOPs per second of attention; None counts all its FLOPs, masked or not, with the others
     attention: float | None = None
 
@@ -114,8 +113,6 @@ class Collective:
             return 0.0
         per_node = ranks // nodes
         speed = cluster.link_in
-        if per_node > 1 and not cluster.switch:
-            speed *= (per_node - 1) / (cluster.devices - 1)
         if nodes > 1:
             net = per_node * cluster.link
             speed = net if per_node == 1 else min(speed, net)
@@ -349,11 +346,7 @@ def estimate(method: str, model: Model, nodes: int, cluster: Cluster, args) -> E
 
 def busiest_owner(model: Model, ranks: int) -> tuple[int, int]:
     """Multiplications of an iteration of Newton-Schulz, and numbers of the matrices of an owner."""
-    (script,) = Path(__file__).resolve().parents[1].glob("18-*/train-llm.py")
-    spec = importlib.util.spec_from_file_location("chapter_18", script)
-    chapter = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = chapter
-    spec.loader.exec_module(chapter)
+    chapter = load_chapter(18)
     shapes = [SimpleNamespace(shape=(rows, columns)) for rows, columns, _ in model.matrices]
     by_owner = chapter.choose_owners(model.layers * shapes, ranks)
     work = [sum(map(chapter.work_of, owned)) for owned in by_owner]
@@ -383,8 +376,7 @@ def tensor_parallel(
     """
     inputs = BYTES[args.dtype] * samples * args.seq_length * model.hidden_size
     extra = args.activation_checkpointing  # a forward pass up to the last reduce-scatter
-    numbers = {"all-gather": args.gathers + 2 + extra * args.gathers}
-    numbers["reduce-scatter"] = args.gathers + 2 + extra
+    numbers = {"all-gather": 4 + 2 * extra, "reduce-scatter": 4 + extra}  # in chapter 6
     counts, time, slower = {}, 0.0, 0.0
     for kind, number in numbers.items():
         c, count = Collective(kind, inputs, group), number * layers + ends
@@ -410,12 +402,11 @@ def context_exchanges(model: Model, group: Group, args) -> dict[str, tuple[int, 
     forward = model.layers * (1 + args.activation_checkpointing)
     if args.exchange == "tokens":
         pair = 2 * size * model.key_size  # keys and values
+        gather = Collective("all-gather", pair, group)
+        scatter = Collective("reduce-scatter", pair, group)
         return {
-            "all-gather, keys and values": (forward, Collective("all-gather", pair, group)),
-            "reduce-scatter, keys and values": (
-                model.layers,
-                Collective("reduce-scatter", pair, group),
-            ),
+            "all-gather, keys and values": (forward, gather),
+            "reduce-scatter, keys and values": (model.layers, scatter),
         }
     query, key = (
         Collective("all-to-all", size * width / n, group)
@@ -529,8 +520,8 @@ def estimate_pipeline(
 
 def summary(estimates: list[Estimate], cluster: Cluster) -> str:
     header = "nodes | devices | method | GB sent per device | GB leaving a node | s communicating |"
-    header += " s computing | s in the bubble | s slower | s a step | hidden | efficiency |"
-    lines = [f"| {header}", "|---" * 12 + "|"]
+    header += " s computing | s in the bubble | s slower | s a step | hidden | efficiency"
+    rows = []
     for e in estimates:
         busy = sum(count * c.time(cluster) for count, c in e.counts.values())
         # Two kinds of links at work at once can hide each other, too
@@ -540,41 +531,30 @@ def summary(estimates: list[Estimate], cluster: Cluster) -> str:
         cells += [f"{e.over_link(cluster.devices) / 1e9:.1f}", f"{busy:.3f}"]
         cells += [f"{e.compute:.3f}", f"{e.bubble:.3f}" if e.bubble else "", f"{e.slower:.3f}"]
         cells += [f"{e.step:.3f}", hidden, f"{e.compute / e.step:.1%}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return table(header, rows)
 
 
 def details(estimates: list[Estimate], cluster: Cluster) -> str:
     """The collectives of a step, on the largest number of nodes."""
-    lines = [
-        "| method | collective | number | MB each | MB sent each | ms each |",
-        "|---" * 6 + "|",
-    ]
+    rows = []
     for e in estimates:
         for name, (count, c) in e.counts.items():
             if not count or c.group.ranks == 1:
                 continue
             cells = [e.method, name, f"{count:g}", f"{c.size / 1e6:,.1f}", f"{c.sent() / 1e6:,.1f}"]
             cells += [f"{1e3 * c.time(cluster):,.2f}"]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
-
-
-def fail(message: str) -> None:
-    sys.exit(f"error: {message}")
+            rows.append(cells)
+    return table("method | collective | number | MB each | MB sent each | ms each", rows)
 
 
 def load_model(name: str) -> Model:
     """The sizes of a model on the Hub, in a folder, or of a config.json."""
     os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "10")
-    try:
-        import torch
-        import transformers
-        from transformers import AutoModelForCausalLM
-        from transformers.modeling_layers import GradientCheckpointingLayer
-    except ImportError as error:
-        install = "to read the sizes of a model: pip install -c constraints.txt torch transformers"
-        fail(f"this tool needs {error.name} {install}")
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
     transformers.logging.set_verbosity_error()
     try:
@@ -618,17 +598,6 @@ def load_model(name: str) -> Model:
     )
 
 
-def positive(kind):
-    def number(text: str):
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
-        return value
-
-    number.__name__ = kind.__name__
-    return number
-
-
 def parse_args(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="estimate-scaling.py",
@@ -645,8 +614,6 @@ def parse_args(argv=None) -> argparse.Namespace:
     methods = "[DDP FSDP HSDP TP PP, and CP, EP, 3D, LOCAL and MUON if their flags are given]"
     add("--methods", nargs="+", choices=[*METHODS, *MORE_METHODS], help=methods)
     add("--tensor-parallel", type=count, help="ranks of a group of TP [the devices of a node]")
-    gathers = "all-gathers of a layer in the forward pass of TP: 2 as in chapter 6, or 5 [2]"
-    add("--gathers", type=count, default=2, help=gathers)
     add("--pipeline-parallel", type=count, help="stages of PP [8, or as many as divide the nodes]")
     add("--schedule", choices=SCHEDULES, default="1f1b", help="of PP and 3D [1f1b]")
     add("--stages-per-rank", type=count, default=2, help="of --schedule interleaved [2]")
@@ -665,7 +632,6 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--rate", type=real, default=400, help="TFLOP/s of matrix products on a device [400]")
     nvlink = f"GB/s per device, one way [{NVLINK_4:.0f}: NVLink 4]"
     add("--link-in-node", type=real, default=NVLINK_4, help=nvlink)
-    add("--no-switch", action="store_true", help="each two devices of a node have own links")
     add("--memory", type=real, default=3350, help="GB/s that a device reads or writes [3350: H100]")
     attention = "TFLOP/s of attention, without masked ones [335: FlashAttention-2 on an H100]"
     add("--attention-rate", type=real, default=335, help=attention)
@@ -716,13 +682,7 @@ def cluster_of(args, per_node: int) -> Cluster:
     """Nodes with so many devices each, with the rates of the flags."""
     rate, link_in, link = args.rate * 1e12, args.link_in_node * 1e9, args.link * 1e9 / 8
     rates = {"attention": args.attention_rate * 1e12}
-    return Cluster(per_node, rate, link_in, link, args.memory * 1e9, not args.no_switch, **rates)
-
-
-def scripts(chapter: int) -> list[str]:
-    """The script of a chapter, relative to the top folder."""
-    folder = Path(__file__).resolve().parents[1]
-    return [str(p.relative_to(folder)) for p in folder.glob(f"{chapter:02}-*/train-llm.py")]
+    return Cluster(per_node, rate, link_in, link, args.memory * 1e9, **rates)
 
 
 def main() -> None:

@@ -21,15 +21,17 @@ import sys
 import time
 from pathlib import Path
 
+from models import REPOSITORY, fail, flops_per_token, load_config
+
 PAUSE = 2  # seconds between two looks at a run that goes on
 
 
 def read_records(run: Path) -> list[dict]:
-    """The records in `metrics.jsonl` of a folder, or in this file; a value may be None.
+    """The records in `metrics.jsonl` of a run; a value may be None.
 
     A last line without its end is left out, because the run is writing it.
     """
-    file = run / "metrics.jsonl" if run.is_dir() else run
+    file = run / "metrics.jsonl"
     try:
         lines = file.read_text("utf-8").splitlines(keepends=True)
     except (OSError, ValueError) as error:
@@ -59,8 +61,6 @@ def flops_per_token_and_device(run: Path, parameters: dict) -> float:
     """0 where the model is not known."""
     if "world_size" not in parameters:
         return 0
-    from models import flops_per_token, load_config
-
     saved = [file.parent for file in run.glob("*/config.json")]  # of a checkpoint, or of final/
     source = str(saved[0]) if saved else parameters["model_name"]
     try:
@@ -103,7 +103,7 @@ class TensorBoard:
         self.parameters = parameters  # TensorBoard takes them once
         for record in records:
             for name, value in record.items():
-                if name != "step" and value is not None:
+                if name != "step":
                     self.writer.add_scalar(name, value, record["step"])
         self.writer.flush()
 
@@ -139,7 +139,7 @@ class Wandb:
     def add(self, records: list[dict], parameters: dict) -> None:
         self.run.config.update(parameters, allow_val_change=True)
         for record in records:
-            values = {k: v for k, v in record.items() if k != "step" and v is not None}
+            values = {k: v for k, v in record.items() if k != "step"}
             self.run.log(values, step=record["step"])
 
     def close(self) -> None:
@@ -178,7 +178,6 @@ class Comet:
         self.experiment.log_parameters(parameters)
         for record in records:
             values = {k: v for k, v in record.items() if k not in ("step", "epoch")}
-            values = {k: v for k, v in values.items() if v is not None}
             self.experiment.log_metrics(values, step=record["step"], epoch=record.get("epoch"))
 
     def close(self) -> None:
@@ -197,10 +196,6 @@ class Comet:
 
 
 EXPORTERS = {"tensorboard": TensorBoard, "wandb": Wandb, "comet": Comet}
-
-
-def fail(message: str) -> None:
-    sys.exit(f"error: {message}")
 
 
 def missing(package: str) -> None:
@@ -223,7 +218,7 @@ def export(runs: list[Path], kind: str, output: Path, follow: bool) -> int:
                     key = record["step"], "eval/loss" in record
                     if key not in done[run]:
                         done[run].add(key)
-                        new.append(record)
+                        new.append({k: v for k, v in record.items() if v is not None})
                 if new:
                     parameters = read_parameters(run)
                     if run not in exporters:
@@ -250,15 +245,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--to", choices=EXPORTERS, required=True)
-    parser.add_argument("-o", "--output", type=Path, help="folder [outputs/tensorboard and so on]")
-    parser.add_argument(
-        "--follow", action="store_true", help="from their start to their final/ folder"
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    add("--to", choices=EXPORTERS, required=True)
+    add("-o", "--output", type=Path, help="folder [outputs/tensorboard and so on]")
+    add("--follow", action="store_true", help="from their start to their final/ folder")
     args = parser.parse_args()
-    repository = Path(__file__).resolve().parents[1]
-    output = args.output or repository / "outputs" / args.to
+    output = args.output or REPOSITORY / "outputs" / args.to
     runs = [run.resolve() for run in args.runs]
     if len({run.name for run in runs}) < len(runs):
         fail("two runs have the same name: export them one by one, each to an -o of its own")

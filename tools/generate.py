@@ -12,7 +12,6 @@ causal language model of Transformers, by folder or Hub id. Convert checkpoints 
 
 import argparse
 import json
-import re
 import sys
 import warnings
 from contextlib import suppress
@@ -27,34 +26,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Continues a prompt with a trained model.")
-    parser.add_argument(
-        "model", help="a run's final/ or step-* folder, another folder, or a Hub id"
-    )
-    parser.add_argument("--prompt", default="", help="the text to continue")
-    parser.add_argument("--chat", action="store_true", help="answer, with the chat template")
-    parser.add_argument(
-        "--template-options", type=yaml.safe_load, default={}, help="as in chapter 16"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=200, help="[%(default)s]")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: greedy [%(default)s]")
-    parser.add_argument("--top-k", type=int, default=50, help="0: all tokens [%(default)s]")
-    parser.add_argument("--seed", type=int, default=0, help="[%(default)s]")
+    add = parser.add_argument
+    add("model", help="a run's final/ or step-* folder, another folder, or a Hub id")
+    add("--prompt", default="", help="the text to continue")
+    add("--chat", action="store_true", help="answer, with the chat template")
+    add("--template-options", type=yaml.safe_load, default={}, help="as in chapter 16")
+    add("--max-new-tokens", type=int, default=200, help="[%(default)s]")
+    add("--temperature", type=float, default=0.8, help="0: greedy [%(default)s]")
+    add("--top-k", type=int, default=50, help="0: all tokens [%(default)s]")
+    add("--seed", type=int, default=0, help="[%(default)s]")
     args = parser.parse_args()
     if args.max_new_tokens < 1:
         parser.error("--max-new-tokens must be at least 1")
     if min(args.temperature, args.top_k, args.seed) < 0:
         parser.error("--temperature, --top-k and --seed cannot be negative")
     return args
-
-
-def local_checkpoint(folder: Path) -> Path | None:
-    """The name of the checkpoint if this is one of the format local, or a rank's part of one."""
-    if folder.name.startswith("step-"):
-        if re.fullmatch(r"rank-\d+", folder.parent.name):
-            return folder.parents[1] / folder.name
-        if not folder.exists() and any(folder.parent.glob(f"rank-*/{folder.name}")):
-            return folder
-    return None
 
 
 def refuse_parts(name: str | Path) -> None:
@@ -69,9 +55,6 @@ def refuse_parts(name: str | Path) -> None:
 
 def load(name: str):
     """The tokenizer and the model, on the GPU if there is one. tools/perplexity.py uses it, too."""
-    if checkpoint := local_checkpoint(Path(name)):
-        remedy = f"python tools/convert-checkpoint.py {checkpoint} MODEL --to transformers"
-        sys.exit(f"error: {name} is a checkpoint of the format local: convert it with `{remedy}`")
     refuse_parts(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)

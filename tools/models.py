@@ -1,25 +1,64 @@
-"""Configs of models, for other tools, and the operations that a token needs.
+"""What several tools share: the scripts of chapters, configs of models, flags and tables.
 
 `models.json` has some configs, which need no network.
 """
 
+import argparse
 import importlib.util
 import json
+import math
 import os
 import sys
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+# Of the memory of a GPU, for what PyTorch does not count: CUDA's context, the buffers of NCCL and
+# cuBLAS, gaps between blocks. A rule of thumb.
+SPARE = 0.1
 STORED = json.loads(Path(__file__).with_name("models.json").read_text())
+
+
+def fail(message: str) -> None:
+    sys.exit(f"error: {message}")
+
+
+def positive(kind):
+    """For flags: a number of this kind above 0."""
+
+    def number(text: str):
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    number.__name__ = kind.__name__
+    return number
+
+
+def table(header: str, rows: list[list]) -> str:
+    """As Markdown. The header has its bars between the columns."""
+    lines = [f"| {header} |", "|---" * (header.count("|") + 1) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def load_script(script: Path):
+    """A script as a module. An import statement takes no file name with a hyphen."""
+    name = f"{script.parent.name}_{script.stem}"
+    spec = importlib.util.spec_from_file_location(name, script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and torch.compile look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def script_of(number: int) -> Path:
+    (script,) = REPOSITORY.glob(f"{number:02}-*/train-llm.py")
+    return script
 
 
 def load_chapter(number: int):
     """The script of a chapter as a module, so that a tool reads what the chapter reads."""
-    (script,) = REPOSITORY.glob(f"{number:02}-*/train-llm.py")
-    spec = importlib.util.spec_from_file_location(f"chapter_{number}", script)
-    sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[spec.name])
-    return sys.modules[spec.name]
+    return load_script(script_of(number))
 
 
 def load_config(name: str):
@@ -29,10 +68,9 @@ def load_config(name: str):
     if os.path.isfile(name):
         values = json.loads(Path(name).read_text())
     elif name in STORED and not os.path.isdir(name):
-        values = STORED[name]
+        values = dict(STORED[name])
     else:
         return AutoConfig.from_pretrained(name)
-    values = dict(values)
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 

@@ -4,15 +4,11 @@
     python tools/perplexity.py outputs/my-run/step-00000500 -d "held-out/*.jsonl"
     python tools/perplexity.py Qwen/Qwen3-0.6B -d allenai/c4 --dataset-subset en -b 2
 
-The model is a run's `final/`, one of its `step-*` folders (not of chapters 14 and 17), or any
-causal language model of Transformers, by folder or Hub id. Convert checkpoints of the format
-`local` before.
-
-The documents are the first ones of the split `validation`. Without such a split they come from
-`test`, without both from `train`. Each document ends with an end-of-text token and is cut into rows
-of its own. The loss is the mean over all tokens but the first of each row, in fp32 and in nats.
-Figures compare only at the same `--seq-length`, since the first tokens of a row have little
-context, and for the same tokenizer.
+The model is one that tools/generate.py reads. The documents are the first ones of the split
+`validation`. Without such a split they come from `test`, without both from `train`. Each document
+ends with an end-of-text token and is cut into rows of its own. The loss is the mean over all tokens
+but the first of each row, in fp32 and in nats. Figures compare only at the same `--seq-length`,
+since the first tokens of a row have little context, and for the same tokenizer.
 """
 
 import argparse

@@ -11,7 +11,6 @@ trains, but perhaps not as you think.
 
 import codecs
 import glob
-import importlib.util
 import io
 import itertools
 import json
@@ -36,7 +35,8 @@ from filelock import FileLock
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from models import REPOSITORY, load_script
+
 SAMPLE = 2000  # documents to look at, evenly over the dataset
 FILES = 200  # files whose bytes are looked at, evenly over all files
 BYTES = 10_000_000  # of each of these files
@@ -96,10 +96,7 @@ def load_chapter(name: str):
     found = list(REPOSITORY.glob(f"{Path(name).name}*/train-llm.py"))
     if len(found) != 1 or "09" in name:
         sys.exit(f"error: {name} is no chapter with flags: give one such as 03 (and not 09)")
-    spec = importlib.util.spec_from_file_location("chapter", found[0])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chapter"] = module
-    spec.loader.exec_module(module)
+    module = load_script(found[0])
     module.say = lambda message: None
     return module
 

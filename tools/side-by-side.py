@@ -13,7 +13,6 @@ which keys it knows.
 import argparse
 import ast
 import html
-import importlib.util
 import io
 import json
 import re
@@ -34,7 +33,8 @@ try:
 except ImportError:
     sys.exit('error: this tool needs pygments: pip install -c constraints.txt ".[tools]"')
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from models import REPOSITORY, load_script
+
 TEMPLATE = Path(__file__).with_name("side-by-side-template.html")
 ALIKE = 0.5  # from this ratio on (difflib's, 0 to 1) a line passes for a new version of another
 MOST_PAIRS = 20_000  # of lines to compare in a changed stretch: beyond, it would take long
@@ -43,10 +43,7 @@ DIGITS = string.digits + string.ascii_lowercase  # a character for each file
 KEYS = "1234567890"  # of the first files, on the keyboard
 MARKER = r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
 
-# The tree of chapters; an import statement takes no file name with a hyphen.
-spec = importlib.util.spec_from_file_location("tree", REPOSITORY / "maintain" / "diff-chapters.py")
-tree = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tree)
+tree = load_script(REPOSITORY / "maintain" / "diff-chapters.py")  # of chapters
 
 
 # -- Which text continues which --------------------------------------------------------------------

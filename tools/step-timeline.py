@@ -31,9 +31,10 @@ from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from models import REPOSITORY, load_script
+
 FOLDERS = ("0[2-8]-*", "1[1-3]-*")  # chapters that torchrun starts
-CHAPTERS = [path for folder in FOLDERS for path in sorted(REPOSITORY.glob(folder))]
+CHAPTERS = [path.name for folder in FOLDERS for path in sorted(REPOSITORY.glob(folder))]
 FLAGS = ["--demo", "--max-steps", "7", "--eval-freq", "0"]
 FIRST_STEP = 3  # the ones before have more to do
 
@@ -69,11 +70,7 @@ def watch(folder: Path, script: Path, flags: list[str]) -> None:
     from torch.profiler import profile, record_function
 
     sys.argv = [str(script), *flags]
-    spec = importlib.util.spec_from_file_location("chapter", script)
-    chapter = importlib.util.module_from_spec(spec)
-    sys.modules["chapter"] = chapter
-    spec.loader.exec_module(chapter)
-
+    chapter = load_script(script)
     original = chapter.timed
 
     @contextmanager
@@ -285,13 +282,8 @@ def draw(title: str, ranks: list[dict]):
         axes.invert_yaxis()
         order = [what for what in COLORS if what in used] + sorted(used - {*COLORS})
         patches = [Patch(color=COLORS.get(what, "#444444"), label=what) for what in order]
-        place = {
-            "loc": "outside lower center",
-            "ncols": 10,
-            "columnspacing": 1,
-            "handlelength": 1.3,
-        }
-        figure.legend(handles=patches, frameon=False, **place)
+        place = {"loc": "outside lower center", "columnspacing": 1, "handlelength": 1.3}
+        figure.legend(handles=patches, frameon=False, ncols=10, **place)
     return figure
 
 
@@ -311,10 +303,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="[%(default)s]")
     parser.add_argument("-o", "--output", type=Path, help=".png or .svg [step-CHAPTER.png]")
     args, flags = parser.parse_known_args()
-    names = [folder.name for folder in CHAPTERS]
     name = Path(args.chapter).name
-    if name not in names:
-        parser.error(f"no chapter {args.chapter} that communicates: choose {', '.join(names)}")
+    if name not in CHAPTERS:
+        parser.error(f"no chapter {args.chapter} that communicates: choose {', '.join(CHAPTERS)}")
     output = args.output or Path(f"step-{name}.png")
     if output.suffix not in (".png", ".svg"):
         parser.error(f"--output {output} must end in .png or .svg")

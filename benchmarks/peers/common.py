@@ -6,7 +6,6 @@ script and on more with torchrun. A peer prints one JSON object.
 """
 
 import argparse
-import importlib.util
 import json
 import math
 import os
@@ -23,16 +22,10 @@ import torch
 import transformers
 from torch.utils.data import Dataset
 
-CHAPTER_1 = Path(__file__).resolve().parents[2] / "01-single-gpu" / "train-llm.py"
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+from models import load_chapter, script_of
+
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def load_chapter_1():
-    spec = importlib.util.spec_from_file_location("chapter_1", CHAPTER_1)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chapter_1"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 class Samples(Dataset):
@@ -83,8 +76,8 @@ def set_up(*own_flags: str):
     for flag in own_flags:
         parser.add_argument(flag, action="store_true")
     own, chapter_flags = parser.parse_known_args()
-    chapter_1 = load_chapter_1()
-    sys.argv = [str(CHAPTER_1), *chapter_flags]
+    chapter_1 = load_chapter(1)
+    sys.argv = [str(script_of(1)), *chapter_flags]
     args = chapter_1.parse_args()
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()

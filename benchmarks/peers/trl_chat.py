@@ -40,17 +40,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPOSITORY / "tools"))
+from models import load_chapter  # noqa: E402
+
 SIZE = 1024
 SPECIAL = ["<|im_start|>", "<|im_end|>"]
-
-
-def load_chapter():
-    script = REPOSITORY / "16-chat" / "train-llm.py"
-    spec = importlib.util.spec_from_file_location("chapter_16", script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["chapter_16"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def templates() -> dict[str, str]:
@@ -112,7 +106,7 @@ def prepare(who: str, file: str) -> None:
         after = resource.getrusage(resource.RUSAGE_SELF)
         tokens = sum(len(ids) for ids in trainer.train_dataset["input_ids"])
     else:
-        chapter = load_chapter()
+        chapter = load_chapter(16)
         tokenizer = tokenizer_with(templates()["qwen2_5"])
         args = SimpleNamespace(seq_length=SIZE, template_options={}, packing=True)
         args = SimpleNamespace(**vars(args), dataset_name=file, dataset_subset=None)
@@ -313,7 +307,7 @@ def compare(chapter, tokenizer, messages) -> str:
 
 
 def compare_templates() -> None:
-    chapter = load_chapter()
+    chapter = load_chapter(16)
     total = Counter()
     names = {n: t for n, t in templates().items() if not n.endswith("_training")}
     for name, template in names.items():
