@@ -224,8 +224,16 @@ def check_config(args):
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    with torch.device("meta"):  # a model without memory for its weights
-        AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+    attention = str(args.attention)
+    # `paged|eager` and the like serve models, and have no causal mask.
+    only_forward = attention == "flex_attention" and not torch.cuda.is_available()
+    if only_forward or attention.startswith("paged"):
+        sys.exit(f"error: --attention {attention} cannot train here: choose another one")
+    try:
+        with torch.device("meta"):  # a model without memory for its weights
+            AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+    except ValueError as error:  # an unknown name of an attention
+        sys.exit(f"error: {error}")
 
 
 def build_model(args, device, checkpoint):

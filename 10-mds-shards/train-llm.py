@@ -310,8 +310,16 @@ def check_config(args):
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    with torch.device("meta"):  # a model without memory for its weights
-        AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+    attention = str(args.attention)
+    # `paged|eager` and the like serve models, and have no causal mask.
+    only_forward = attention == "flex_attention" and not torch.cuda.is_available()
+    if only_forward or attention.startswith("paged"):
+        sys.exit(f"error: --attention {attention} cannot train here: choose another one")
+    try:
+        with torch.device("meta"):  # a model without memory for its weights
+            AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+    except ValueError as error:  # an unknown name of an attention
+        sys.exit(f"error: {error}")
 
 
 def build_model(args, device):
@@ -974,10 +982,21 @@ def join_process_group():
     waiting.daemon = True  # it does not keep a process alive
     waiting.start()
     # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt has a
-    # prefix, but not on several nodes, because they may count attempts differently.
+    # prefix. Nodes may count attempts differently, so rank 0 invents it, and tells those who ask.
     store, _, _ = next(dist.rendezvous("env://"))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    prefix = question = uuid.uuid4().hex
+    if RANK == 0:
+        others = [f"rank {rank}" for rank in range(1, WORLD_SIZE)]
+        for other in others:
+            store.delete_key(other)  # a dead rank may have asked
+        for other in others:
+            store.set(store.get(other).decode(), prefix)
+    else:
+        while not store.check([question]):  # until rank 0 has answered
+            store.set(f"rank {RANK}", question)
+            time.sleep(0.1)
+        prefix = store.get(question).decode()
+    store = dist.PrefixStore(prefix, store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     on_gpu = torch.cuda.is_available()
     if on_gpu:

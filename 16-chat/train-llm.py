@@ -304,8 +304,16 @@ def check_config(args):
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    with torch.device("meta"):  # a model without memory for its weights
-        AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+    attention = str(args.attention)
+    # `paged|eager` and the like serve models, and have no causal mask.
+    only_forward = attention == "flex_attention" and not torch.cuda.is_available()
+    if only_forward or attention.startswith("paged"):
+        sys.exit(f"error: --attention {attention} cannot train here: choose another one")
+    try:
+        with torch.device("meta"):  # a model without memory for its weights
+            AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+    except ValueError as error:  # an unknown name of an attention
+        sys.exit(f"error: {error}")
 
 
 def build_model(args, device):
@@ -554,6 +562,7 @@ def read_files(file_format, files, args):
     for file in files:
         try:
             parts.append(read(data_files=escape(file)))  # CHAT: all columns
+            datasets.concatenate_datasets(parts)  # CHAT: fails if a column has another type
         except Exception as error:
             sys.exit(f"error: {file}: {error.__cause__ or error}")
     return datasets.concatenate_datasets(parts)
@@ -649,7 +658,7 @@ def set_stop_tokens(model, tokenizer, train_set):
 
 
 def encode(text, tokenizer):
-    """Token ids of a text."""
+    """Token ids of a text, or of each text of a list."""
     # The template writes the begin-of-text token. The tokenizer must not add another one.
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
@@ -657,8 +666,7 @@ def encode(text, tokenizer):
 def encode_answer(answer, tokenizer):
     """Token ids of an answer, which has text before it."""
     # SentencePiece begins a text with a space. Here it comes before a line end, and is cut off.
-    line_end = encode("\n", tokenizer)
-    ids = encode("\n" + answer, tokenizer)
+    line_end, ids = encode(["\n", "\n" + answer], tokenizer)
     if ids[: len(line_end)] != line_end:  # the answer begins with a line end, too
         return encode(answer, tokenizer)
     return ids[len(line_end) :]
@@ -887,10 +895,21 @@ def join_process_group():
     waiting.daemon = True  # it does not keep a process alive
     waiting.start()
     # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt has a
-    # prefix, but not on several nodes, because they may count attempts differently.
+    # prefix. Nodes may count attempts differently, so rank 0 invents it, and tells those who ask.
     store, _, _ = next(dist.rendezvous("env://"))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    prefix = question = uuid.uuid4().hex
+    if RANK == 0:
+        others = [f"rank {rank}" for rank in range(1, WORLD_SIZE)]
+        for other in others:
+            store.delete_key(other)  # a dead rank may have asked
+        for other in others:
+            store.set(store.get(other).decode(), prefix)
+    else:
+        while not store.check([question]):  # until rank 0 has answered
+            store.set(f"rank {RANK}", question)
+            time.sleep(0.1)
+        prefix = store.get(question).decode()
+    store = dist.PrefixStore(prefix, store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     on_gpu = torch.cuda.is_available()
     if on_gpu:

@@ -53,8 +53,8 @@ case $script in */01-*)
   ;;
 esac
 
-# Each restart gets a store on a new port. Otherwise, on several nodes, new workers would find the
-# addresses of dead workers in torchrun's own store (torch 2.13).
+# Each restart gets a store on a new port. Otherwise, on several nodes, new workers of chapter 9
+# would find the addresses of dead workers in torchrun's own store (torch 2.13).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # With this folder on PYTHONPATH, each rank that waits leaves a dump in the folder HANG_DUMPS.

@@ -535,6 +535,15 @@ FILES = {
 LISTS = ("input_ids", "labels")
 
 
+def test_a_column_of_two_types(chat, tmp_path):
+    """The libraries do not name the file."""
+    for name, label in ("a", 1), ("b", "one"):
+        (tmp_path / f"{name}.jsonl").write_text(as_jsonl([TURN | {"label": label}]))
+    args = SimpleNamespace(dataset_name=f"{tmp_path}/*.jsonl", dataset_subset=None)
+    with pytest.raises(SystemExit, match=r"error: .*/b.jsonl: .* key label"):
+        chat.load_documents(args)
+
+
 def test_files_of_conversations(chat, tmp_path, capsys):
     """Each file is read, with nothing silent, or refused before its conversations are tokenized."""
     for case, (name, content, expected) in FILES.items():

@@ -442,7 +442,7 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, dataset):
     """One node, then two, then the second one is killed with its worker: as if alone all along."""
     flags = ["-d", dataset, "--eval-freq", 0, "--lr", 1e-3, "-b", 2, "--global-batch-size", 8]
     flags += ["--max-steps", 5000, "--num-epochs", 9999, "--ckpt-freq", 20]
-    start_node = nodes(trainer, "1:2", *flags, name="run", script=CHAPTER_5)
+    start_node = nodes(trainer, "1:2", *flags, name="run", scripts=[CHAPTER_5])
 
     def start(number: int):
         folder = trainer.folder / f"node-{number}"

@@ -82,11 +82,12 @@ class Forking(Launch):
         return self.process.exitcode
 
 
-# As launch/run.sh sets it: each restart has a store of its own. On several nodes, new workers would
-# otherwise find the addresses of dead workers in torchrun's store (torch 2.13).
+# As launch/run.sh sets it: each restart has a store of its own. If the first node is lost, new
+# workers would otherwise look for its store (torch 2.13).
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 ONE_NODE = ["--standalone", "--nproc-per-node", 2]
 FLAGS = ["--max-steps", 14, "--ckpt-freq", 4, "--eval-freq", 7, "--lr", 1e-3]
+RESTARTS = ["--max-restarts", 3]
 # In place of a chapter: rank 1 ends at its sixth step, with this code, in its first two lives.
 ENDING = """
 import os, runpy, signal, sys, torch
@@ -104,6 +105,12 @@ if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) <
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+DYING_FIRST = """
+import os, signal
+
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def ending(folder: Path, code: str) -> Path:
@@ -113,15 +120,22 @@ def ending(folder: Path, code: str) -> Path:
 
 
 def test_killed_workers_come_back(trainer, tmp_path):
-    """Twice; the job goes on from its last checkpoint, exactly."""
+    """Twice; the job goes on from its last checkpoint, exactly, on one node and on two."""
     undisturbed = trainer(*FLAGS, name="undisturbed", processes=2)
     script = ending(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
-    command = [*ONE_NODE, "--max-restarts", 3, script, CHAPTER_2]
-    launch = Forking(trainer, "output", command, *FLAGS)
+    launch = Forking(trainer, "output", [*ONE_NODE, *RESTARTS, script, CHAPTER_2], *FLAGS)
     assert launch.wait() == 0, launch.output
     assert launch.output.count("Continuing from") == 2
-    assert exact(launch.records) == exact(undisturbed.records)
-    assert_same_model(launch, undisturbed)
+    # In its first life, rank 1 now ends before it has met rank 0, which waits, and does not fail.
+    # So the two torchruns count different numbers of restarts.
+    script.write_text(DYING_FIRST + script.read_text())
+    start = nodes(trainer, "2", *FLAGS, name="nodes", scripts=[script, CHAPTER_2])
+    both = [start(), start()]
+    assert [node.wait() for node in both] == [0, 0], "".join(node.output for node in both)
+    assert sum(node.output.count("Continuing from") for node in both) == 1
+    for run in (launch, both[0]):
+        assert exact(run.records) == exact(undisturbed.records)
+        assert_same_model(run, undisturbed)
 
 
 def test_one_rank_raises(trainer, tmp_path):
@@ -135,12 +149,12 @@ def test_one_rank_raises(trainer, tmp_path):
     assert "ValueError: this rank breaks" in cause
 
 
-def nodes(trainer, count: str, *flags, name: str, script=CHAPTER_2):
+def nodes(trainer, count: str, *flags, name: str, scripts=(CHAPTER_2,)):
     """Starts torchruns that meet on this machine, one with each call, with `Run`'s options."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
     meeting += ["--rdzv-id", "test", "--nnodes", count, "--local-addr", "localhost"]
     meeting += ["--rdzv-conf", "last_call_timeout=1"]  # not 30 s for nodes that may still come
-    command = [*meeting, "--nproc-per-node", 1, "--max-restarts", 3, script]
+    command = [*meeting, "--nproc-per-node", 1, *RESTARTS, *scripts]
     numbers = itertools.count()
 
     def start(**options):

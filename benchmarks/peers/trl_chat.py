@@ -3,11 +3,13 @@
     pip install --target trl --no-deps trl
     PYTHONPATH=trl python benchmarks/peers/trl_chat.py prepare --rows 100000
     PYTHONPATH=trl python benchmarks/peers/trl_chat.py templates
+    PYTHONPATH=trl python benchmarks/peers/trl_chat.py train
 
 `prepare` makes conversations of about 500 tokens from Python's own library. Chapter 16 and TRL's
 SFTTrainer then make samples of them, each in a process of its own. `templates` tokenizes several
 conversations with all chat templates of TRL, and compares the tokens and the labels with those of a
-server: the ids of each prompt, and the ids of each answer.
+server: the ids of each prompt, and the ids of each answer. `train` gives both the same ids, labels
+and weights, and compares their losses and times. `--lora` does so for chapter 17, too.
 """
 
 import argparse
@@ -19,11 +21,15 @@ import os
 import random
 import re
 import resource
+import shutil
+import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,6 +123,119 @@ def prepare(who: str, file: str) -> None:
     print(f"{who}: {speed}, {peak}", flush=True)
 
 
+# -- Training --------------------------------------------------------------------------------------
+
+STEPS, BATCH, LR = 30, 2, 1e-3
+
+
+def load_samples(folder: Path, packing: bool):
+    """The samples of the chapter in its order."""
+    args = {"seq_length": SIZE, "template_options": {}, "packing": packing, "dataset_subset": None}
+    args |= {"dataset_name": str(folder / "rows.jsonl"), "num_epochs": 3, "seed": 0}
+    chapter, args = load_chapter(), SimpleNamespace(**args)
+    with contextlib.redirect_stdout(io.StringIO()):
+        samples, _ = chapter.load_samples(args, AutoTokenizer.from_pretrained(folder / "model"))
+    order = chapter.sample_order(args, len(samples))
+    return samples.with_format(None).select(order[: STEPS * BATCH])
+
+
+def train_chapter(folder: Path, number: str, *flags: str) -> list[float]:
+    """The losses. By default, each conversation has a sample of its own, as in TRL."""
+    [script] = REPOSITORY.glob(f"{number}-*/train-llm.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", script]
+    command += ["-m", folder / "model", "-d", folder / "rows.jsonl", "-e", f"run-{number}"]
+    command += ["-s", SIZE, "-b", BATCH, "--max-steps", STEPS, "--log-freq", 1, "--eval-freq", 0]
+    command += ["--lr", LR, "--lr-scheduler", "constant", "--no-compile", *flags]
+    command += ["--dtype", "fp32", "--save-dir", folder]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True)
+    lines = (folder / f"run-{number}" / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    shutil.rmtree(folder / f"run-{number}")
+    samples = load_samples(folder, packing=not flags)
+    seconds = [record["time/total_ms"] / 1e3 for record in records]
+    report(" ".join([f"chapter {number}", *flags]), seconds, sum(samples["answer_tokens"]))
+    return [record["loss"] for record in records]
+
+
+def train_trl(folder: Path, number: str) -> list[float]:
+    """The losses of TRL, with the samples of the chapter in the chapter's order."""
+    from peft import LoraConfig
+    from transformers import DataCollatorForSeq2Seq, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    rows = []
+    for sample in load_samples(folder, packing=False):
+        labels = sample["labels"]
+        length = max(i for i, label in enumerate(labels) if label >= 0) + 1  # without padding
+        rows.append({"input_ids": sample["input_ids"][:length], "labels": labels[:length]})
+    settings = SFTConfig(
+        output_dir=folder / "trl",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=BATCH,
+        max_steps=STEPS,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        logging_steps=1,
+        train_sampling_strategy="sequential",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    times = []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *arguments, **options):
+            times.append(time.perf_counter())
+
+    lora = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    torch.manual_seed(0)  # for A, as chapter 17 does
+    trainer = SFTTrainer(
+        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        settings,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer,
+        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        peft_config=LoraConfig(**lora) if number == "17" else None,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    answers = sum(label >= 0 for row in rows for label in row["labels"])
+    report("TRL", [after - before for before, after in pairwise(times)], answers)
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def report(who: str, seconds: list[float], answers: int) -> None:
+    """`answers` is the number of answer tokens of all steps."""
+    step = statistics.median(seconds[1:])
+    print(f"{who}: {step:.3f} s a step, {answers / STEPS / step:,.0f} answer tokens/s", flush=True)
+
+
+def train(number: str) -> None:
+    torch.set_num_threads(1)  # as torchrun has it
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_rows(folder / "rows.jsonl", 100)
+        tokenizer = tokenizer_with(templates()["qwen2_5"])
+        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.save_pretrained(folder / "model")
+        config = AutoConfig.from_pretrained(REPOSITORY / "models" / "tiny-llama")
+        config.vocab_size = len(tokenizer)
+        config.max_position_embeddings = SIZE
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+        for _ in range(3):  # in turn, because other programs may run beside these
+            ours = train_chapter(folder, number, "--no-packing")
+            theirs = train_trl(folder, number)
+            train_chapter(folder, number)  # packed
+    differences = [abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
+    print(f"{STEPS} losses, from {ours[0]:.4f} to {ours[-1]:.4f}: within {max(differences):.1e}")
+
+
 # -- Exact tokens ----------------------------------------------------------------------------------
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 3}}}
@@ -206,12 +325,15 @@ def compare_templates() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["prepare", "templates", "chapter", "trl"])
+    parser.add_argument("what", choices=["prepare", "templates", "train", "chapter", "trl"])
+    parser.add_argument("--lora", action="store_true")
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--file")
     args = parser.parse_args()
     if args.what == "templates":
         compare_templates()
+    elif args.what == "train":
+        train("17" if args.lora else "16")
     elif args.what == "prepare":
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "rows.jsonl")
