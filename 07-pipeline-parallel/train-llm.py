@@ -307,7 +307,7 @@ SCHEDULES = {
     "zbv": pp.ScheduleZBVZeroBubble,
 }
 SEVERAL_STAGES = ["interleaved", "zbv"]  # these schedules have several stages per rank
-FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text"]
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3_text", "gpt2"]
 
 
 class Elsewhere(torch.nn.Module):
@@ -315,6 +315,26 @@ class Elsewhere(torch.nn.Module):
 
     def forward(self, hidden_states, *args, **kwargs):
         return hidden_states
+
+
+class NoPositions(torch.nn.Module):
+    """Takes the place of GPT-2's position embeddings, which its first stage has added already."""
+
+    def forward(self, position_ids):
+        return torch.zeros((), device=position_ids.device)
+
+
+def names_of_units(config):
+    """The names of the embeddings, of the layers, and of the last norm and the head."""
+    embeddings = ["model.embed_tokens"]
+    layers = "model.layers"
+    norm = "model.norm"
+    if config.model_type == "gpt2":
+        embeddings = ["transformer.wte", "transformer.wpe"]  # of tokens, and of positions
+        layers = "transformer.h"
+        norm = "transformer.ln_f"
+    layer_names = [f"{layers}.{n}" for n in range(config.num_hidden_layers)]
+    return embeddings, layer_names, [norm, "lm_head"]
 
 
 def part_of(model, unit_names, own_names):
@@ -328,7 +348,11 @@ def part_of(model, unit_names, own_names):
     # `set_attn_implementation` changes its config.
     part.config = model.config
     part.base_model.config = model.config
-    part.base_model.rotary_emb = model.base_model.rotary_emb
+    if model.config.model_type != "gpt2":
+        part.base_model.rotary_emb = model.base_model.rotary_emb
+    elif "transformer.wpe" not in own_names:
+        part.base_model.wpe = NoPositions()
+        part.base_model.drop = Elsewhere()  # dropout of the embeddings
     return part
 
 
@@ -347,7 +371,9 @@ class StageModule(torch.nn.Module):
         if self.is_last:
             loss = self.part(**batch, labels=labels).loss
             return torch.stack([loss])  # one dimension, to join the losses of all micro-batches
-        return self.part.base_model(**batch).last_hidden_state
+        hidden_states = self.part.base_model(**batch).last_hidden_state
+        # PP: GPT-2 returns a view, which zbv cannot detach from its graph. A copy is no view.
+        return hidden_states.clone() if hidden_states._is_view() else hidden_states
 
 
 # PP 7: The first stage updates tied embeddings with both gradients. The last stage gets a copy.
@@ -404,6 +430,7 @@ def make_stages(model, unit_names, args, device, mesh):
     example_loss = torch.empty(1)
     # A single stage has embeddings and head, so they can stay one tensor.
     is_tied = bool(model.all_tied_weights_keys) and count > 1
+    embedding_names, layer_names, end_names = names_of_units(model.config)
     embeddings = None
     head = None
     group = None
@@ -412,15 +439,15 @@ def make_stages(model, unit_names, args, device, mesh):
     for n in stage_numbers:
         is_first = n == 0
         is_last = n == count - 1
-        begin = 1 + sum(sizes[:n])  # unit 0 is the embeddings
-        own_names = unit_names[begin : begin + sizes[n]]
+        begin = sum(sizes[:n])
+        own_names = layer_names[begin : begin + sizes[n]]
         if is_first:
-            own_names += ["model.embed_tokens"]
+            own_names += embedding_names
         if is_last:
-            own_names += ["model.norm", "lm_head"]
+            own_names += end_names
         part = part_of(model, unit_names, own_names)
         if is_tied and is_first:
-            embeddings = part.base_model.embed_tokens
+            embeddings = part.get_input_embeddings()
         if is_tied and is_last:
             part.lm_head = copy.deepcopy(model.lm_head)
             head = part.lm_head
@@ -488,8 +515,7 @@ def build_model(args, device):
     # PP 8: Ranks form a table: a column is a pipeline, and the ranks of a row have the same stages.
     shape = (args.pipeline_parallel, WORLD_SIZE // args.pipeline_parallel)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp"))
-    layer_names = [f"model.layers.{n}" for n in range(config.num_hidden_layers)]
-    unit_names = ["model.embed_tokens", *layer_names, "model.norm", "lm_head"]
+    unit_names = [name for names in names_of_units(config) for name in names]
     stages, stage_modules, tied_head = make_stages(model, unit_names, args, device, mesh)
     shard_model(stage_modules, mesh, args, device)
     model.tie_weights()  # fully_shard has given the embeddings another weight than the head

@@ -2,14 +2,14 @@
 
 Each matrix W of a decoder layer becomes (alpha / rank) B A + S. B and A are narrow, and S has
 numbers at a few random places. The places never change. Weights, gradients and AdamW's moments
-exist for B, A and S only. Comments with SL 1 to SL 9 mark the ideas; SL: marks other changes.
+exist for B, A and S only, and FSDP shards them. Comments with SL 1 to SL 8 mark the ideas.
 
-    python train-llm.py --demo                   # a few minutes on two CPU cores, no network
-    python train-llm.py -e books-sparse -d "books/*.txt" --rank 512 --alpha 8 --lr 3e-3
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e books-sparse -d "books/*.txt" \
+        --rank 512 --alpha 8 --lr 3e-3     # all GPUs of a node
 """
 
 import gzip
-import hashlib
 import json
 import logging
 import math
@@ -19,11 +19,13 @@ import shutil
 import signal
 import sys
 import sysconfig
+import threading
 import time
 import uuid
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
 from glob import escape, glob
 from pathlib import Path
@@ -37,30 +39,41 @@ import numpy as np
 import psutil
 import pyarrow.compute
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
 from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 stop_signals = []  # signals that ask this run to stop
 
 
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
 def main():
     sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    if RANK > 0:  # DDP: the others would print the same
+        sys.stdout = open(os.devnull, "w")
     args = parse_args()
-    accelerator = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    if args.device and not args.device.startswith(("cpu", str(accelerator))):
-        sys.exit(f"error: --device {args.device}: PyTorch finds only {accelerator} here")
-    device = torch.device(args.device or accelerator)
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
+    device = join_process_group()
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
     accumulation = args.gradient_accumulation_steps
-    global_batch = args.batch_size * accumulation  # samples per optimizer step
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    global_batch = args.batch_size * accumulation * WORLD_SIZE
     torch.manual_seed(args.seed)  # for all random numbers before the loop
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
@@ -70,14 +83,36 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
+    # DDP: One rank of each node tokenizes. The others wait, and then read its cache. The usual
+    # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
+    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    if LOCAL_RANK > 0:
+        dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
     train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
+    if LOCAL_RANK == 0:
+        dist.barrier(patient_group)
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     order = sample_order(args, train_samples)  # of all epochs
     run_folder, checkpoint, state = open_run(args, train_samples)
-    model = build_model(args, device, checkpoint)
+    # DDP: Compare all ranks, because another script or flag on one node would train wrong silently.
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
+    # DDP: The data: the sum of all tokens, and some of them, which would show another order.
+    places = np.linspace(0, len(train_tokens) - 1, num=1000, dtype=int).tolist()
+    some_tokens = [train_tokens[place].as_py() for place in places]
+    setup["tokens"] = pyarrow.compute.sum(train_tokens).as_py(), some_tokens
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
+    if differing:
+        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
+    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So the layers need no autocast.
+    # Norms, softmax and the loss of Transformers convert to fp32 themselves.
+    model = build_model(args, device)
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -100,15 +135,18 @@ def main():
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
-        saved = torch.load(checkpoint / "training_state.pt", map_location="cpu", mmap=True)
-        for name, part in stateful.items():
-            part.load_state_dict(saved[name])
+        # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
+        # dcp.load fills `saved` in place: its weights are the tensors of the model, and scheduler
+        # and scaler get load_state_dict(). The moments still have to go to the optimizer.
+        saved = sharded_state(model, stateful)
+        dcp.load(saved, checkpoint_id=checkpoint)
+        state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
         # The saved learning rate belongs to the old total_steps. Repeating the last step of the
         # scheduler computes the rate for the new total_steps.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     run_log = None
-    if run_folder:
+    if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
         facts = {"global_batch": global_batch, "dataset_samples": train_samples}
         facts |= {"dataset_tokens": len(train_tokens)} | describe_run(model, optimizer, device)
         run_log = RunLog(args, run_folder, checkpoint, state, facts)
@@ -125,7 +163,10 @@ def main():
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
-        stop_signal = max(stop_signals, default=0)  # 0: none. Any signal makes this step the last
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: nobody waits for the GPU
+        dist.all_reduce(stop, dist.ReduceOp.MAX)
+        stop_signal = stop.item()  # 0: none. Any signal makes this step the last
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
@@ -137,8 +178,14 @@ def main():
             torch.accelerator.synchronize()  # until the GPU has done the steps before
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
-            first = state.samples + micro_step * args.batch_size
+            # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
+            first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
+            # FSDP: After each micro-batch, average the gradients and keep shards only: less memory.
+            # With --no-reshard-after-forward, do so only after the last one: less traffic.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
                 indices = order[first : first + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
@@ -158,6 +205,9 @@ def main():
             scaler.unscale_(optimizer)
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: Each rank has the norm of its shards, and full_tensor() joins these parts.
+            # So all ranks must call it.
+            grad_norm = grad_norm.full_tensor()
             learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
@@ -170,6 +220,8 @@ def main():
 
         if log_now:
             # `.item()` waits until the GPU has computed the number, so only logged steps call it.
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
             mean_loss = loss_sum.item() / (step - logged_step)
             seconds = (time.perf_counter() - logged_time) / (step - logged_step)
             tokens_per_second = global_batch * args.seq_length / seconds
@@ -180,7 +232,7 @@ def main():
                 "tokens_per_second": tokens_per_second,
                 "time/total_ms": 1e3 * seconds,  # mean per step since the last log
                 **times,  # phases of this step alone
-                **memory_metrics(device),
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
             numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
             say(f"step {step}/{total_steps}  {numbers}  {tokens_per_second:,.0f} tokens/s")
@@ -199,15 +251,18 @@ def main():
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
         if run_folder and save_now:
-            # SL: A checkpoint is no model folder here, so it needs no tokenizer.
-            save_checkpoint(args, run_folder, model, stateful, state)
+            save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
 
     if run_folder and not stop_signal:
+        # FSDP 4: Gather the model in CPU memory of rank 0, since other programs want it whole.
+        weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
-            # SL: final/ has dense weights, because no other program knows B, A and S.
-            model.save_pretrained(folder, state_dict=merged_weights(model))
-            tokenizer.save_pretrained(folder)
+            if RANK == 0:
+                weights = merged_weights(model, weights)  # SL: B, A and S become dense again
+                model.save_pretrained(folder, state_dict=weights)
+                tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
+    dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if stop_signal:
         say(f"Stopped after step {step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -233,19 +288,36 @@ def check_config(args):
         sys.exit(f"error: --attention {attention} cannot train here: choose another one")
     try:
         with torch.device("meta"):  # a model without memory for its weights
-            AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+            # SL: Replace layers on trial, to print how many parameters are left.
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+            before = model.num_parameters()
+            dense_count = replace_layers(model, args)
     except ValueError as error:  # an unknown name of an attention
         sys.exit(f"error: {error}")
+    sparse_count = len(sparse_layers(model))
+    if sparse_count == 0:  # this would be chapter 3 without any message
+        sys.exit("error: no nn.Linear would become smaller: lower --rank or --density")
+    say(f"{sparse_count} matrices are now sparse plus low-rank, {dense_count} stay dense")
+    say(f"{before:,} parameters of the dense model are now {model.num_parameters():,}")
 
 
-def build_model(args, device, checkpoint):
+def build_model(args, device):
     """The model on `device`, with its attention, and compiled if asked for."""
-    model = load_model(args, checkpoint)
-    model.to(device)
-    # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
-    # sums that need more precision (norms, softmax, the loss) in fp32.
-    autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
-    model.forward = autocast(model.forward)  # in training and evaluation
+    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
+    # So make the model of meta tensors, shard it, and let rank 0 send the values. A checkpoint is
+    # read later, by dcp.load.
+    whole = load_model(args) if RANK == 0 else None
+    config = AutoConfig.from_pretrained(args.model_name)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # Transformers has converted the weights to fp32
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=args.attention
+        )
+        # SL 1: Replace layers before the shards are cut, so that FSDP shards B, A and S.
+        replace_layers(model, args)
+    shard_model(model, args, device)
+    send_weights(whole, model, device)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
@@ -314,23 +386,68 @@ def use_chunked_loss(model):
 
 
 def load_model(args, checkpoint=None):
-    """The model in CPU memory, with the weights of the checkpoint or random weights."""
+    """The model in CPU memory, with random weights."""
     # SL: No pretrained weights, because B A + S cannot represent an arbitrary dense matrix.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     config = AutoConfig.from_pretrained(args.model_name)
     model = AutoModelForCausalLM.from_config(config, **options)
-    # SL 1: Replace layers in CPU memory, because the dense model may not fit on the device.
     replace_layers(model, args)
-    # Draw the weights again, because constructors draw other numbers in other versions.
+    # from_config also draws numbers that differ between versions of Transformers. So seed and
+    # draw the weights again, and the same seed gives the same model.
     torch.manual_seed(args.seed)
     model.apply(model._init_weights)
-    # SL: A resumed run draws the places of S again, because a checkpoint does not have them. The
-    # seed has the number of the layer, so each layer has other places.
+    # SL: The seed of the places has the number of the layer, so each layer has other places.
     for number, layer in enumerate(sparse_layers(model).values()):
         layer.initialize(seed=(args.seed, number))
-    if checkpoint:
-        model.load_state_dict(torch.load(checkpoint / "weights.pt", mmap=True))
     return model
+
+
+def shard_model(model, args, device):
+    """Gives each rank a shard of every parameter: memory, without values yet."""
+    # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # FSDP 7: Each layer is a unit, so that only one or two layers are whole at any time.
+    # FSDP gathers and frees the weights of a unit together.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
+    if not model.all_tied_weights_keys:
+        embeddings = model.get_input_embeddings()
+        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
+        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
+        # The backward pass begins with the head, so the head stays whole after the forward pass.
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
+    fully_shard(model, **policy)
+    # FSDP 8: Take memory only for the shards of this rank, because other ranks have the rest.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+
+
+def send_weights(whole, model, device):
+    """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
+    weights = {}
+    if RANK == 0:
+        if whole.all_tied_weights_keys != model.all_tied_weights_keys:
+            sys.exit("error: the files have an untied head: set tie_word_embeddings to false")
+        weights = whole.state_dict()
+        # To save final/, Transformers needs the generation settings, the names of tensors in files,
+        # and the name of the class, which fully_shard has changed: copy them from `whole`.
+        model.generation_config = whole.generation_config
+        model._weight_conversions = getattr(whole, "_weight_conversions", None)
+        type(model).__name__ = type(whole).__name__
+        type(model).__module__ = type(whole).__module__
+    # Wait for rank 0, which has to read the files before.
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+    # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
+    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    state_dict.set_model_state_dict(model, weights, options=how)
+    # `weights` does not have all buffers, such as the rotary frequencies, so send them, too.
+    for name, buffer in model.named_buffers():
+        source = whole.get_buffer(name) if RANK == 0 else buffer
+        buffer.data = source.to(device)
+        dist.broadcast(buffer, src=0)
 
 
 def parameter_groups(model, args):
@@ -347,8 +464,7 @@ def parameter_groups(model, args):
 
 
 def replace_layers(model, args):
-    """Replaces the matrices of the decoder layers. Embeddings and head stay dense."""
-    before = model.num_parameters()
+    """Replaces matrices of the decoder layers. Returns how many of them stay dense."""
     dense_count = 0
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         linears = {name: m for name, m in layer.named_modules() if type(m) is torch.nn.Linear}
@@ -359,12 +475,7 @@ def replace_layers(model, args):
                 layer.set_submodule(name, sparse)
             else:
                 dense_count += 1
-    # SL: With no layer replaced, this would be chapter 1 without any message.
-    sparse_count = len(sparse_layers(model))
-    if sparse_count == 0:
-        sys.exit("error: no nn.Linear would become smaller: lower --rank or --density")
-    say(f"{sparse_count} matrices are now sparse plus low-rank, {dense_count} stay dense")
-    say(f"{before:,} parameters of the dense model are now {model.num_parameters():,}")
+    return dense_count
 
 
 def number_of_parameters(module):
@@ -389,9 +500,9 @@ class SparseLinear(torch.nn.Module):
         self.B = torch.nn.Parameter(torch.empty(rows, args.rank))
         self.A = torch.nn.Parameter(torch.empty(args.rank, columns))
         self.values = torch.nn.Parameter(torch.empty(count))
-        # SL 3: S has values at fixed places of W. `support` has the places, and is never saved.
-        places = torch.empty(count, dtype=torch.int32)
-        self.register_buffer("support", places, persistent=False)
+        # SL 3: S has values at fixed places of W, and `support` is the list of these places.
+        # FSDP shards the values. It shards no buffers, so each rank has all places.
+        self.register_buffer("support", torch.empty(count, dtype=torch.int32))
         self.scale = args.alpha / args.rank
         self.bias = linear.bias
 
@@ -405,30 +516,20 @@ class SparseLinear(torch.nn.Module):
         torch.nn.init.uniform_(self.values, -bound, bound)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)  # Transformers initialises only layers that it knows
+        # SL 5: Rank 0 draws the places, and then sends them to all ranks with the values.
+        # A checkpoint has the places, too, because values at other places are another model.
         places = random_places(rows * columns, len(self.values), seed)
         self.support.copy_(torch.from_numpy(places))
 
-    def get_extra_state(self):
-        """PyTorch saves this text with the parameters. It differs if any place differs."""
-        return hashlib.sha256(self.support.cpu().numpy()).hexdigest()
-
-    def set_extra_state(self, saved):
-        # SL 5: Values at other places are another model, and nothing else would raise an error.
-        if saved != self.get_extra_state():
-            sys.exit("error: S has other places than in the checkpoint")
-
     def forward(self, x):
-        # SL: Autocast casts the inputs of PyTorch's own functions, not those of our function.
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         y = SparsePlusLowRank.apply(x, self.B, self.A, self.values, self.support, self.scale)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y if self.bias is None else y + self.bias
 
 
 def random_places(limit, count, seed):
     """`count` different numbers below `limit`, sorted. All sets of numbers are equally likely."""
-    # SL 6: The places follow from the seed, so the generator must be the same in every version.
-    # NumPy promises this of RandomState. A permutation of all places would take seconds.
+    # SL: NumPy promises the same numbers from RandomState in every version, so a seed always means
+    # the same places. A permutation of all places would take seconds.
     generator = np.random.RandomState(seed)
     chosen = np.zeros(limit, dtype=bool)
     missing = count
@@ -444,41 +545,37 @@ class SparsePlusLowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, B, A, values, support, scale):
-        # SL 7: Keep the parts for the backward pass. W itself is as large as a dense weight.
+        # SL 6: Keep the parts for the backward pass. W itself is as large as a dense weight.
         ctx.save_for_backward(x, B, A, values, support)
         ctx.scale = scale
-        return torch.nn.functional.linear(x, dense_weight(x.dtype, B, A, values, support, scale))
+        return torch.nn.functional.linear(x, dense_weight(B, A, values, support, scale))
 
     @staticmethod
     def backward(ctx, grad):
         x, B, A, values, support = ctx.saved_tensors
-        # SL 8: Build W again, and compute the gradients of B, A and S from the gradient of W.
-        grad_x = grad @ dense_weight(x.dtype, B, A, values, support, ctx.scale)
+        # SL 7: Build W again, and compute the gradients of B, A and S from the gradient of W.
+        grad_x = grad @ dense_weight(B, A, values, support, ctx.scale)
         # The gradient of W is a sum over all tokens of all samples.
         grad_w = grad.flatten(0, -2).T @ x.flatten(0, -2)
-        grad_B = ctx.scale * (grad_w @ A.T.to(x.dtype))
-        grad_A = ctx.scale * (B.T.to(x.dtype) @ grad_w)
+        grad_B = ctx.scale * (grad_w @ A.T)
+        grad_A = ctx.scale * (B.T @ grad_w)
         grad_values = grad_w.flatten().index_select(0, support)
         return grad_x, grad_B, grad_A, grad_values, None, None  # none for support and scale
 
 
-def dense_weight(dtype, B, A, values, support, scale):
+def dense_weight(B, A, values, support, scale):
     """W = scale B A + S, of shape (rows, columns)."""
-    weight = (scale * B.to(dtype)) @ A.to(dtype)
-    weight.view(-1).index_add_(0, support, values.to(dtype))  # places count row by row
+    weight = (scale * B) @ A
+    weight.view(-1).index_add_(0, support, values)  # places count row by row
     return weight
 
 
-@torch.no_grad()
-def merged_weights(model):
+def merged_weights(model, weights):
     """The weights of the dense model, by the names that Transformers knows."""
-    weights = model.state_dict()
     for name, layer in sparse_layers(model).items():
-        for part in ("B", "A", "values", "_extra_state"):
-            del weights[f"{name}.{part}"]
-        parts = (layer.B, layer.A, layer.values, layer.support, layer.scale)
-        # SL 9: Merge one matrix at a time into CPU memory, since a GPU may have no room for all.
-        weights[f"{name}.weight"] = dense_weight(torch.float32, *parts).cpu()
+        parts = [weights.pop(f"{name}.{part}") for part in ("B", "A", "values", "support")]
+        # SL 8: Merge for final/, because no other program knows B, A and S.
+        weights[f"{name}.weight"] = dense_weight(*parts, layer.scale)
     return weights
 
 
@@ -648,12 +745,17 @@ def evaluate(model, tokens, args, device):
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
     samples = len(tokens) // args.seq_length
-    for begin in range(0, samples, args.batch_size):
-        indices = range(samples)[begin : begin + args.batch_size]
-        input_ids = read_batch(tokens, indices, args, device)
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    for begin in range(0, samples, WORLD_SIZE * args.batch_size):
+        first = begin + RANK * args.batch_size
+        indices = range(samples)[first : first + args.batch_size]
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
+        input_ids = read_batch(tokens, indices or [0], args, device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
     model.train()  # dropout on again
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
     return loss_sum.item() / samples
 
 
@@ -689,6 +791,15 @@ def open_run(args, train_samples):
         return None, None, state
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
+    # FSDP: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()
+    is_shared = all(gather(probe.exists()))
+    probe.unlink(missing_ok=True)
+    if not is_shared:
+        sys.exit(f"error: not all nodes see {run_folder}: --save-dir must be on a shared disk")
     checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
     if not checkpoint:
         return run_folder, None, state
@@ -701,13 +812,32 @@ def open_run(args, train_samples):
     return run_folder, checkpoint, state
 
 
+def sharded_state(model, stateful):
+    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    return stateful | {"model": weights, "optimizer": moments}
+
+
+def whole_weights(model):
+    """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = state_dict.get_model_state_dict(model, options=options)
+    # FSDP: A tied weight has two names. Transformers saves one of them.
+    return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
+
+
 @contextmanager
 def new_folder(folder):
     """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
     temporary = folder.with_name("incomplete")
-    remove(temporary)
-    temporary.mkdir()
+    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
+    if RANK == 0:
+        remove(temporary)
+        temporary.mkdir()
+    dist.barrier()
     yield temporary
+    if RANK > 0:
+        return
     for file in temporary.glob("*.safetensors"):  # safetensors lets only their owner read them
         shutil.copymode(temporary / "tokenizer_config.json", file)  # so set the usual permissions
     os.sync()  # all files are on the disk before the folder gets its name
@@ -723,17 +853,75 @@ def remove(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def save_checkpoint(args, run_folder, model, stateful, state):
+def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
-        # SL: A run goes on with B, A and S as they are. Merged weights could not be split again.
-        torch.save(model.state_dict(), folder / "weights.pt")
-        training_state = {name: part.state_dict() for name, part in stateful.items()}
-        torch.save(training_state, folder / "training_state.pt")
+        # FSDP 11: Each rank saves its shards, as none has room for all. Then it waits for all.
+        dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
+        if RANK > 0:
+            return  # rank 0 does the rest
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
     for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
         remove(old)
+
+
+# -- Processes -------------------------------------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks, and returns the device of this rank."""
+    if "RANK" not in os.environ:
+        sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
+    # DDP: A shell may still have RANK and WORLD_SIZE of an earlier job. Nobody else would come.
+    hint = f"RANK is {RANK} of WORLD_SIZE {WORLD_SIZE}, and others are missing. Alone? Unset both."
+    waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
+    waiting.daemon = True  # it does not keep a process alive
+    waiting.start()
+    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt has a
+    # prefix. Nodes may count attempts differently, so rank 0 invents it, and tells those who ask.
+    store, _, _ = next(dist.rendezvous("env://"))
+    prefix = question = uuid.uuid4().hex
+    if RANK == 0:
+        others = [f"rank {rank}" for rank in range(1, WORLD_SIZE)]
+        for other in others:
+            store.delete_key(other)  # a dead rank may have asked
+        for other in others:
+            store.set(store.get(other).decode(), prefix)
+    else:
+        while not store.check([question]):  # until rank 0 has answered
+            store.set(f"rank {RANK}", question)
+            time.sleep(0.1)
+        prefix = store.get(question).decode()
+    store = dist.PrefixStore(prefix, store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next line, which else uses GPU 0
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    waiting.cancel()
+    return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
+
+
+def gather(value):
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        for name, value in of_rank.items():
+            result[name.replace("/", f"/rank{rank}/")] = value
+    return result
 
 
 # -- Timer, metrics, logs, small helpers -----------------------------------------------------------
@@ -765,7 +953,7 @@ def describe_run(model, optimizer, device):
     """Facts about model and machine, which are logged once besides the flags."""
     on_gpu = device.type == "cuda"
     return {
-        "world_size": 1,
+        "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
         "optimizer": type(optimizer).__name__,
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
@@ -848,7 +1036,7 @@ DEMO = {
     "rank": 32,  # SL: for matrices of 128 columns
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    "batch_size": 8,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
     "max_steps": 400,
     "lr": 2e-3,
     "warmup_steps": 40,
@@ -896,7 +1084,10 @@ def parse_args():
     add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
     add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
     add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
-    add("--device", help="cuda, mps or cpu; by default the GPU, if there is one")
+    # DDP: No --device, because torchrun assigns the devices.
+    # FSDP: These two flags choose between speed and memory.
+    add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     # Flags override --config, and --config overrides --demo. So look for --config, then for --demo.
     if config := parser.parse_args().config:
@@ -929,3 +1120,8 @@ if __name__ == "__main__":
         sys.exit(f"error: {error.__cause__}")
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
+    finally:
+        # DDP: If all ranks fail alike, one sentence per node is enough: while the others sleep,
+        # local rank 0 prints it and ends, and then torchrun ends the others.
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
+            time.sleep(5)

@@ -44,7 +44,7 @@ command -v "$python" > /dev/null || fail "there is no python: activate a virtual
   fail "torchrun reads ${!PET_*}: unset them, and set NNODES, NODE_RANK, MASTER_ADDR as you need"
 
 nnodes=${NNODES:-1}
-case $script in */01-* | */14-*)
+case $script in */01-*)
   # On several devices, each process would train the same model and write the same files.
   if [ "$nnodes" != 1 ] || [ "${NPROC_PER_NODE:-1}" != 1 ]; then
     fail "chapter $wanted trains on one device: take another chapter for several processes or nodes"

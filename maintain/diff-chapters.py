@@ -25,7 +25,7 @@ CONTINUES = {
     "11-context-parallel": "03-fsdp",
     "12-expert-parallel": "03-fsdp",
     "13-3d-parallel": "07-pipeline-parallel",
-    "14-sparse-low-rank": "01-single-gpu",
+    "14-sparse-low-rank": "03-fsdp",
     "15-local-steps": "05-multi-node",
     "16-chat": "03-fsdp",
     "17-lora": "16-chat",

@@ -13,13 +13,14 @@ FIRST = (
 )
 SECOND = FIRST.replace("    two()", "    two(RANK)  # DDP: all ranks")
 THIRD = SECOND.replace("    # The loop.\n", "    # The loop.\n    # FSDP: a comment\n")
-OTHER = FIRST.replace("pass", "stop()  # SL: another end")
+THIRD = THIRD.replace("    three()", "    three(RANK)  # FSDP: all ranks")
+FOURTH = THIRD.replace("pass", "stop()  # STREAM: another end")
 CHAPTERS = {"01-single-gpu": FIRST, "02-ddp": SECOND, "03-fsdp": THIRD}
-CHAPTERS["14-sparse-low-rank"] = OTHER
+CHAPTERS |= {"04-streaming": FOURTH, "08-gradient-compression": SECOND}
 
 
 class Repository:
-    """A copy of the tools with four small chapters and one commit."""
+    """A copy of the tools with five small chapters and one commit."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -82,24 +83,23 @@ def test_a_change_comes_down(repository):
 
 
 def test_conflicts(repository):
-    repository.edit("01-single-gpu", "two()", "two(2)")
-    repository.edit("01-single-gpu", "one()", "one(1)")
-    said = ["02-ddp: conflict at line 4", "03-fsdp: waits for 02-ddp"]
-    assert repository.carry() == (1, [*said, "14-sparse-low-rank: changed"])
-    text = repository.read("02-ddp")
-    assert text.index("one(1)") < text.index("<<<<<<< 02-ddp") < text.index(">>>>>>> 01-single-gpu")
-    assert repository.read("03-fsdp") == THIRD
+    repository.edit("02-ddp", "three()", "three(3)")
+    repository.edit("02-ddp", "one()", "one(1)")
+    said = ["03-fsdp: conflict at line 6", "04-streaming: waits for 03-fsdp"]
+    assert repository.carry() == (1, [*said, "08-gradient-compression: changed"])
+    text = repository.read("03-fsdp")
+    assert text.index("one(1)") < text.index("<<<<<<< 03-fsdp") < text.index(">>>>>>> 02-ddp")
+    assert repository.read("04-streaming") == FOURTH
     # Nothing is merged into a conflict
-    said[0] = "02-ddp: conflict at line 4"
     assert repository.carry() == (1, said)
-    assert repository.read("02-ddp") == text
+    assert repository.read("03-fsdp") == text
     # It is edited: the change goes on there, and what is edited stays
-    edited = SECOND.replace("two(RANK)", "two(2, RANK)").replace("one()", "one(1)")
-    repository.write("02-ddp", edited)
-    assert repository.carry() == (0, ["03-fsdp: changed"])
-    assert repository.read("02-ddp") == edited
-    assert repository.read("03-fsdp") == edited.replace(
-        "    # The loop.\n", "    # The loop.\n    # FSDP: a comment\n"
+    edited = THIRD.replace("three(RANK)", "three(3, RANK)").replace("one()", "one(1)")
+    repository.write("03-fsdp", edited)
+    assert repository.carry() == (0, ["04-streaming: changed"])
+    assert repository.read("03-fsdp") == edited
+    assert repository.read("04-streaming") == edited.replace(
+        "pass", "stop()  # STREAM: another end"
     )
     assert repository.carry() == (0, [])
 

@@ -2,15 +2,16 @@
 
 A job for each number of ranks runs many cases. Losses, norms, held-out losses, all gradients of two
 steps and the model in the end are those of chapter 1 at the same global batch. For chapter 18,
-chapter 1 has torch.optim.Muon.
+chapter 1 has torch.optim.Muon. Chapter 14 on several ranks trains what it trains on one rank.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import Folder, assert_same_losses, save_uneven_weights, write_model
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, free_port
+from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, free_port
 from safetensors.torch import load_file
 from test_muon import with_torch_muon
 
@@ -61,6 +62,7 @@ TP, PP, CP, EP = (f"--{x}-parallel" for x in ("tensor", "pipeline", "context", "
 GPIPE, INTERLEAVED, ZBV = (["--schedule", name] for name in ("gpipe", "interleaved", "zbv"))
 TOKENS, UNEVEN = ["--exchange", "tokens"], ["--layers-per-stage", "1,3", "--reshard-after-forward"]
 SCRATCH, CHUNKS = ["--from-scratch"], "--chunked-loss"
+PARTS = ["--rank", 4, "--density", 0.05, "--alpha", 9]
 # By the job, whose name begins with the number of ranks: the chapter, the model, the samples of a
 # rank at a time, and other flags. The accumulation follows from the samples.
 CASES = {
@@ -79,11 +81,14 @@ CASES = {
         ("07", "gemma2", 6, [*INTERLEAVED]),
         ("07", "gemma3_text", 12, []),
         ("07", "llama untied", 6, [*INTERLEAVED, "--compile", AGAIN, CHUNKS]),
+        ("07", "gpt2", 6, [*ZBV]),
         ("07", "llama", 6, [PP, 1]),
         ("11", "mistral window", 24, []),
         ("11", "llama", 24, [*TOKENS, "--compile", AGAIN, CHUNKS]),
         ("12", "mixtral", 6, [WHOLE, CHUNKS]),
         ("12", "gpt_oss", 12, [OFFLOAD]),
+        ("14", "llama", 6, [AGAIN, OFFLOAD]),
+        ("14", "llama untied", 12, [WHOLE, "--compile", CHUNKS]),
         ("18", "llama", 6, [AGAIN, OFFLOAD]),
         ("18", "llama untied", 12, [WHOLE, "--compile", CHUNKS]),
     ],
@@ -94,6 +99,7 @@ CASES = {
         ("03", "mixtral", 4, []),
         ("06", "llama untied", 8, [TP, 1, OFFLOAD]),
         ("11", "llama", 8, [CP, 1]),
+        ("14", "qwen2", 8, []),
         ("18", "llama untied", 4, []),
         ("18", "gpt2", 8, [*SCRATCH]),
         ("18", "mixtral", 8, []),
@@ -107,9 +113,11 @@ CASES = {
         ("06", "qwen3", 12, [TP, 2]),
         ("06", "smollm3", 12, [TP, 2]),
         ("07", "llama", 6, [CHUNKS]),
+        ("07", "gpt2", 6, [PP, 2, *SCRATCH]),
         ("07", "llama of 8", 3, [*INTERLEAVED]),
         ("07", "llama of 8", 3, [*ZBV, *SCRATCH, AGAIN]),
         ("07", "llama untied", 6, [*GPIPE, PP, 2, *UNEVEN]),
+        ("14", "mixtral", 6, []),
         ("18", "llama", 6, [*SCRATCH]),
         ("18", "qwen3_moe", 3, [OFFLOAD]),
     ],
@@ -164,7 +172,8 @@ def described(folder, name, number, model, batch, more) -> dict:
     script = CHAPTERS_BY_NUMBER.get(number, number)  # or a script
     if CHUNKS in more:
         script = in_small_chunks(folder, script)
-    flags = ["-e", name, "-m", folder / model, "--no-from-scratch", "--save-dir", folder]
+    flags = ["-e", name, "-m", folder / model, "--save-dir", folder]
+    flags += PARTS if number == "14" else ["--no-from-scratch"]
     flags += ["-d", folder / "text.jsonl", "-s", 32, "-b", batch, "--lr", 1e-4, "--log-freq", 1]
     flags += ["--max-steps", STEPS, "--eval-freq", STEPS // 2, "--ckpt-freq", 99, *more]
     (folder / name).mkdir()
@@ -176,8 +185,7 @@ def described(folder, name, number, model, batch, more) -> dict:
 def run(folder, name, cases, processes) -> None:
     (folder / f"{name}.json").write_text(json.dumps(cases))
     many, output = REPOSITORY / "tests" / "many.py", folder / f"{name}.txt"
-    arguments = [folder / f"{name}.json"]
-    job = Job(many, arguments, output, processes) if processes else Run(many, arguments, output)
+    job = Job(many, [folder / f"{name}.json"], output, processes)
     assert job.wait(500) == 0, job.output[-5000:]
 
 
@@ -242,8 +250,8 @@ def test_equal_to_chapter_1(tmp_path, dataset, job):
     alone, cases = {}, {}
     for number, model, batch, more in CASES[job]:
         origin = SCRATCH if SCRATCH[0] in more else []
-        script = with_torch_muon(tmp_path) if number == "18" else "01"
-        single = f"{model} alone {'random' if origin else ''} {number == '18'}"
+        script = {"14": "14", "18": with_torch_muon(tmp_path)}.get(number, "01")
+        single = f"{model} alone {'random' if origin else ''} {Path(script).parent.name or script}"
         if not (tmp_path / model).exists():
             write_weights(tmp_path / model, model)
         if single not in alone:
@@ -251,7 +259,7 @@ def test_equal_to_chapter_1(tmp_path, dataset, job):
         name = "-".join(map(str, (number, model, batch, *more)))
         flags = [*more, *accumulation(ranks, number, batch, more)]
         cases[name] = single, described(tmp_path, name, number, model, batch, flags)
-    run(tmp_path, "single", [*alone.values()], 0)
+    run(tmp_path, "single", [*alone.values()], 1)
     run(tmp_path, "job", [case for _, case in cases.values()], ranks)
     problems = []
     for name, (single, _) in cases.items():

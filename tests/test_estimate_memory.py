@@ -74,7 +74,7 @@ CASES += [
     ("context parallel", 4, TIED, f"--exchange tokens {HALF}"),
     ("expert parallel", 4, MIXTURE, HALF),
     ("pipeline × tensor", 4, EVEN, ""),
-    ("sparse low-rank", 1, TIED, CHECKPOINT),
+    ("sparse low-rank", 2, {}, HALF),
     ("LoRA", 2, {}, HALF),
     ("LoRA", 2, TIED, ACCUMULATE),
     ("Muon", 2, {}, f"{HALF} -s 128"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_one_sentence, exact, require
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_10, CHAPTER_14, REPOSITORY
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_10, REPOSITORY
 from test_torchrun import Launch
 from torch.distributed import run as torchrun
 
@@ -103,9 +103,8 @@ def test_variables(start):
         assert options.local_addr == "ib0"
 
 
-def test_chapters_for_one_device_are_started_by_python(start):
+def test_the_chapter_for_one_device_is_started_by_python(start):
     assert start("01", "--demo")[1:] == [str(CHAPTER_1), "--demo"]
-    assert start("14", "--demo")[1:] == [str(CHAPTER_14), "--demo"]
 
 
 @pytest.mark.parametrize(

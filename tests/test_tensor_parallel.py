@@ -10,6 +10,7 @@ from conftest import AT_END, assert_same_losses, damaged, save_uneven_weights, w
 from runner import CHAPTER_6, REPOSITORY, load
 from test_equal import worst
 from test_fsdp import OFF, told
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 pytestmark = pytest.mark.rest
 
@@ -177,8 +178,16 @@ CHECKED = {
     "kv heads": (4, LLAMA, [], "error: --tensor-parallel must divide the 2 kv heads"),
     "a window": (2, MISTRAL | {"sliding_window": 31}, [], "above the sliding window, 31"),
     "a short sample": (2, MISTRAL | {"sliding_window": 32}, [], ""),
-    "a family": (1, {"model_type": "gpt2"}, [], "error: gpt2 is none of llama"),
+    "a family": (1, {"model_type": "gpt2"}, [], "for GPT-2's size models/llama-124m"),
 }
+
+
+def test_the_llama_of_gpt2s_size():
+    config = AutoConfig.from_pretrained(REPOSITORY / "models" / "llama-124m")
+    with torch.device("meta"):
+        models = [AutoModelForCausalLM.from_config(each) for each in (config, GPT2Config())]
+    llama, gpt2 = (model.num_parameters() for model in models)
+    assert llama == pytest.approx(gpt2, rel=0.01)
 
 
 @pytest.mark.parametrize("case", CHECKED)

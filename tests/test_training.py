@@ -273,7 +273,7 @@ torch.optim.AdamW.step = step
 CountReads().__enter__()
 """
 # From chapter 2 on, the ranks exchange a stop flag. It is on the CPU, so no rank waits for a GPU.
-READS = {"01": 0, "14": 0} | dict.fromkeys(["02", "03", "05", "06", "07", "08", "11", "13"], 1)
+READS = {"01": 0} | dict.fromkeys(["02", "03", "05", "06", "07", "08", "11", "13", "14"], 1)
 READS["12"] = 1 + 4 * 2  # and the sizes of each exchange: four layers, two micro-batches
 READS_FLAGS = {"07": ["-b", 2], "13": ["--pipeline-parallel", 1, "-b", 2]}
 READS_FLAGS["12"] = [

@@ -583,7 +583,7 @@ class Method:
 
     @property
     def sharded(self) -> bool:
-        return self.chapter not in (1, 2, 14)
+        return self.chapter not in (1, 2)
 
     @property
     def in_pipeline(self) -> bool:
@@ -663,9 +663,9 @@ def ranks(traces: Traces, method: Method) -> list[Rank]:
     # As in chapters 7 and 13: embeddings and head count as a layer each.
     cuts = [round(n * (head + 2) / count) - 1 for n in range(count + 1)]
     # A head that is tied to the embeddings is a copy, which AdamW does not update.
-    embeddings, norm, *behind = traces.outer
-    copy = [] if behind or count == 1 else [embeddings]
-    groups = {EMBEDDINGS: [embeddings], head: [norm, *behind, *copy]}
+    embeddings = traces.outer[: 2 if traces.config.model_type == "gpt2" else 1]  # also of positions
+    copy = embeddings[:1] if traces.config.tie_word_embeddings and count > 1 else []
+    groups = {EMBEDDINGS: embeddings, head: [*traces.outer[len(embeddings) :], *copy]}
     groups |= dict(enumerate(traces.layers))
     schedule = chapter(7)["SCHEDULES"][flags.schedule]
     # Each rank of a tensor group sends its part of the tokens.
@@ -878,9 +878,10 @@ def peak_of_batch(at, flags, batch: int) -> float:
     """Bytes at the fullest moment of a step, which `at` computes for a batch size."""
     if not flags.chunked_loss:
         return peak(at(batch)[1])
-    # A larger batch has more chunks, so it needs a trace of its own. But its peak grows evenly.
-    one, two = (peak(at(flags.batch_size + more)[1]) for more in (0, 1))
-    return one + (two - one) * (batch - flags.batch_size)
+    # Each batch has another number of chunks, so another trace. But every moment grows evenly.
+    one, two = (at(flags.batch_size + more)[1] for more in (0, 1))
+    grown = batch - flags.batch_size
+    return max(sum(one[name]) + grown * (sum(two[name]) - sum(one[name])) for name in one)
 
 
 def course_table(traces: Traces, method: Method, devices: int) -> str:
@@ -912,7 +913,7 @@ def markdown(rows: list) -> str:
 
 LEGEND = f"""
 - weights, fp32: 4 bytes per parameter, under FSDP of this rank's shard; in chapter 14 also 4 bytes
-  for the place of each value of S; in chapter 17, frozen weights are in the compute dtype
+  per place of S, on each rank; in chapter 17, frozen weights are in the compute dtype
 - gradients: as far as they are there, whole or in shards, with FSDP's buffer for scattering
 - AdamW's moments: 8 bytes per parameter and 4 per tensor, under FSDP of this rank's shard
 - copies of weights: in the compute dtype: autocast's, or what FSDP has gathered
@@ -925,7 +926,7 @@ LEGEND = f"""
 - pipeline: chapter 7, the fullest rank, with at least as many micro-batches as stages
 - pipeline × tensor: chapter 13, the fullest rank, with both flags
 - context parallel: chapter 11; expert parallel: chapter 12, if all ranks get equally many tokens
-- sparse low-rank: chapter 14 with --rank, on one device
+- sparse low-rank: chapter 14 with --rank
 - LoRA: chapter 17 with --lora-rank
 - Muon: chapter 18, with --muon. Of its temporary tensors, only the two of the exchange are counted
 - In chapters 6, 11 and 13, a batch is that of a group of devices."""
