@@ -964,16 +964,19 @@ def join_process_group():
     waiting.daemon = True  # it does not keep a process alive
     waiting.start()
     # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt has a
-    # prefix. Nodes may count attempts differently, so rank 0 invents it, and tells those who ask.
+    # prefix, which rank 0 invents. The others ask for it, and rank 0 answers under the question,
+    # a random name that no dead rank has used.
     store, _, _ = next(dist.rendezvous("env://"))
-    prefix = question = uuid.uuid4().hex
     if RANK == 0:
+        prefix = uuid.uuid4().hex
         others = [f"rank {rank}" for rank in range(1, WORLD_SIZE)]
         for other in others:
             store.delete_key(other)  # a dead rank may have asked
         for other in others:
-            store.set(store.get(other).decode(), prefix)
+            question = store.get(other).decode()  # waits until the rank has asked
+            store.set(question, prefix)
     else:
+        question = uuid.uuid4().hex
         while not store.check([question]):  # until rank 0 has answered
             store.set(f"rank {RANK}", question)
             time.sleep(0.1)
