@@ -39,11 +39,11 @@ from transformers import AutoTokenizer, GenerationConfig
 
 STEPS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
 STEPS += ["--keep-checkpoints", 9]
-TWICE = ["--gradient-accumulation-steps", 2]
+TWICE, CHUNKS = ["--gradient-accumulation-steps", 2], "--chunked-loss"
 # Flags of the job, for 8 samples per step; bad flags, and a part of the sentence.
 CHAPTERS = {
     "02-ddp": {
-        "flags": ["-b", 2, *TWICE, "--chunked-loss"],
+        "flags": ["-b", 2, *TWICE, CHUNKS],
         "bad": ["-b", 0],
         "sentence": "batch_size",
     },
@@ -70,12 +70,12 @@ CHAPTERS = {
     },
     # All frequencies: it sends everything, by the way of the compressed gradients
     "08-gradient-compression": {
-        "flags": ["-b", 2, *TWICE, "--compress", "dct", "--keep", 1, "--min-compress", 600],
+        "flags": ["-b", 2, *TWICE, "--compress", "dct", "--keep", 1, "--min-compress", 600, CHUNKS],
         "bad": ["--compress", "zip"],
         "sentence": "invalid choice",
     },
     "18-muon": {
-        "flags": ["-b", 2, *TWICE, "--chunked-loss"],
+        "flags": ["-b", 2, *TWICE, CHUNKS],
         "bad": ["--lr", "fast"],
         "sentence": "lr",
     },
@@ -178,7 +178,7 @@ def corpus(tmp_path, texts):
 def rows_job(trainer, chapter, weights, corpus, data, monkeypatch, before="") -> None:
     """A job on 2 ranks on these data, whose rows are those of a plain loop, and its resume."""
     held_out = corpus / "held-out.jsonl"
-    flags = ["-m", weights, "--no-from-scratch", *STEPS, "-b", 2, *TWICE, "-d", data]
+    flags = ["-m", weights, "--no-from-scratch", *STEPS, "-b", 2, *TWICE, CHUNKS, "-d", data]
     flags += ["--eval-dataset", held_out, "--eval-documents", 20, "--shuffle-window", 16]
 
     def train(name):
@@ -219,7 +219,7 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     """`final/` has the template and the token that ends an answer, as a server needs them."""
     folder = shutil.copytree(pretrained, trainer.folder / "chat-model")
     GenerationConfig(eos_token_id=5).save_pretrained(folder)
-    flags = [*flags_for(folder, conversations), "-s", 64, "-b", 2, "--lr", 1e-3]
+    flags = [*flags_for(folder, conversations), "-s", 64, "-b", 2, "--lr", 1e-3, CHUNKS]
     flags += ["--gradient-accumulation-steps", 3, "--max-steps", 4]
     flags += ["--eval-freq", 2, "--ckpt-freq", 2, "--keep-checkpoints", 9]
 
