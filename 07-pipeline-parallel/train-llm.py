@@ -130,12 +130,12 @@ def main():
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
-    # A resumed run may have another global batch. Then it takes another number of steps.
-    samples_left = len(order) - state.samples
-    total_steps = state.step + samples_left // global_batch
-    if state.global_batch not in (None, global_batch):
+    if state.global_batch and state.global_batch != global_batch:
         say("warning: the global batch has changed, so steps and learning rate change, too")
     state.global_batch = global_batch
+    # A new run has done 0 steps. A resumed run may have another batch, so count the steps left.
+    samples_left = len(order) - state.samples
+    total_steps = state.step + samples_left // global_batch
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
     scheduler = get_scheduler(
@@ -153,8 +153,8 @@ def main():
         saved = sharded_state(model, stateful)
         dcp.load(saved, checkpoint_id=checkpoint)
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # The saved learning rate belongs to the old total_steps. Repeating the last step of the
-        # scheduler computes the rate for the new total_steps.
+        # The saved learning rate belongs to the old total_steps. So go back one step, and take it
+        # again with the new total_steps.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     # PP 2: A schedule tells each rank the order of the forward and backward passes of a step.
@@ -484,10 +484,11 @@ def check_config(args):
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    attention = str(args.attention)
-    # `paged|eager` and the like serve models, and have no causal mask.
-    only_forward = attention == "flex_attention" and not torch.cuda.is_available()
-    if only_forward or attention.startswith("paged"):
+    attention = args.attention or ""
+    # On CPUs, flex_attention has no backward pass. `paged|eager` and the like serve models, and
+    # have no causal mask.
+    no_backward = attention == "flex_attention" and not torch.cuda.is_available()
+    if no_backward or attention.startswith("paged"):
         sys.exit(f"error: --attention {attention} cannot train here: choose another one")
     try:
         with torch.device("meta"):  # a model without memory for its weights
@@ -536,7 +537,7 @@ def build_model(args, device):
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
     if args.activation_checkpointing:
         # A layer keeps only its input. The backward pass computes the rest a second time.
-        model.activation_checkpointing_enable()  # before: gradient_checkpointing_enable
+        model.activation_checkpointing_enable()  # an older name: gradient_checkpointing_enable
     if args.compile:
         # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
         # fast kernels of attention take none. Layers of one kind also share their compiled code.
@@ -556,14 +557,15 @@ LOSS_CHUNK = 1024  # tokens; their logits take 0.5 GB in fp32 if the vocabulary 
 def use_chunked_loss(model):
     """From now on, the model computes logits and loss of LOSS_CHUNK tokens at a time.
 
-    The logits of a whole batch, often the largest tensor of a step, never exist.
+    The logits of a whole batch, often the largest tensor of a step, never exist: the head passes
+    the hidden states on, and the loss function applies the head to one chunk after the other.
     """
     head = model.get_output_embeddings()
     compute_logits = head.forward
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        hidden_states = hidden_states.clone()
+        hidden_states = hidden_states.clone()  # a tensor of its own, for the mark
         hidden_states.from_head = True  # the result of any operation lacks this mark
         return hidden_states
 
@@ -575,11 +577,13 @@ def use_chunked_loss(model):
         if not hasattr(logits, "from_head"):
             sys.exit("error: --chunked-loss: this model changes its logits before the loss")
         if shift_labels is None:
-            shift_labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)  # no label
-        if num_items_in_batch is None:
+            # Each token has the next one as its label. -100 says that the last one has no label.
+            shift_labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        if num_items_in_batch is None:  # the number that the sum of all losses is divided by
             num_items_in_batch = (shift_labels != -100).sum()
         options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
-        hidden_chunks = logits.flatten(0, 1).split(LOSS_CHUNK)  # what pass_on() has returned
+        # The model calls them logits, but they are the hidden states that pass_on() has returned.
+        hidden_chunks = logits.flatten(0, 1).split(LOSS_CHUNK)
         label_chunks = shift_labels.flatten().split(LOSS_CHUNK)
         loss = 0.0
         for chunk in zip(hidden_chunks, label_chunks, strict=True):
@@ -726,13 +730,13 @@ def load_documents(args):
         splits = datasets.load_dataset(name, args.dataset_subset)
         if split not in splits:
             sys.exit(f"error: choose one of the splits {[*splits]} with -d {name}:SPLIT")
-        splits["train"] = splits.pop(split)
+        splits["train"] = splits.pop(split)  # call the chosen split "train"
         return splits
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
     splits = {"train": [], "validation": []}
-    folder = os.path.commonpath(files)  # what all names have in common says nothing
+    folder = os.path.commonpath(files)  # "test" in /test/a.txt and /test/b.txt says nothing
     for file in files:
         words = set(re.split("[^a-z]+", file.removeprefix(folder).lower()))
         is_held_out = words & HELD_OUT and not file.endswith(".py")  # test_io.py is code
@@ -771,6 +775,7 @@ def read_text(files, versions):
     """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
 
     A document that is too long is split. \ufffd stands for a character that cannot be decoded.
+    `versions` serves the cache alone.
     """
     for file in files:
         open_file = gzip.open if file.endswith(".gz") else open
@@ -1021,16 +1026,19 @@ def join_process_group():
     waiting.daemon = True  # it does not keep a process alive
     waiting.start()
     # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt has a
-    # prefix. Nodes may count attempts differently, so rank 0 invents it, and tells those who ask.
+    # prefix, which rank 0 invents. The others ask for it, and rank 0 answers under the question,
+    # a random name that no dead rank has used.
     store, _, _ = next(dist.rendezvous("env://"))
-    prefix = question = uuid.uuid4().hex
     if RANK == 0:
+        prefix = uuid.uuid4().hex
         others = [f"rank {rank}" for rank in range(1, WORLD_SIZE)]
         for other in others:
             store.delete_key(other)  # a dead rank may have asked
         for other in others:
-            store.set(store.get(other).decode(), prefix)
+            question = store.get(other).decode()  # waits until the rank has asked
+            store.set(question, prefix)
     else:
+        question = uuid.uuid4().hex
         while not store.check([question]):  # until rank 0 has answered
             store.set(f"rank {RANK}", question)
             time.sleep(0.1)
@@ -1267,7 +1275,9 @@ if __name__ == "__main__":
     except datasets.exceptions.DatasetGenerationError as error:  # the cause names the file
         sys.exit(f"error: {error.__cause__}")
     except torch.OutOfMemoryError:
-        sys.exit("error: out of GPU memory: try --activation-checkpointing, or a lower -b or -s")
+        sys.exit(
+            "error: out of GPU memory: try --activation-checkpointing, --chunked-loss or a lower -b"
+        )
     finally:
         # DDP: If all ranks fail alike, one sentence per node is enough: while the others sleep,
         # local rank 0 prints it and ends, and then torchrun ends the others.

@@ -9,8 +9,8 @@ PyTorch's MemTracker, without the weights. PyTorch's own way is `linear_cross_en
 """
 
 import argparse
-import importlib.util
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -19,16 +19,12 @@ import torch.nn.functional as F
 import transformers
 from torch.distributed._tools.mem_tracker import MemTracker
 
-CHAPTER = Path(__file__).resolve().parents[1] / "01-single-gpu" / "train-llm.py"
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.append(str(REPOSITORY / "tools"))
+from models import load_chapter, table  # noqa: E402
+
 WAYS = ["usual", "chunked", "linear_cross_entropy"]
 HIDDEN = 512
-
-
-def load_chapter():
-    spec = importlib.util.spec_from_file_location("chapter_1", CHAPTER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def use_linear_cross_entropy(model):
@@ -57,7 +53,7 @@ def make_model(way: str, vocabulary: int, dtype: torch.dtype):
     )
     model = transformers.LlamaForCausalLM(config).to(dtype)
     if way == "chunked":
-        load_chapter().use_chunked_loss(model)
+        load_chapter(1).use_chunked_loss(model)
     if way == "linear_cross_entropy":
         use_linear_cross_entropy(model)
     return model
@@ -89,8 +85,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
-    print(f"| tokens | vocabulary | {args.dtype} | loss | peak, GB | CPU seconds |")
-    print("|---|---|---|---|---|---|")
+    rows = []
     for vocabulary in args.vocabulary:
         models = {way: make_model(way, vocabulary, dtype) for way in WAYS}
         for tokens in args.tokens:
@@ -102,8 +97,9 @@ def main():
             for way in WAYS:
                 loss, _, peak = rounds[0][way]
                 seconds = statistics.median(result[way][1] for result in rounds)
-                row = f"{way} | {loss:.5f} | {peak:.2f} | {seconds:.1f}"
-                print(f"| {tokens:,} | {vocabulary:,} | {row} |", flush=True)
+                numbers = [f"{loss:.5f}", f"{peak:.3f}", f"{seconds:.1f}"]
+                rows += [[f"{tokens:,}", f"{vocabulary:,}", way, *numbers]]
+    print(table(f"tokens | vocabulary | {args.dtype} | loss | peak, GB | CPU seconds", rows))
 
 
 if __name__ == "__main__":

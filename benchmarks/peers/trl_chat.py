@@ -9,7 +9,8 @@
 SFTTrainer then make samples of them, each in a process of its own. `templates` tokenizes several
 conversations with all chat templates of TRL, and compares the tokens and the labels with those of a
 server: the ids of each prompt, and the ids of each answer. `train` gives both the same ids, labels
-and weights, and compares their losses and times. `--lora` does so for chapter 17, too.
+and weights, and compares their losses and times. `--lora` is for chapter 17, whose
+random A has other numbers than TRL's.
 """
 
 import argparse
@@ -132,7 +133,7 @@ def load_samples(folder: Path, packing: bool):
     """The samples of the chapter in its order."""
     args = {"seq_length": SIZE, "template_options": {}, "packing": packing, "dataset_subset": None}
     args |= {"dataset_name": str(folder / "rows.jsonl"), "num_epochs": 3, "seed": 0}
-    chapter, args = load_chapter(), SimpleNamespace(**args)
+    chapter, args = load_chapter(16), SimpleNamespace(**args)
     with contextlib.redirect_stdout(io.StringIO()):
         samples, _ = chapter.load_samples(args, AutoTokenizer.from_pretrained(folder / "model"))
     order = chapter.sample_order(args, len(samples))
@@ -193,9 +194,9 @@ def train_trl(folder: Path, number: str) -> list[float]:
             times.append(time.perf_counter())
 
     lora = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    torch.manual_seed(0)  # for A, as chapter 17 does
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     trainer = SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+        model,
         settings,
         train_dataset=datasets.Dataset.from_list(rows),
         processing_class=tokenizer,
