@@ -178,7 +178,8 @@ CHECKED = {
     "kv heads": (4, LLAMA, [], "error: --tensor-parallel must divide the 2 kv heads"),
     "a window": (2, MISTRAL | {"sliding_window": 31}, [], "above the sliding window, 31"),
     "a short sample": (2, MISTRAL | {"sliding_window": 32}, [], ""),
-    "a family": (1, {"model_type": "gpt2"}, [], "for GPT-2's size models/llama-124m"),
+    "GPT-2": (1, {"model_type": "gpt2"}, [], "for GPT-2's size, use models/llama-124m"),
+    "a family": (1, {"model_type": "opt"}, [], "error: opt is none of llama"),
 }
 
 
