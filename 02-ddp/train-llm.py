@@ -27,7 +27,6 @@ from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from glob import escape, glob
 from pathlib import Path
 
@@ -58,7 +57,7 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of i
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-stop_signals = []  # signals that ask this run to stop
+received_signals = []  # each asks this run to stop
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
@@ -78,7 +77,7 @@ def main():
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data, model, optimizer.
-    check_config(args)
+    check_flags(args, device)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
@@ -172,10 +171,11 @@ def main():
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
+        stop_signal = max(received_signals, default=0)  # 0: none. A signal makes this step the last
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: nobody waits for the GPU
+        stop = torch.tensor(stop_signal)  # on the CPU: nobody waits for the GPU
         dist.all_reduce(stop, dist.ReduceOp.MAX)
-        stop_signal = stop.item()  # 0: none. Any signal makes this step the last
+        stop_signal = stop.item()
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
@@ -275,27 +275,31 @@ def main():
 # -- Model and optimizer ---------------------------------------------------------------------------
 
 
-def check_config(args):
+def check_flags(args, device):
     """Finds flags that do not fit the model, before the data is read."""
     config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:  # text is only a part of the model
-        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
-    if hasattr(config, "decoder_layers"):  # as BART has, whose other half is an encoder
-        sys.exit(f"error: {args.model_name} is half of a model: choose one of a decoder alone")
+    # A model of images and text has a text part. An encoder with a decoder has decoder layers.
+    if config.get_text_config() is not config or hasattr(config, "decoder_layers"):
+        sys.exit(f"error: {args.model_name} is more than a decoder of text: choose another model")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
     attention = args.attention or ""
-    # On CPUs, flex_attention has no backward pass. `paged|eager` and the like serve models, and
+    # On CPUs, flex_attention has no backward pass. `paged|eager` and the like are for servers, and
     # have no causal mask.
-    no_backward = attention == "flex_attention" and not torch.cuda.is_available()
+    no_backward = attention == "flex_attention" and device.type == "cpu"
     if no_backward or attention.startswith("paged"):
         sys.exit(f"error: --attention {attention} cannot train here: choose another one")
     try:
         with torch.device("meta"):  # a model without memory for its weights
-            AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
-    except ValueError as error:  # an unknown name of an attention
-        sys.exit(f"error: {error}")
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+        optimizer = torch.optim.SGD(model.parameters())
+        scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
+        optimizer.step()  # without gradients, it does nothing
+        scheduler.step()
+    except (TypeError, ValueError) as error:
+        names = f"--attention {args.attention}, --lr-scheduler {args.lr_scheduler}"
+        sys.exit(f"error: {names}: {error}")
 
 
 def build_model(args, device, checkpoint):
@@ -412,8 +416,8 @@ def parameter_groups(model, args):
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
-# Words in the names of files that are held out, such as chats_dev.csv or validation.jsonl
-HELD_OUT = {"validation", "valid", "val", "dev", "eval", "test"}
+# The names of files that are held out, such as chats_dev.csv or validation.jsonl
+HELD_OUT = re.compile(r"(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])", re.IGNORECASE)
 LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
 
 
@@ -448,14 +452,12 @@ def load_documents(args):
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
-    splits = {"train": [], "validation": []}
     folder = os.path.commonpath(files)  # "test" in /test/a.txt and /test/b.txt says nothing
-    for file in files:
-        words = set(re.split("[^a-z]+", file.removeprefix(folder).lower()))
-        is_held_out = words & HELD_OUT and not file.endswith(".py")  # test_io.py is code
-        splits["validation" if is_held_out else "train"].append(file)
-    if not splits["train"] or not splits["validation"]:
-        splits = {"train": files}
+    held_out = [file for file in files if HELD_OUT.search(file.removeprefix(folder))]
+    train = [file for file in files if file not in held_out]
+    splits = {"train": files}
+    if train and held_out and not name.endswith(".py"):  # test_io.py is code
+        splits = {"train": train, "validation": held_out}
     for split, names in splits.items():
         say(f"{name}: {len(names):,} files for {split}")
     return {split: read_files(file_format, names, args) for split, names in splits.items()}
@@ -468,17 +470,19 @@ def read_files(file_format, files, args):
         versions = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
         arguments = {"files": files, "versions": versions}
         return datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
+    # Without this option, `datasets` replaces the columns of agents' traces with its own.
     options = {"parse_agent_traces": False} if file_format == "json" else {}
-    read = partial(datasets.load_dataset, file_format, split="train", **options)
-    try:
-        # `datasets` reads a name as a pattern, so escape brackets.
-        return read(data_files=[escape(file) for file in files])
-    except Exception:
-        pass  # read them one by one: other columns may differ, and an error can name its file
+
+    def read(names):
+        names = [escape(name) for name in names]  # `datasets` takes names as patterns
+        return datasets.load_dataset(file_format, data_files=names, split="train", **options)
+
+    with suppress(Exception):
+        return read(files)  # fast, if all files are whole and have the same columns
     parts = []
-    for file in files:
+    for file in files:  # slow, but an error names its file, and other columns do not matter
         try:
-            parts.append(read(data_files=escape(file)).select_columns(args.text_column))
+            parts.append(read([file]).select_columns(args.text_column))
         except Exception as error:
             sys.exit(f"error: {file}: {error.__cause__ or error}")
     return datasets.concatenate_datasets(parts)
@@ -496,10 +500,9 @@ def read_text(files, versions):
         unfinished = ""  # a document that may go on in the next piece of the file
         try:
             with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as stream:
-                piece = stream.read(LONGEST_DOCUMENT)
-                if piece.startswith("\ufffd\ufffd"):  # so begins UTF-16
-                    raise ValueError("convert it to UTF-8")
-                while piece:
+                while piece := stream.read(LONGEST_DOCUMENT):
+                    if piece.startswith("\ufffd\ufffd"):  # UTF-16 begins so
+                        raise ValueError("convert it to UTF-8")
                     undecoded += piece.count("\ufffd")
                     *documents, unfinished = (unfinished + piece).split("<|endoftext|>")
                     if len(unfinished) >= LONGEST_DOCUMENT:
@@ -507,7 +510,6 @@ def read_text(files, versions):
                         unfinished = ""
                     for document in documents:
                         yield {"text": document}
-                    piece = stream.read(LONGEST_DOCUMENT)
         except Exception as error:
             raise OSError(f"{file}: {error}") from error
         yield {"text": unfinished}
@@ -574,8 +576,8 @@ def evaluate(model, tokens, args, device):
     loss_sum = torch.zeros((), device=device)
     samples = len(tokens) // args.seq_length
     # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
-    for begin in range(RANK * args.batch_size, samples, WORLD_SIZE * args.batch_size):
-        indices = range(samples)[begin : begin + args.batch_size]
+    for first in range(RANK * args.batch_size, samples, WORLD_SIZE * args.batch_size):
+        indices = range(samples)[first : first + args.batch_size]
         input_ids = read_batch(tokens, indices, args, device)
         loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
         loss_sum += loss * len(indices)  # the last batch may be smaller
@@ -812,7 +814,7 @@ def catch_stop_signals():
 
 
 def stop_soon(signum, frame):
-    stop_signals.append(signum)  # the loop looks at this list before every step
+    received_signals.append(signum)  # the loop looks at this list before every step
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
 
 
@@ -885,13 +887,6 @@ def parse_args():
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)
     args = parser.parse_args().clone(with_meta=False)  # the flags alone
-    try:  # a step of the scheduler, before the data is read
-        optimizer = torch.optim.SGD([torch.zeros(1)])
-        scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
-        optimizer.step()
-        scheduler.step()
-    except (TypeError, ValueError) as error:
-        parser.error(f"--lr-scheduler {args.lr_scheduler}: {error}")
     name = args.experiment_name
     if name is not None and (name in ("", ".", "..") or "/" in name):
         parser.error("--experiment-name must be the name of a folder, without slashes")
@@ -906,11 +901,9 @@ if __name__ == "__main__":
     except datasets.exceptions.DatasetGenerationError as error:  # the cause names the file
         sys.exit(f"error: {error.__cause__}")
     except torch.OutOfMemoryError:
-        sys.exit(
-            "error: out of GPU memory: try --activation-checkpointing, --chunked-loss or a lower -b"
-        )
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     finally:
         # DDP: If all ranks fail alike, one sentence per node is enough: while the others sleep,
         # local rank 0 prints it and ends, and then torchrun ends the others.
-        if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
             time.sleep(5)
