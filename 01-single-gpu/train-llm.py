@@ -76,7 +76,7 @@ def main():
     order = sample_order(args, train_samples)  # of all epochs
     run_folder, checkpoint, state = open_run(args, train_samples)
     model = build_model(args, device, checkpoint)
-    # The embedding has no row for a larger token, and the error of a GPU would not say so.
+    # The embedding has `vocab_size` rows. A GPU would not say which token lacks a row.
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -134,7 +134,8 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        log_now = step % args.log_freq == 0 or save_now  # a log checks the loss before it is saved
+        # Each save logs first, because a log ends the run if the loss is not finite.
+        log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -222,13 +223,14 @@ def main():
 def check_flags(args, device):
     """Finds flags that do not fit the model, before the data is read."""
     config = AutoConfig.from_pretrained(args.model_name)
-    # A model of images and text has a text part. An encoder with a decoder has decoder layers.
+    # Configs of models with images have a text config inside, and those of encoders with decoders
+    # have the attribute `decoder_layers`.
     if config.get_text_config() is not config or hasattr(config, "decoder_layers"):
         sys.exit(f"error: {args.model_name} is more than a decoder of text: choose another model")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    # The paged ones, such as paged|eager, have no causal mask. On CPUs, flex_attention has no
+    # Paged attentions, such as paged|eager, have no causal mask. On CPUs, flex_attention has no
     # backward pass.
     unfit = ("paged", "flex_attention") if device.type == "cpu" else ("paged",)
     if args.attention and args.attention.startswith(unfit):
@@ -236,9 +238,10 @@ def check_flags(args, device):
     try:
         with torch.device("meta"):  # a model without memory for its weights
             model = AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
+        # Try the scheduler, with any optimizer. Some schedulers fail in their first step only.
         optimizer = torch.optim.SGD(model.parameters())
         scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
-        optimizer.step()  # without gradients, it does nothing
+        optimizer.step()  # changes nothing, but PyTorch wants it before scheduler.step()
         scheduler.step()
     except (TypeError, ValueError) as error:
         sys.exit(f"error: --attention {args.attention} --lr-scheduler {args.lr_scheduler}: {error}")
@@ -290,8 +293,9 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        hidden_states = hidden_states.clone()  # mark a copy, and not a tensor of the model
-        hidden_states.from_head = True  # a model that scales its logits makes tensors without it
+        # If the model scales these "logits", the result is a new tensor, without this attribute.
+        hidden_states = hidden_states.clone()
+        hidden_states.from_head = True
         return hidden_states
 
     def loss_of_chunk(hidden_states, labels, options):
@@ -395,11 +399,11 @@ def load_documents(args):
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
-    folder = os.path.commonpath(files)  # "test" in /test/a.txt and /test/b.txt says nothing
+    folder = os.path.commonpath(files)  # its name may have the word "test" without meaning it
     held_out = [file for file in files if HELD_OUT.search(file.removeprefix(folder))]
     train = [file for file in files if file not in held_out]
     splits = {"train": files}
-    if train and held_out and not name.endswith(".py"):  # test_io.py is code
+    if train and held_out and not name.endswith(".py"):  # test_io.py is code to train on
         splits = {"train": train, "validation": held_out}
     for split, names in splits.items():
         say(f"{name}: {len(names):,} files for {split}")
@@ -702,14 +706,15 @@ def remember_signal(number, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends `| tee log`. Then printing fails, and saving works
+    # Ctrl-C also ends `| tee log`. Printing then fails, and must not prevent the last checkpoint.
+    with suppress(OSError):
         tqdm.write(message)
 
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library. Files
-# that differ between machines, such as _sysconfigdata.py, begin with an underscore.
+# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library. The
+# pattern [a-z]* leaves out files such as _sysconfigdata.py, which differ between machines.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/models/tiny-llama",

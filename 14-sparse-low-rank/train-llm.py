@@ -87,10 +87,10 @@ def main():
     # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
-        dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
+        dist.barrier(patient_group)  # until local rank 0 of each node calls it, below
     train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     if LOCAL_RANK == 0:
-        dist.barrier(patient_group)
+        dist.barrier(patient_group)  # the same barrier: now the others go on
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
@@ -98,10 +98,10 @@ def main():
     order = sample_order(args, train_samples)  # of all epochs
     run_folder, checkpoint, state = open_run(args, train_samples)
     compare_ranks(args, state, train_tokens)  # DDP: all ranks must train alike
-    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So the layers need no autocast.
+    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So build_model() sets no autocast.
     # Norms, softmax and the loss of Transformers convert to fp32 themselves.
     model = build_model(args, device)
-    # The embedding has no row for a larger token, and the error of a GPU would not say so.
+    # The embedding has `vocab_size` rows. A GPU would not say which token lacks a row.
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -129,10 +129,9 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load fills `saved` in place: its weights are the tensors of the model, and scheduler
-        # and scaler get load_state_dict(). The moments still have to go to the optimizer.
-        saved = sharded_state(model, stateful)
-        dcp.load(saved, checkpoint_id=checkpoint)
+        saved = sharded_state(model, stateful)  # with the tensors of the model itself
+        dcp.load(saved, checkpoint_id=checkpoint)  # overwrites them, and loads scheduler and scaler
+        # The optimizer takes the moments, which are in `saved` so far.
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
         # The saved learning rate belongs to the old total_steps, which may have changed. So let the
         # scheduler take its last step again.
@@ -166,7 +165,8 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        log_now = step % args.log_freq == 0 or save_now  # a log checks the loss before it is saved
+        # Each save logs first, because a log ends the run if the loss is not finite.
+        log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -177,8 +177,8 @@ def main():
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: After each micro-batch, average the gradients and keep shards only: less memory.
-            # With --no-reshard-after-forward, do so only after the last one: less traffic.
+            # FSDP: --reshard-after-forward chooses less memory, here too: average the gradients
+            # after each micro-batch, and keep shards only. Without it, do so after the last one.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -270,13 +270,14 @@ def main():
 def check_flags(args, device):
     """Finds flags that do not fit the model, before the data is read."""
     config = AutoConfig.from_pretrained(args.model_name)
-    # A model of images and text has a text part. An encoder with a decoder has decoder layers.
+    # Configs of models with images have a text config inside, and those of encoders with decoders
+    # have the attribute `decoder_layers`.
     if config.get_text_config() is not config or hasattr(config, "decoder_layers"):
         sys.exit(f"error: {args.model_name} is more than a decoder of text: choose another model")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    # The paged ones, such as paged|eager, have no causal mask. On CPUs, flex_attention has no
+    # Paged attentions, such as paged|eager, have no causal mask. On CPUs, flex_attention has no
     # backward pass.
     unfit = ("paged", "flex_attention") if device.type == "cpu" else ("paged",)
     if args.attention and args.attention.startswith(unfit):
@@ -287,9 +288,10 @@ def check_flags(args, device):
             model = AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
             before = model.num_parameters()
             dense_count = replace_layers(model, args)
+        # Try the scheduler, with any optimizer. Some schedulers fail in their first step only.
         optimizer = torch.optim.SGD(model.parameters())
         scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
-        optimizer.step()  # without gradients, it does nothing
+        optimizer.step()  # changes nothing, but PyTorch wants it before scheduler.step()
         scheduler.step()
     except (TypeError, ValueError) as error:
         sys.exit(f"error: --attention {args.attention} --lr-scheduler {args.lr_scheduler}: {error}")
@@ -309,7 +311,7 @@ def build_model(args, device):
     whole = load_model(args) if RANK == 0 else None
     config = AutoConfig.from_pretrained(args.model_name)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # Transformers has converted the weights to fp32
+        del config.quantization_config  # load_model() has converted the weights to fp32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=args.attention
@@ -356,8 +358,9 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        hidden_states = hidden_states.clone()  # mark a copy, and not a tensor of the model
-        hidden_states.from_head = True  # a model that scales its logits makes tensors without it
+        # If the model scales these "logits", the result is a new tensor, without this attribute.
+        hidden_states = hidden_states.clone()
+        hidden_states.from_head = True
         return hidden_states
 
     def loss_of_chunk(hidden_states, labels, options):
@@ -625,11 +628,11 @@ def load_documents(args):
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
-    folder = os.path.commonpath(files)  # "test" in /test/a.txt and /test/b.txt says nothing
+    folder = os.path.commonpath(files)  # its name may have the word "test" without meaning it
     held_out = [file for file in files if HELD_OUT.search(file.removeprefix(folder))]
     train = [file for file in files if file not in held_out]
     splits = {"train": files}
-    if train and held_out and not name.endswith(".py"):  # test_io.py is code
+    if train and held_out and not name.endswith(".py"):  # test_io.py is code to train on
         splits = {"train": train, "validation": held_out}
     for split, names in splits.items():
         say(f"{name}: {len(names):,} files for {split}")
@@ -859,7 +862,8 @@ def remove(folder):
 def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
-        # FSDP 11: Each rank saves its shards, as none has room for all. Then it waits for all.
+        # FSDP 11: Each rank saves its shards, because none has room for all shards.
+        # dcp.save() returns when all ranks have written.
         dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
         if RANK > 0:
             return  # rank 0 does the rest
@@ -884,9 +888,9 @@ def join_process_group():
     waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
     waiting.daemon = True  # it does not keep a process alive
     waiting.start()
-    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt has a
-    # prefix, which rank 0 invents. The others ask for it, and rank 0 answers under the question,
-    # a random name that no dead rank has used.
+    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt puts
+    # a prefix before its keys, and rank 0 invents it. Each other rank invents a random key, and
+    # writes it under "rank N". Rank 0 writes the prefix under this key, which no dead rank knows.
     store, _, _ = next(dist.rendezvous("env://"))
     if RANK == 0:
         prefix = uuid.uuid4().hex
@@ -894,14 +898,14 @@ def join_process_group():
         for other in others:
             store.delete_key(other)  # a dead rank may have asked
         for other in others:
-            question = store.get(other).decode()  # waits until the rank has asked
-            store.set(question, prefix)
+            answer_key = store.get(other).decode()  # waits until the rank has written
+            store.set(answer_key, prefix)
     else:
-        question = uuid.uuid4().hex
-        while not store.check([question]):  # until rank 0 has answered
-            store.set(f"rank {RANK}", question)
+        answer_key = uuid.uuid4().hex
+        while not store.check([answer_key]):  # until rank 0 has answered
+            store.set(f"rank {RANK}", answer_key)  # again, as rank 0 may delete an early one
             time.sleep(0.1)
-        prefix = store.get(question).decode()
+        prefix = store.get(answer_key).decode()
     store = dist.PrefixStore(prefix, store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     on_gpu = torch.cuda.is_available()
@@ -1043,14 +1047,15 @@ def remember_signal(number, frame):
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends `| tee log`. Then printing fails, and saving works
+    # Ctrl-C also ends `| tee log`. Printing then fails, and must not prevent the last checkpoint.
+    with suppress(OSError):
         tqdm.write(message)
 
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library. Files
-# that differ between machines, such as _sysconfigdata.py, begin with an underscore.
+# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library. The
+# pattern [a-z]* leaves out files such as _sysconfigdata.py, which differ between machines.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/models/tiny-llama",
@@ -1136,7 +1141,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     finally:
-        # DDP: If all ranks fail alike, one sentence per node is enough: while the others sleep,
-        # local rank 0 prints it and ends, and then torchrun ends the others.
+        # DDP: sys.exit() prints its sentence after this block. If all ranks fail alike, local rank
+        # 0 prints it and ends, and then torchrun ends the others in their sleep.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
             time.sleep(5)
