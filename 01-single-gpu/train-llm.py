@@ -6,7 +6,8 @@ below it. Each later chapter adds the lines that spread this training over devic
 
     python train-llm.py --demo                   # two minutes on two CPU cores, no network
     python train-llm.py -e alpaca                # fine-tunes Llama-3.2-1B on Alpaca
-    python train-llm.py -e books -m Qwen/Qwen3-0.6B --from-scratch -d "books/*.txt"
+    python train-llm.py -e books -d "books/*.txt" -m Qwen/Qwen3-0.6B --from-scratch \
+        --lr 6e-4 --warmup-steps 500 --adam-beta2 0.95
 """
 
 import gzip

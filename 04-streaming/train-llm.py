@@ -89,18 +89,7 @@ def main():
     # STREAM: Each rank reads and tokenizes its own text, so no rank prepares text for others.
     stream = open_stream(args, tokenizer, state)
     eval_rows = load_eval_rows(args, tokenizer) if args.eval_freq else []
-    # DDP: Compare all ranks, because another script or flag on one node would train wrong silently.
-    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
-    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    setup["script"] = Path(__file__).read_text()
-    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
-    # STREAM: The first document shows whether the nodes have the same files.
-    documents = load_documents(args.dataset_name, args.dataset_subset)["train"]
-    setup["first document"] = next(iter(documents), None)
-    setups = gather(setup)
-    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
-    if differing:
-        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
+    compare_ranks(args, state)  # DDP: all ranks must train alike
     # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So the layers need no autocast.
     # Norms, softmax and the loss of Transformers convert to fp32 themselves.
     model = build_model(args, device)
@@ -856,6 +845,21 @@ def gather(value):
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
+
+
+def compare_ranks(args, state):  # STREAM: each rank has its own tokens
+    """Another flag, script or text on one node would train wrong silently, so it ends the run."""
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
+    # STREAM: The first document shows whether the nodes have the same files.
+    documents = load_documents(args.dataset_name, args.dataset_subset)["train"]
+    setup["first document"] = next(iter(documents), None)
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
+    if differing:
+        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
 
 
 def of_all_ranks(metrics):

@@ -100,15 +100,7 @@ def main():
     eval_rows = load_eval_rows(args, tokenizer) if args.eval_freq else []
     order = sample_order(args, train_rows.sizes)
     run_folder, checkpoint, state = open_run(args, train_rows.index_hash)
-    # DDP: Compare all ranks, because another script or flag on one node would train wrong silently.
-    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
-    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    setup["script"] = Path(__file__).read_text()
-    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
-    setups = gather(setup)
-    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
-    if differing:
-        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
+    compare_ranks(args, state)  # DDP: all ranks must train alike
     # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So the layers need no autocast.
     # Norms, softmax and the loss of Transformers convert to fp32 themselves.
     model = build_model(args, device)
@@ -1036,6 +1028,18 @@ def gather(value):
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
+
+
+def compare_ranks(args, state):  # MDS: `state.lasting` has a hash of the index of the shards
+    """Another flag, script or text on one node would train wrong silently, so it ends the run."""
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
+    if differing:
+        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
 
 
 def of_all_ranks(metrics):

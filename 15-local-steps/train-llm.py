@@ -104,19 +104,7 @@ def main():
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     order = sample_order(args, train_samples)  # of all epochs
     run_folder, checkpoint, state = open_run(args, train_samples)
-    # DDP: Compare all ranks, because another script or flag on one node would train wrong silently.
-    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
-    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    setup["script"] = Path(__file__).read_text()
-    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
-    # DDP: The data: the sum of all tokens, and some of them, which would show another order.
-    places = np.linspace(0, len(train_tokens) - 1, num=1000, dtype=int).tolist()
-    some_tokens = [train_tokens[place].as_py() for place in places]
-    setup["tokens"] = pyarrow.compute.sum(train_tokens).as_py(), some_tokens
-    setups = gather(setup)
-    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
-    if differing:
-        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
+    compare_ranks(args, state, train_tokens)  # DDP: all ranks must train alike
     # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So the layers need no autocast.
     # Norms, softmax and the loss of Transformers convert to fp32 themselves.
     model = build_model(args, device)
@@ -1054,6 +1042,22 @@ def gather(value):
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
+
+
+def compare_ranks(args, state, train_tokens):
+    """Another flag, script or text on one node would train wrong silently, so it ends the run."""
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
+    # DDP: The data: the sum of all tokens, and some of them, which would show another order.
+    places = np.linspace(0, len(train_tokens) - 1, num=1000, dtype=int).tolist()
+    some_tokens = [train_tokens[place].as_py() for place in places]
+    setup["tokens"] = pyarrow.compute.sum(train_tokens).as_py(), some_tokens
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
+    if differing:
+        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
 
 
 def of_all_ranks(metrics):
