@@ -284,6 +284,16 @@ def assert_same_model(a, b) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def resume(run, trainer, step: int, train, name="resumed"):
+    """`train(name)` begins the run again at this step, and repeats the rest to the last bit."""
+    take_over(run, trainer, name, step)
+    resumed = train(name)
+    assert f"Continuing from {resumed.folder}" in resumed.output
+    assert exact(resumed.records) == exact(run.records)
+    assert_same_model(resumed, run)
+    return resumed
+
+
 def assert_opens(run, reference=None) -> None:
     """Transformers opens `final/`: in fp32, in bf16, and from a copy that is stored in bf16."""
 

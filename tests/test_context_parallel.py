@@ -4,20 +4,9 @@ import re
 
 import pytest
 import torch
-from conftest import (
-    AT_END,
-    assert_one_sentence,
-    assert_opens,
-    assert_same_losses,
-    damaged,
-    exact,
-    take_over,
-    write_model,
-)
+from conftest import AT_END, damaged, exact, take_over, write_model
 from runner import CHAPTER_11
-from test_fsdp import OFF, assert_same_checkpoint, told
-from test_quick import WATCH_SAVES
-from test_resume import assert_synced
+from test_fsdp import assert_same_checkpoint, told
 from test_tensor_parallel import said
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,26 +32,6 @@ def far_looking(tmp_path_factory):
 
 
 # -- The same training -----------------------------------------------------------------------------
-
-
-def test_one_group_trains_what_chapter_1_trains(trainer, far_looking):
-    """Losses, norms, the held-out loss, and a resume that changes nothing."""
-    flags = ["-m", far_looking, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 2]
-    flags += ["-b", 4, "--lr", 1e-3, "--ckpt-freq", 2, "--keep-checkpoints", 9]
-    single = trainer(*flags, name="single")
-    env = {"SAVES": str(trainer.folder)}
-    run = trainer(*flags, name="run", processes=2, before=WATCH_SAVES, env=env, **CP)
-    assert_synced(run.run.ranks[0].output, ["step-00000002", "step-00000004", "final"])
-    assert_same_losses(single, run, 4, **OFF)
-    assert_opens(run, reference=single)
-    assert "Attention sdpa, compute precision fp32" in run.output
-    take_over(run, trainer, "again", 2)
-    again = trainer(*flags, name="again", processes=2, **CP)
-    assert "Continuing from" in again.output
-    assert exact(again.records) == exact(run.records)
-    result = trainer("--context-parallel", 3, name="refused", processes=2, status=1, **CP)
-    assert_one_sentence(result.run.ranks[0].output, "must divide the number of ranks, 2")
-
 
 # Each rank tells which seeds it drew, and which of its activations were dropped.
 WATCH = """
