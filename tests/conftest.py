@@ -284,13 +284,19 @@ def assert_same_model(a, b) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def resume(run, trainer, step: int, train, name="resumed"):
-    """`train(name)` begins the run again at this step, and repeats the rest to the last bit."""
+def resume(run, trainer, step: int, *flags, name="resumed", again=None, near=0, **options):
+    """Begins the run again at this step. It repeats the rest to the last bit.
+
+    `near`: on other ranks, so many logged losses and norms are equal but for rounding.
+    """
     take_over(run, trainer, name, step)
-    resumed = train(name)
+    resumed = (again or trainer)(*flags, name=name, **options)
     assert f"Continuing from {resumed.folder}" in resumed.output
-    assert exact(resumed.records) == exact(run.records)
-    assert_same_model(resumed, run)
+    if near:
+        assert_same_losses(run, resumed, near, grad_norm=3e-5)
+    else:
+        assert exact(resumed.records) == exact(run.records)
+        assert_same_model(resumed, run)
     return resumed
 
 

@@ -12,7 +12,7 @@ from conftest import (
     assert_one_sentence,
     assert_same_losses,
     in_step,
-    take_over,
+    resume,
     write_model,
 )
 from runner import CHAPTER_2, CHAPTER_8, Run
@@ -153,10 +153,7 @@ def test_resume_on_other_numbers_of_ranks_and_under_the_other_chapter(trainer, d
         ("ddp-single", ddp, four, 0),
         ("ddp-on-4", ddp, ["--gradient-accumulation-steps", 1], 4),
     ):
-        take_over(origin, trainer, name, 4)
-        resumed = trainer(*flags, *options, name=name, processes=processes)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(single, resumed, 6)
+        resume(origin, trainer, 4, *flags, *options, name=name, processes=processes, near=6)
 
 
 def test_a_signal_to_one_rank_stops_all(trainer):

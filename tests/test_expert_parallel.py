@@ -9,14 +9,13 @@ from conftest import (
     AT_END,
     Trainer,
     assert_one_sentence,
-    assert_same_losses,
-    take_over,
+    resume,
     write_model,
 )
 from runner import CHAPTER_3, CHAPTER_12, load
 from safetensors.torch import load_file, save_file
 from test_equal import worst
-from test_fsdp import OFF, SCALER, told
+from test_fsdp import SCALER, told
 from test_tensor_parallel import gradients_of, write_weights
 
 EP = {"script": CHAPTER_12}
@@ -201,23 +200,15 @@ def test_resume_on_other_groups_and_in_chapter_3(shared):
     goes on after chapter 3."""
     flags = ["--no-from-scratch", "--max-steps", 4, "--eval-freq", 4]
     flags += ["--ckpt-freq", 2, "--lr", 1e-3]
-    two_groups = [4, ["-b", 2, "--expert-parallel", 2], EP]
-    chapter_3 = [2, HALF, {"script": CHAPTER_3}]
-
-    def train(name, processes, split, script):
-        return shared(*flags, *split, name=name, processes=processes, **script)
-
-    origin = train("two-groups", *two_groups)
-    others = [[2, HALF, EP], [4, ["-b", 2, "--expert-parallel", 4], EP], chapter_3]
-    for number, other in enumerate(others):
-        take_over(origin, shared, f"other-{number}", 2)
-        resumed = train(f"other-{number}", *other)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(origin, resumed, 4, **OFF)
-    take_over(resumed, shared, "back", 2)
-    back = train("back", *two_groups)
-    assert "Continuing from" in back.output
-    assert_same_losses(origin, back, 4, **OFF)
+    two_groups = ["-b", 2, "--expert-parallel", 2]
+    groups = {"processes": 4} | EP
+    origin = shared(*flags, *two_groups, name="two-groups", **groups)
+    one_group = ["-b", 2, "--expert-parallel", 4]
+    resume(origin, shared, 2, *flags, *one_group, name="one-of-4", near=4, **groups)
+    resume(origin, shared, 2, *flags, *HALF, name="one-of-2", near=4, processes=2, **EP)
+    chapter_3 = {"processes": 2, "script": CHAPTER_3}
+    resumed = resume(origin, shared, 2, *flags, *HALF, name="chapter-3", near=4, **chapter_3)
+    resume(resumed, shared, 2, *flags, *two_groups, name="back", near=4, **groups)
 
 
 # -- What each rank holds, what is refused, and the demo -------------------------------------------

@@ -13,8 +13,8 @@ from conftest import (
     assert_one_sentence,
     assert_same_losses,
     exact,
+    resume,
     save_weights,
-    take_over,
     write_model,
 )
 from runner import CHAPTER_3
@@ -318,17 +318,14 @@ def test_resume_on_any_number_of_ranks(trainer, dropout_model):
     two = ["-b", 3, "--gradient-accumulation-steps", 2]
     origin = trainer(*flags, *two, name="origin", processes=2, **FSDP)
     for processes, size, accumulation in ((1, 6, 2), (3, 4, 1), (4, 3, 1)):
-        take_over(origin, trainer, f"on-{processes}", 4)
         split = ["-b", size, "--gradient-accumulation-steps", accumulation]
-        resumed = trainer(*flags, *split, name=f"on-{processes}", processes=processes, **FSDP)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(origin, resumed, 6, **OFF)  # 4 and 8 are logged because they are saved
+        options = {"name": f"on-{processes}", "processes": processes} | FSDP
+        # 4 and 8 are logged because they are saved
+        resume(origin, trainer, 4, *flags, *split, near=6, **options)
 
     flags += ["-m", dropout_model, *two]
     origin = trainer(*flags, name="dropout", processes=2, **FSDP)
-    take_over(origin, trainer, "same", 4)
-    resumed = trainer(*flags, name="same", processes=2, **FSDP)
-    assert exact(resumed.records) == exact(origin.records)
+    resumed = resume(origin, trainer, 4, *flags, name="same", processes=2, **FSDP)
     for name in ("step-00000008", "step-00000012"):
         assert_same_checkpoint(resumed.folder / name, origin.folder / name)
     resumed = trainer(*flags, "--max-steps", 13, name="same", processes=2, **FSDP)

@@ -14,6 +14,7 @@ from conftest import (
     assert_same_model,
     exact,
     in_step,
+    resume,
     save_weights,
     take_over,
     write_model,
@@ -220,11 +221,11 @@ def test_one_job(train, trainer, pretrained, dataset):
     run, plain = case_of(train, pretrained, dataset, *CASES["accumulation"])
     assert_as_planned(run, plain)
     assert_opens(run)
-    take_over(run, trainer, "resumed", 4)
-    resumed, _ = case_of(train, pretrained, dataset, *CASES["accumulation"], name="resumed")
-    assert "Continuing from" in resumed.output
-    assert exact(resumed.records) == exact(run.records)
-    assert_same_model(resumed, run)
+
+    def again(name):
+        return case_of(train, pretrained, dataset, *CASES["accumulation"], name=name)[0]
+
+    resume(run, trainer, 4, again=again)
 
 
 @pytest.mark.rest
@@ -264,11 +265,7 @@ def test_resume_within_a_round(train, trainer, with_dropout, saved):
     flags += ["--checkpoint-format", saved, "--async-checkpoint"]
     origin = train(*flags, name="origin")
     for step in (2, 4):
-        take_over(origin, trainer, f"from-{step}", step)
-        resumed = train(*flags, name=f"from-{step}")
-        assert "Continuing from" in resumed.output
-        assert exact(resumed.records) == exact(origin.records)
-        assert_same_model(resumed, origin)
+        resume(origin, trainer, step, *flags, name=f"from-{step}", again=train)
 
 
 FINGERPRINT = """

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from conftest import AT_END, LLAMA, assert_same_losses, take_over, write_model
+from conftest import AT_END, LLAMA, resume, write_model
 from runner import CHAPTER_1, CHAPTER_18, REPOSITORY, Job, load
-from test_fsdp import OFF, SCALER, told
+from test_fsdp import SCALER, told
 from test_readme import page, section
 
 ADAMW = "torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)"
@@ -169,11 +169,9 @@ def test_resume_on_other_ranks(trainer):
     two = ["-b", 3, "--gradient-accumulation-steps", 2]
     origin = trainer(*flags, *two, name="origin", processes=2, **MUON)
     for processes, size, accumulation in ((1, 6, 2), (3, 4, 1)):
-        take_over(origin, trainer, f"on-{processes}", 4)
         split = ["-b", size, "--gradient-accumulation-steps", accumulation]
-        resumed = trainer(*flags, *split, name=f"on-{processes}", processes=processes, **MUON)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(origin, resumed, 8, **OFF)
+        options = {"name": f"on-{processes}", "processes": processes} | MUON
+        resume(origin, trainer, 4, *flags, *split, near=8, **options)
     metadata = dcp.FileSystemReader(origin.folder / "step-00000004").read_metadata()
     sizes = {}
     for name, tensor in metadata.state_dict_metadata.items():

@@ -4,13 +4,7 @@ import re
 import shutil
 
 import pytest
-from conftest import (
-    LLAMA,
-    assert_one_sentence,
-    exact,
-    take_over,
-    write_model,
-)
+from conftest import LLAMA, assert_one_sentence, resume, write_model
 from runner import CHAPTER_7, CHAPTER_13
 from safetensors.torch import load_file, save_file
 from test_fsdp import assert_same_folder, tensors_of
@@ -122,9 +116,7 @@ def test_dropout(trainer, tmp_path, script):
     run = trainer(*flags, name="run", before=SEEDS, **options)
     seeds = [re.findall(r"^seed (\d+)", rank.output, re.MULTILINE)[-4:] for rank in run.run.ranks]
     assert len({*seeds[0], *seeds[1]}) == 8  # of four steps on two ranks
-    take_over(run, trainer, "resumed", 2)
-    resumed = trainer(*flags, name="resumed", **options)
-    assert exact(resumed.records) == exact(run.records)
+    resume(run, trainer, 2, *flags, **options)
     plain = write_model(tmp_path / "plain", **dropout | {"attention_dropout": 0.0})
     without = trainer(*flags, "-m", plain, name="without", **options)
     assert without.column("loss")[1:] != run.column("loss")[1:]

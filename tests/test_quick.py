@@ -136,7 +136,7 @@ def test_one_job(trainer, request, chapter):
     assert_synced(run.run.ranks[0].output, ["step-00000003", "step-00000006", "final"])
     assert_same_weights(single, run)
     assert_opens(run, reference=single)
-    resume(run, trainer, 3, train)
+    resume(run, trainer, 3, again=train)
     refuse(trainer, chapter, bad, sentence)
 
 
@@ -194,7 +194,7 @@ def rows_job(trainer, chapter, weights, corpus, data, monkeypatch, before="") ->
     assert_synced(run.run.ranks[0].output, ["step-00000003", "step-00000006", "final"])
     check_rows(run, weights, 6, held_out, monkeypatch)
     assert_opens(run)
-    resume(run, trainer, 3, train)
+    resume(run, trainer, 3, again=train)
 
 
 @pytest.mark.parametrize("chapter", ["04-streaming"])
@@ -250,7 +250,7 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
         for more in (["--prompt", "User: Hi\nAssistant:"], ["--chat"])
     )
     assert whole == f"User: Hi\nAssistant:{answer}"
-    resume(run, trainer, 2, train)
+    resume(run, trainer, 2, again=train)
     if chapter == "16-chat":
         other = trainer.folder / "other.jinja"
         other.write_text("{# another #}" + DEMO_TEMPLATE.read_text())

@@ -12,9 +12,7 @@ from conftest import (
     assert_one_sentence,
     assert_opens,
     assert_same_losses,
-    assert_same_model,
-    exact,
-    take_over,
+    resume,
 )
 from runner import CHAPTER_14, load
 from test_fsdp import OFF
@@ -60,11 +58,7 @@ def test_one_rank_two_ranks_and_a_resume(sparse):
     two = sparse(*flags, name="two")
     assert_same_losses(one, two, logged_steps=6, **OFF)
     assert_opens(one, reference=two)
-    take_over(two, sparse, "resumed", 3)
-    resumed = sparse(*flags, name="resumed")
-    assert "Continuing from" in resumed.output
-    assert exact(resumed.records) == exact(two.records)
-    assert_same_model(two, resumed)
+    resume(two, sparse, 3, *flags)
     refused = sparse(*flags, "--density", 0, processes=1, status=1)
     assert_one_sentence(refused.output, "--density must be above 0, and at most 0.5")
 
@@ -75,10 +69,8 @@ def test_resume_on_other_ranks(sparse):
     flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3]
     four = sparse(*flags, "-b", 1, name="four", processes=4)
     for ranks in (1, 2):
-        take_over(four, sparse, f"on-{ranks}", 3)
-        resumed = sparse(*flags, "-b", 4 // ranks, name=f"on-{ranks}", processes=ranks)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(four, resumed, 6, **OFF)
+        options = {"name": f"on-{ranks}", "processes": ranks}
+        resume(four, sparse, 3, *flags, "-b", 4 // ranks, near=6, **options)
     metadata = dcp.FileSystemReader(four.folder / "step-00000003").read_metadata()
     layer = "model.model.layers.0.mlp.up_proj."
     pieces = {

@@ -12,8 +12,7 @@ from conftest import (
     AT_END,
     WITHOUT_INDUCTOR,
     assert_one_sentence,
-    exact,
-    take_over,
+    resume,
     write_documents,
 )
 from runner import CHAPTER_4, load
@@ -98,12 +97,10 @@ def test_two_resumes_in_a_row_across_passes(stream, trainer):
         later += 1
     for first, second in ((3, turn), (turn + 1, later)):
         name = f"from-{first}"
-        take_over(origin, trainer, name, first)
-        resumed = stream(*flags, "--ckpt-freq", second, name=name)
-        assert exact(resumed.records) == exact(origin.records)
-        take_over(resumed, trainer, f"{name}-{second}", second)
-        again = stream(*flags, name=f"{name}-{second}")
-        assert exact(again.records) == exact(origin.records)
+        options = {"name": name, "again": stream}
+        resumed = resume(origin, trainer, first, *flags, "--ckpt-freq", second, **options)
+        options["name"] = f"{name}-{second}"
+        again = resume(resumed, trainer, second, *flags, **options)
         for rank in range(2):
             assert torch.equal(resumed.seen[rank], origin.seen[rank][first:])
             assert torch.equal(again.seen[rank], origin.seen[rank][second:])
