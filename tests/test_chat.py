@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import torch
-from conftest import LLAMA, TINY_LLAMA, damaged, save_weights, write_model
+from conftest import LLAMA, TINY_LLAMA, damaged, save_weights, write_model, write_rows
 from runner import CHAPTER_16, REPOSITORY, load
 from test_equal import CHUNKS, OFF, Case, described, run, worst
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
@@ -396,10 +396,10 @@ STRICT = """{% for m in messages if m.content == 'No' %}{{ raise_exception('No.'
 PLAIN = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n«a<|im_end|>»"
 
 
-def write_rows(file, rows) -> None:
+def write_file(file, rows) -> None:
     """In the format of the ending. A table has a type for each field: absent keys are null."""
     if file.suffix == ".jsonl":
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(file, rows)
     else:
         rows = datasets.Dataset.from_list(rows)
         {".csv": rows.to_csv, ".parquet": rows.to_parquet}[file.suffix](file)
@@ -475,7 +475,7 @@ def test_a_column_of_two_types(chat, tmp_path):
 def test_files_of_conversations(chat, tmp_path, capsys):
     """Each file is read, with nothing silent, or refused before its conversations are tokenized."""
     for case, (ending, rows, expected) in FILES.items():
-        write_rows(file := tmp_path / f"{case}.{ending}", rows)
+        write_file(file := tmp_path / f"{case}.{ending}", rows)
         args = SimpleNamespace(dataset_name=str(file), dataset_subset=None, template_options={})
         args = SimpleNamespace(**vars(args), seq_length=64, packing=False)
         try:
@@ -600,7 +600,8 @@ def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> S
         loss = sum(sums) / sum(counts)
         loss.backward()
         named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
-        result.gradients.append({n: p.grad.clone() for n, p in named})
+        gradients = {n.removeprefix("base_model.model."): p.grad.clone() for n, p in named}
+        result.gradients.append(gradients)  # without the prefix of PEFT
         result.loss.append(loss.item())
         result.norm.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
@@ -611,6 +612,17 @@ def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> S
                 sums, counts = zip(*losses_of(eval_set), strict=True)
             result.held_out.append(sum(sums).item() / sum(counts))
     return result
+
+
+def assert_job_is_plain(folder, cases: list, plain: dict, ranks: int) -> None:
+    """Also the gradients of two steps."""
+    run(folder, "job", cases, ranks)
+    for name, expected in plain.items():
+        found = Case(folder / name)
+        assert_equal(expected, found)
+        for step in (1, 2):
+            error, parameter = worst(expected.gradients[step - 1], found.gradients(step))
+            assert error < 1e-4, (name, step, parameter, error)
 
 
 def assert_equal(plain, found) -> None:
@@ -638,7 +650,7 @@ BLANK = {
 @pytest.mark.parametrize("ranks", CASES)
 def test_each_conversation_alone(chat, tmp_path, conversations, ranks):
     cases, plain = [], {}
-    blank = damaged(CHAPTER_16, tmp_path, BLANK)
+    blank = damaged(CHAPTER_16, tmp_path / "blank", BLANK)
     for kind, batch, *more in CASES[ranks]:
         folder = tmp_path / kind
         if not folder.exists():
@@ -653,10 +665,4 @@ def test_each_conversation_alone(chat, tmp_path, conversations, ranks):
             case["script"], module = str(blank), load(blank)
         plain[name] = plain_loop(module, folder, conversations, "--no-packing" not in more)
         cases.append(case)
-    run(tmp_path, "job", cases, ranks)
-    for name, expected in plain.items():
-        found = Case(tmp_path / name)
-        assert_equal(expected, found)
-        for step in (1, 2):
-            error, parameter = worst(expected.gradients[step - 1], found.gradients(step))
-            assert error < 1e-4, (name, step, parameter, error)
+    assert_job_is_plain(tmp_path, cases, plain, ranks)

@@ -98,7 +98,6 @@ FREQUENCIES = {"rope_type": "longrope", "factor": 1.0, "rope_theta": 1e4}
 FREQUENCIES |= {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 # Ranks, the model, flags, and a part of the sentence, if the chapter refuses them
 CHECKED = {
-    "ranks": (4, LLAMA, ["--context-parallel", 3], "must divide the number of ranks, 4"),
     "half of the tokens": (4, LLAMA, ["-s", 36], "--seq-length must be a multiple of 8"),
     "kv heads": (8, LLAMA, [], "error: 4 kv heads cannot be shared equally: use --exchange"),
     "heads": (8, {"model_type": "gpt2", "n_head": 4}, [], "error: 4 kv heads cannot"),

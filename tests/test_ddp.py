@@ -13,6 +13,7 @@ from conftest import (
     assert_same_losses,
     in_step,
     resume,
+    write_documents,
     write_model,
 )
 from runner import CHAPTER_2, CHAPTER_8, Run
@@ -197,8 +198,7 @@ def test_ranks_that_differ_are_refused(trainer, texts):
     other = trainer.folder / "other.txt"
     other.write_text(" ".join(texts))
     # The same documents, and so as many samples, in another order.
-    same_size = trainer.folder / "same-size.jsonl"
-    same_size.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::-1]))
+    same_size = write_documents(trainer.folder / "same-size.jsonl", texts[::-1])
     for name, difference in DIFFERENCES.items():
         patch = f"import os, pathlib, sys\nif os.environ['RANK'] == '1':\n    {difference}"
         options = {

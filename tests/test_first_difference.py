@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import LLAMA, damaged, write_model
+from conftest import LLAMA, damaged, replaced, write_model
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load
 from test_expert_parallel import FAMILIES
 from test_fsdp import save_weights
@@ -246,12 +246,8 @@ def mlp_of_one_process(tmp_path_factory):
     [n if n == "nothing" else pytest.param(n, marks=pytest.mark.rest) for n in MLP_DAMAGES],
 )
 def test_raw_ddp(tool, tmp_path, capsys, mlp_of_one_process, damage):
-    text = MLP
-    for line, instead in MLP_DAMAGES[damage][0].items():
-        assert text.count(line) == 1
-        text = text.replace(line, instead)
     script = tmp_path / "mlp.py"
-    script.write_text(text)
+    script.write_text(replaced(MLP, MLP_DAMAGES[damage][0]))
     port = record(tmp_path / "port", script, processes=2)
     try:
         output = answer(tool, capsys, mlp_of_one_process, port)

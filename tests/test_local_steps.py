@@ -204,6 +204,11 @@ CASES = {
     "1 replica": ([], {"replicas": 1, "ranks": 2}),
     "2 replicas of 2 copies": (["--shard-size", 1], {"ranks": 2}),
     "averages first": (["--outer-start", 2], {"outer_start": 2}),
+    # Evaluation in each step, and no save, which would hide stale weights
+    "units that stay whole": (
+        ["--eval-freq", 1, "--ckpt-freq", 99],
+        {"eval_freq": 1, "ranks": 2},
+    ),
 }
 
 
@@ -230,19 +235,9 @@ def test_one_job(train, trainer, pretrained, dataset):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("case", [case for case in CASES if case != "accumulation"])
-def test_a_run_is_the_plain_loop(train, pretrained, dataset, case):
+def test_a_run_is_the_plain_loop(train, untied, dataset, case):
     """Losses, norms, held-out losses within a round, numbers of the rounds, final weights."""
-    assert_as_planned(*case_of(train, pretrained, dataset, *CASES[case]))
-
-
-# Evaluation in each step, and no save, which would hide stale weights
-WHOLE_HEAD = (["--eval-freq", 1, "--ckpt-freq", 99], {"eval_freq": 1, "ranks": 2})
-
-
-@pytest.mark.rest
-def test_units_that_stay_whole(train, untied, dataset):
-    """On two replicas of two ranks."""
-    assert_as_planned(*case_of(train, untied, dataset, *WHOLE_HEAD))
+    assert_as_planned(*case_of(train, untied, dataset, *CASES[case]))
 
 
 @pytest.mark.rest

@@ -76,7 +76,6 @@ SMALL = {"model_type": "llama"} | FAMILIES["llama"] | {"num_hidden_layers": 4}
 REFUSED = {
     "ranks": (3, ["--pipeline-parallel", 2], SMALL, "must divide the number of ranks, 3"),
     "fp16": (1, ["--dtype", "fp16"], SMALL, "would skip a step on one stage alone"),
-    "layers": (2, ["--layers-per-stage", "1,4"], SMALL, "2 stages cannot share 4 layers"),
     "two numbers": (1, ["--layers-per-stage", "2,2"], SMALL, "1 stages cannot share 4 layers"),
     "granite": (1, [], SMALL | {"model_type": "granite"}, "granite is none of llama"),
 }

@@ -10,7 +10,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import LLAMA, TINY_LLAMA, write_model
+from conftest import LLAMA, TINY_LLAMA, write_documents, write_model
 from runner import REPOSITORY, Job, load
 from test_chat import DEMO_TEMPLATE
 from test_fsdp import save_weights
@@ -48,10 +48,7 @@ def look(tool, tmp_path, monkeypatch, capsys):
 
 
 def jsonl(texts, file="data.jsonl", column="text"):
-    lines = (json.dumps({column: text}) + "\n" for text in texts)
-    with open(file, "w") as stream:
-        stream.writelines(lines)
-    return ["-d", file]
+    return ["-d", str(write_documents(Path(file), texts, column))]
 
 
 def written(name: str, data: bytes, flag=None):

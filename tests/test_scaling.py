@@ -45,13 +45,7 @@ LLAMA_8B = llama("8B")
 
 
 def settings(**changes) -> Namespace:
-    usual = {"batch_size": 2, "seq_length": 8192, "gradient_accumulation_steps": 1}
-    usual |= {"activation_checkpointing": False, "dtype": "bf16", "schedule": "1f1b"}
-    usual |= {"tensor_parallel": None, "pipeline_parallel": None}
-    usual |= {"context_parallel": None, "expert_parallel": None, "exchange": "heads"}
-    usual |= {"attention": None}
-    usual |= {"reshard_after_forward": True, "stages_per_rank": 2}
-    return Namespace(**usual | changes)
+    return Namespace(**vars(tool.parse_args([])) | changes)
 
 
 def estimate(method, nodes, cluster=CLUSTER, model=LLAMA_8B, **changes):

@@ -12,6 +12,7 @@ from conftest import (
     assert_one_sentence,
     assert_opens,
     assert_same_losses,
+    kept_bytes,
     resume,
 )
 from runner import CHAPTER_14, load
@@ -201,28 +202,11 @@ def test_compiled_without_graph_breaks(chapter):
         assert_near(gradients[1][name], gradient, name, 2e-6)
 
 
-# What autograd keeps: each storage once, without parameters and buffers.
-def kept_bytes(model) -> int:
-    own = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *model.buffers()]}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
-    assert loss.requires_grad
-    return sum(kept.values())
-
-
 def test_no_dense_weight_is_kept_for_the_backward_pass(chapter):
     """As many bytes as the dense model keeps."""
     model = with_random_parts(chapter, "llama")
     dense = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    assert kept_bytes(model) == kept_bytes(dense)
+    assert kept_bytes(model, TOKENS) == kept_bytes(dense, TOKENS)
 
 
 # -- Initial values --------------------------------------------------------------------------------

@@ -173,7 +173,6 @@ MISTRAL = SIZE | {"model_type": "mistral"}
 # Ranks, the model, flags, and a part of the sentence
 CHECKED = {
     "all is well": (2, LLAMA, [], ""),
-    "ranks": (3, LLAMA, ["--tensor-parallel", 2], "must divide the number of ranks, 3"),
     "logits": (2, LLAMA, ["--chunked-loss"], "error: --chunked-loss needs whole logits"),
     "kv heads": (4, LLAMA, [], "error: --tensor-parallel must divide the 2 kv heads"),
     "a window": (2, MISTRAL | {"sliding_window": 31}, [], "above the sliding window, 31"),

@@ -1,13 +1,16 @@
-"""tools/: the tiny Llama comes out the same, and a run's folders write text."""
+"""The tiny Llama comes out the same. A run's folders write text, and open as the pages say."""
 
 import filecmp
 import platform
+import re
 import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import TINY_LLAMA
 from runner import CHAPTER_3, REPOSITORY, run_tool
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 @pytest.mark.skipif(
@@ -47,3 +50,32 @@ def test_generate(trainer, tmp_path):
         assert final == step
     one = [generate(tmp_path, whole / "final", *short, "--top-k", 1, "--seed", i) for i in (1, 2)]
     assert one == [generate(tmp_path, whole / "final", *greedy)] * 2
+
+
+@pytest.fixture
+def final(tmp_path):
+    folder = tmp_path / "outputs" / "mine" / "final"
+    config = AutoConfig.from_pretrained(TINY_LLAMA)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY_LLAMA).save_pretrained(folder)
+    return folder
+
+
+def test_open_and_store_in_bf16(final, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    """docs/after-training.md: the lines of Python on the page."""
+    page = (REPOSITORY / "docs" / "after-training.md").read_text()
+    opens, stores = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    whole, half = {}, {}
+    exec(opens, whole)
+    exec(stores, half)
+    assert whole["model"].dtype == torch.float32
+    copy = tmp_path / "outputs" / "mine-bf16"
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (final, copy)]
+    assert sizes[1] == pytest.approx(sizes[0] / 2, rel=0.01)
+    ids = AutoTokenizer.from_pretrained(copy)("def main():", return_tensors="pt")["input_ids"]
+    assert torch.equal(ids, whole["tokenizer"]("def main():", return_tensors="pt")["input_ids"])
+    again = AutoModelForCausalLM.from_pretrained(copy)
+    assert again.dtype == torch.bfloat16
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, half["model"](ids).logits)
