@@ -86,6 +86,15 @@ def _child(script: Path, arguments: list[str], output: Path, options: dict) -> N
         atexit._run_exitfuncs()
 
 
+def wait_for(run, text: str, timeout: float) -> None:
+    """Returns when the run has printed this."""
+    end = time.monotonic() + timeout
+    while text not in run.output:
+        assert run.status is None, f"ended before {text!r}:\n{run.output}"
+        assert time.monotonic() < end, f"no {text!r} within {timeout} s:\n{run.output}"
+        time.sleep(0.01)
+
+
 class Run:
     """A script that runs; `output` is what it has printed so far, both streams together."""
 
@@ -108,12 +117,12 @@ class Run:
             raise TimeoutError(f"still running after {timeout} s:\n{self.output}")
         return self.process.exitcode
 
+    @property
+    def status(self) -> int | None:
+        return self.process.exitcode
+
     def wait_for(self, text: str, timeout: float = 60) -> None:
-        end = time.monotonic() + timeout
-        while text not in self.output:
-            assert self.process.exitcode is None, f"ended before {text!r}:\n{self.output}"
-            assert time.monotonic() < end, f"no {text!r} within {timeout} s:\n{self.output}"
-            time.sleep(0.01)
+        wait_for(self, text, timeout)
 
     def signal(self, signum: int) -> None:
         os.kill(self.process.pid, signum)

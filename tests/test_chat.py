@@ -72,30 +72,16 @@ FAMILIES = {
         "Größe 学习.<|eot|><|header|>user<|end_header|>\n¦\nAnd?<|eot|>"
         "<|header|>assistant<|end_header|>\n\n«No<|eot|>»",
     ),
-    "Qwen2.5": (
-        QWEN_2 + CHATML,
-        "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n«Größe 学习.<|im_end|>»\n<|im_start|>user\nAnd?<|im_end|>\n"
-        "<|im_start|>assistant\n«No<|im_end|>»",
-    ),
+    "Qwen2.5": (QWEN_2 + CHATML,),
     "Qwen3": (
         QWEN_3,
         f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«{THOUGHT}Größe 学习.<|im_end|>»",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nGröße 学习.<|im_end|>\n"
         f"<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n«{THOUGHT}No<|im_end|>»",
     ),
-    "Gemma": (
-        GEMMA,
-        "<bos><turn>user\nHi<end_turn>\n<turn>model\n«Größe 学习.<end_turn>»\n"
-        "<turn>user\nAnd?<end_turn>\n<turn>model\n«No<end_turn>»",
-    ),
-    "Mistral": (MISTRAL, "<s>[INST] Hi[/INST]« Größe 学习.</s>»[INST] And?[/INST]« No</s>»"),
-    "Phi-3": (
-        PHI_3,
-        "<|user|>\nHi<|end|>\n<|assistant|>\n«Größe 学习.<|end|>\n<|endoftext|>»",
-        "<|user|>\nHi<|end|>\n<|assistant|>\nGröße 学习.<|end|>\n<|user|>\nAnd?<|end|>\n"
-        "<|assistant|>\n«No<|end|>\n<|endoftext|>»",
-    ),
+    "Gemma": (GEMMA,),
+    "Mistral": (MISTRAL,),
+    "Phi-3": (PHI_3,),
     "ChatML": (
         CHATML,
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Größe 学习.<|im_end|>»\n"
@@ -122,8 +108,9 @@ def tokenizer_with(template: str):
     return tokenizer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name, (_, *texts) in FAMILIES.items() if texts])
 def test_labels_are_the_answers(chat, family):
+    """As written out above. The others: test_tokens_of_a_server"""
     template, *expected = FAMILIES[family]
     tokenizer = tokenizer_with(template)
     thought = THOUGHT if family == "Qwen3" else ""
@@ -147,8 +134,6 @@ def test_labels_are_the_answers(chat, family):
             expected_labels += tokens if number % 2 else [-100] * len(tokens)
         assert ids == expected_ids
         assert labels == expected_labels
-    stop = chat.find_stop_token(tokenizer, SimpleNamespace(template_options={}))
-    assert stop == found["labels"][0][-1]
 
 
 def test_answers_that_do_not_fit(chat):
@@ -371,6 +356,9 @@ def test_tokens_of_a_server(chat, family):
                 ), (answers, n)
                 count += len(answer_ids)
         assert sum(label >= 0 for _, labels in texts for label in labels) == count
+    if family in FAMILIES:
+        args = SimpleNamespace(template_options={})
+        assert chat.find_stop_token(tokenizer, args) == answer_ids[-1]
     expected = len(TURNS) - 2 if family == "a thought" else 0
     assert refused == expected
 

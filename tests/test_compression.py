@@ -195,24 +195,22 @@ def hooks(tmp_path_factory):
     return [torch.load(folder / f"results-{rank}.pt") for rank in range(3)]
 
 
-def spectrum(x: torch.Tensor) -> torch.Tensor:
-    """The orthonormal DCT-II by its definition, in chunks of 64 numbers, in double precision."""
+def dct() -> torch.Tensor:
+    """The orthonormal DCT-II of 64 numbers by its definition, as a matrix in double precision."""
     n = torch.arange(64, dtype=torch.float64)
     rows = []
     for k in range(64):
         scale = math.sqrt((1 if k == 0 else 2) / 64)
         rows.append(scale * torch.cos(math.pi * (2 * n + 1) * k / 128))
-    return x.double().view(-1, 64) @ torch.stack(rows).T
+    return torch.stack(rows)
+
+
+def spectrum(x: torch.Tensor) -> torch.Tensor:
+    return x.double().view(-1, 64) @ dct().T
 
 
 def inverse(c: torch.Tensor) -> torch.Tensor:
-    """By the definition of the DCT-III."""
-    k = torch.arange(1, 64, dtype=torch.float64)
-    columns = []
-    for n in range(64):
-        cosines = math.sqrt(2 / 64) * torch.cos(math.pi * (2 * n + 1) * k / 128)
-        columns.append(c[:, 0] / 8 + c[:, 1:] @ cosines)
-    return torch.stack(columns, dim=1)
+    return c @ dct()
 
 
 def gradients(step: int, rank: int) -> list[torch.Tensor]:

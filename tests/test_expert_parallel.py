@@ -14,24 +14,14 @@ from conftest import (
 )
 from runner import CHAPTER_3, CHAPTER_12, load
 from safetensors.torch import load_file, save_file
-from test_equal import worst
+from test_equal import MODELS, worst
 from test_fsdp import SCALER, assert_all_skip_update_3, told
 from test_tensor_parallel import gradients_of, write_weights
 
 EP = {"script": CHAPTER_12}
 
-SIZE = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 16}
-SIZE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
-SIZE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None, "num_experts_per_tok": 2}
-SMALL = SIZE | {"moe_intermediate_size": 24, "tie_word_embeddings": False}
-FAMILIES = {
-    "mixtral": SIZE | {"num_local_experts": 4, "tie_word_embeddings": True},
-    "deepseek_v3": SMALL
-    | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    | {"num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
-    | {"qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 8},
-    "gpt_oss": SIZE | {"num_local_experts": 4, "tie_word_embeddings": False},
-}
+FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss")
+FAMILIES = {name: MODELS[name] | {"num_hidden_layers": 2} for name in FAMILIES}
 
 
 # -- The same training -----------------------------------------------------------------------------

@@ -11,16 +11,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import LLAMA, TINY_LLAMA, write_documents, write_model
-from runner import REPOSITORY, Job, load
+from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, load
 from test_chat import DEMO_TEMPLATE
 from test_fsdp import save_weights
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
-CHAPTERS = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
-CHAPTERS.remove("09-hf-trainer")  # a template with configuration files
-for name in ("10-mds-shards", "17-lora"):  # these demos need another command first
-    CHAPTERS.remove(name)
+# 9 is a template with configuration files. The demos of 10 and 17 need another command first.
+CHAPTERS = sorted(CHAPTERS_BY_NUMBER.keys() - {"09", "10", "17"})
 TOOL = REPOSITORY / "tools" / "preflight.py"
 MANY = [f"document {number} of many about a thing" for number in range(60)]
 

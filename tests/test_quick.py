@@ -35,8 +35,8 @@ from test_lora import with_adapters
 from test_mds import IMPORTABLE
 from test_muon import with_torch_muon
 from test_resume import WATCH_DISK, assert_synced
-from test_streaming import WATCH
 from test_streaming import plain_loop as plain_loop_over_rows
+from test_streaming import watched
 from transformers import AutoTokenizer, GenerationConfig
 
 STEPS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
@@ -183,12 +183,8 @@ def rows_job(trainer, chapter, weights, corpus, data, monkeypatch, before="") ->
     flags += ["--eval-dataset", held_out, "--eval-documents", 20, "--shuffle-window", 16]
 
     def train(name):
-        path = trainer.folder / f"seen-{name}-"
-        options = {"script": script_of(chapter), "processes": 2}
-        options["env"] = {"SEEN": str(path), "SAVES": str(trainer.folder)}
-        result = trainer(*flags, name=name, before=before + WATCH + WATCH_SAVES, **options)
-        result.seen = [torch.load(f"{path}{rank}") for rank in range(2)]
-        return result
+        options = {"script": script_of(chapter), "env": {"SAVES": str(trainer.folder)}}
+        return watched(trainer, *flags, name=name, before=before + WATCH_SAVES, **options)
 
     run = train("run")
     assert_synced(run.run.ranks[0].output, ["step-00000003", "step-00000006", "final"])

@@ -43,6 +43,16 @@ def tell():
 WATCH += AT_END
 
 
+def watched(trainer, *flags, name, processes=2, before="", env=None, **options):
+    """A run of a chapter. `seen` has the rows of each rank, in the order of steps."""
+    path = trainer.folder / f"seen-{name}-"
+    options |= {"before": WATCH + before, "env": {"SEEN": str(path)} | (env or {})}
+    result = trainer(*flags, name=name, processes=processes, **options)
+    saved = [path.with_name(path.name + str(rank)) for rank in range(processes)]
+    result.seen = [torch.load(file) for file in saved if file.exists()]
+    return result
+
+
 @pytest.fixture(scope="module")
 def files(texts, tmp_path_factory):
     """Eight files of documents, each of which has a number of its own."""
@@ -60,17 +70,11 @@ def held_out(texts, tmp_path_factory):
 
 @pytest.fixture
 def stream(trainer, files, held_out):
-    """Runs chapter 4 on the eight files; `seen` has the rows of each rank."""
+    """Runs chapter 4 on the eight files."""
 
-    def run(*flags, processes=2, name="run", **options):
-        path = trainer.folder / f"seen-{name}-"
-        before = WATCH + options.pop("before", "")
+    def run(*flags, name="run", **options):
         flags = ["-d", f"{files}/*.jsonl", "--eval-dataset", held_out, *flags]
-        options |= {"script": CHAPTER_4, "processes": processes, "env": {"SEEN": str(path)}}
-        result = trainer(*flags, name=name, before=before, **options)
-        saved = [path.with_name(path.name + str(rank)) for rank in range(processes)]
-        result.seen = [torch.load(file) for file in saved if file.exists()]
-        return result
+        return watched(trainer, *flags, name=name, script=CHAPTER_4, **options)
 
     return run
 
