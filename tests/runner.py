@@ -15,6 +15,7 @@ import resource
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections import deque
@@ -135,6 +136,14 @@ def outcome(folder: Path, script: Path, *arguments, timeout: float = 240, **opti
     """Runs a script to its end: exit status and output."""
     run = Run(script, arguments, folder / f"outcome-{next(_numbers)}.txt", **options)
     return run.wait(timeout), run.output
+
+
+def python(*arguments, status: int = 0, timeout: float = 300, **options):
+    """What a real start of Python prints, with its imports. It ends with this status."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 def run_tool(folder: Path, name: str, *arguments, status: int = 0, **options) -> str:

@@ -3,11 +3,10 @@
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 from conftest import write_rows
-from runner import REPOSITORY, load, outcome
+from runner import REPOSITORY, load, outcome, python
 from test_chat import CHATML
 
 BENCHMARKS = REPOSITORY / "benchmarks"
@@ -46,12 +45,11 @@ def test_peers(run, tmp_path):
 @pytest.mark.rest
 def test_the_peer_of_tensor_parallelism(tmp_path):
     """It does not clip. As a fork, Transformers waits without end when it loads the model."""
-    command = [sys.executable, BENCHMARKS / "run.py", "--methods", "chapters", "transformers-tp"]
-    command += ["--only", "chapter 1", "Transformers TP", "--devices", 1, 2, "--rounds", 1]
-    command += ["--warmup", 5, "--steps", 5, "-b", 2, "-s", 64, "-o", tmp_path / "table.md"]
-    command += ["--flags", f"-d {REPOSITORY}/README.md --num-epochs 99 --max-grad-norm 0"]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    flags = ["--only", "chapter 1", "Transformers TP", "--devices", 1, 2, "--rounds", 1]
+    flags += ["--warmup", 5, "--steps", 5, "-b", 2, "-s", 64, "-o", tmp_path / "table.md"]
+    flags += ["--flags", f"-d {REPOSITORY}/README.md --num-epochs 99 --max-grad-norm 0"]
+    methods = ["--methods", "chapters", "transformers-tp"]
+    done = python(BENCHMARKS / "run.py", *methods, *flags)
     assert re.search(r"^\| 2 \| Transformers TP \| [\d,.]+ \|", done.stdout, re.MULTILINE)
 
 
@@ -97,14 +95,8 @@ def test_arithmetic_of_the_table():
     machines = 2 if tool.ON_GPU else 1
     expected = ["600", "500 to 800", "0.15", "0.40", "1.00", "", "0.800", "0.750 to 1.000"]
     assert cells[1] == expected
-    ddp = [
-        f"{0.2 / machines:.2f}",
-        f"{0.6 / machines:.2f}",
-        "1.00",
-        f"{1.5 / machines:.2f}",
-        "1.200",
-        "0.750 to 1.600",
-    ]
+    mfu, of_products, efficiency = (f"{x / machines:.2f}" for x in (0.2, 0.6, 1.5))
+    ddp = [mfu, of_products, "1.00", efficiency, "1.200", "0.750 to 1.600"]
     assert cells[2] == ["800", "600 to 1,200", *ddp]
     without_peak = tool.table(found, **numbers, peak=None).splitlines()
     assert without_peak[3].split("|")[5].strip() == ""

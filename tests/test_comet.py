@@ -3,13 +3,12 @@
 import http.server
 import json
 import os
-import subprocess
 import sys
 import threading
 import zipfile
 
 import pytest
-from runner import CHAPTER_1
+from runner import CHAPTER_1, python
 
 pytestmark = pytest.mark.rest
 
@@ -100,9 +99,7 @@ def test_the_archive_of_a_fresh_process(trainer, chapter_1, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train-llm.py"])
     understood = chapter_1.parse_args()
     environment = {name: x for name, x in os.environ.items() if not name.startswith("COMET_")}
-    command = [str(part) for part in (sys.executable, CHAPTER_1, *flags)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python(CHAPTER_1, *flags, env=environment)
     assert "COMET" not in done.stdout + done.stderr  # a sentence of the script, and no report
     folder = trainer.folder / "run"
     (archive,) = (folder / "comet").glob("*.zip")

@@ -4,14 +4,12 @@ import argparse
 import gzip
 import json
 import os
-import subprocess
-import sys
 
 import datasets
 import pytest
 import torch
 from conftest import TINY_LLAMA, write_documents, write_rows
-from runner import CHAPTER_1
+from runner import CHAPTER_1, python
 from transformers import AutoTokenizer
 
 END = 0  # of text, for the tiny tokenizer
@@ -210,9 +208,7 @@ def test_memory_of_a_large_text_file(tmp_path, tokenizer):
     story = "def story(self):\n    return 'once upon a time' + self.end\n" * 20
     count = 25_000_000 // len(story)
     file.write_text((story + "<|endoftext|>") * count + story * count)
-    command = [sys.executable, "-c", PEAK, CHAPTER_1, "-m", TINY_LLAMA, "-d", file]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", PEAK, CHAPTER_1, "-m", TINY_LLAMA, "-d", file, cwd=tmp_path)
     _, tokens, memory = done.stdout.splitlines()[-1].split()
     assert float(memory) < 1
     one = len(tokenizer(story)["input_ids"])

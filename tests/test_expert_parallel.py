@@ -5,13 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import (
-    AT_END,
-    Trainer,
-    assert_one_sentence,
-    resume,
-    write_model,
-)
+from conftest import AT_END, Trainer, assert_one_sentence, resume, write_model
 from runner import CHAPTER_3, CHAPTER_12, load
 from safetensors.torch import load_file, save_file
 from test_equal import MODELS, worst

@@ -205,10 +205,7 @@ CASES = {
     "2 replicas of 2 copies": (["--shard-size", 1], {"ranks": 2}),
     "averages first": (["--outer-start", 2], {"outer_start": 2}),
     # Evaluation in each step, and no save, which would hide stale weights
-    "units that stay whole": (
-        ["--eval-freq", 1, "--ckpt-freq", 99],
-        {"eval_freq": 1, "ranks": 2},
-    ),
+    "units that stay whole": (["--eval-freq", 1, "--ckpt-freq", 99], {"eval_freq": 1, "ranks": 2}),
 }
 
 

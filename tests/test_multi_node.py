@@ -22,15 +22,7 @@ from conftest import (
     write_documents,
     write_model,
 )
-from runner import (
-    CHAPTER_1,
-    CHAPTER_3,
-    CHAPTER_4,
-    CHAPTER_5,
-    CHAPTER_8,
-    load,
-    run_tool,
-)
+from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, CHAPTER_8, load, run_tool
 from safetensors.torch import load_file
 from test_fsdp import FAMILIES, OFF, WATCH, assert_same_checkpoint, told
 from test_torchrun import OWN_STORE, nodes

@@ -91,13 +91,7 @@ SHAPE |= {"num_attention_heads": 4}
 GROUPED = SHAPE | {"num_key_value_heads": 2, "head_dim": 16}
 CONFIGS = {"llama": GROUPED, "qwen2": GROUPED}  # without and with biases
 TOKENS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
-ARGS = {
-    "seq_length": 24,
-    "rank": RANK,
-    "density": DENSITY,
-    "alpha": ALPHA,
-    "seed": 0,
-}
+ARGS = {"seq_length": 24, "rank": RANK, "density": DENSITY, "alpha": ALPHA, "seed": 0}
 ARGS |= {"attention": None, "lr_scheduler": "cosine", "lr_scheduler_options": None}
 
 

@@ -8,13 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    AT_END,
-    WITHOUT_INDUCTOR,
-    assert_one_sentence,
-    resume,
-    write_documents,
-)
+from conftest import AT_END, WITHOUT_INDUCTOR, assert_one_sentence, resume, write_documents
 from runner import CHAPTER_4, load
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 

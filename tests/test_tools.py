@@ -3,13 +3,11 @@
 import filecmp
 import platform
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 from conftest import TINY_LLAMA
-from runner import CHAPTER_3, REPOSITORY, run_tool
+from runner import CHAPTER_3, REPOSITORY, python, run_tool
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
@@ -18,14 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     reason="they were made from the standard library of Python 3.11.7",
 )
 def test_tiny_llama_and_chat_are_reproduced_byte_for_byte(tmp_path):
-    command = [sys.executable, REPOSITORY / "models" / "make-tiny-llama.py"]
-    subprocess.run([*command, "--output-dir", tmp_path], check=True)
+    python(REPOSITORY / "models" / "make-tiny-llama.py", "--output-dir", tmp_path)
     names = ["config.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert sorted(path.name for path in TINY_LLAMA.iterdir()) == names
     assert filecmp.cmpfiles(tmp_path, TINY_LLAMA, names, shallow=False)[0] == names
-    command = [sys.executable, REPOSITORY / "models" / "make-tiny-chat.py"]
-    subprocess.run([*command, "--output-dir", tmp_path], check=True)
+    python(REPOSITORY / "models" / "make-tiny-chat.py", "--output-dir", tmp_path)
     file = "stdlib.jsonl"
     assert filecmp.cmp(tmp_path / file, REPOSITORY / "models" / "tiny-chat" / file, shallow=False)
 
@@ -62,8 +58,8 @@ def final(tmp_path):
 
 
 def test_open_and_store_in_bf16(final, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     """docs/after-training.md: the lines of Python on the page."""
+    monkeypatch.chdir(tmp_path)
     page = (REPOSITORY / "docs" / "after-training.md").read_text()
     opens, stores = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     whole, half = {}, {}
