@@ -14,8 +14,8 @@ from test_tensor_parallel import gradients_of, write_weights
 
 EP = {"script": CHAPTER_12}
 
-FAMILIES = ("mixtral", "deepseek_v3", "gpt_oss")
-FAMILIES = {name: MODELS[name] | {"num_hidden_layers": 2} for name in FAMILIES}
+SMALLER = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
+FAMILIES = {name: MODELS[name] | SMALLER for name in ("mixtral", "deepseek_v3", "gpt_oss")}
 
 
 # -- The same training -----------------------------------------------------------------------------
