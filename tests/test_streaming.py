@@ -220,7 +220,7 @@ class Tokenizer:
     eos_token_id = 1000
 
     def __call__(self, texts, verbose):
-        return {"input_ids": texts}
+        return {"input_ids": [[*ids] for ids in texts]}
 
 
 @pytest.mark.parametrize("packing", ["pack", "overflow", "trunc"])
