@@ -198,10 +198,14 @@ CASES = {
     "other shapes": (other_shapes, "tensors of another shape"),
     "quantized": (unfit(quantization_config={"quant_method": "fp8"}), "is quantized"),
     "positions": (lambda: ["-s", 4096], "positions"),
+    "a scheduler that needs a metric": (
+        lambda: ["--lr-scheduler", "reduce_lr_on_plateau"],
+        "metrics",
+    ),
     "an encoder": (lambda: ["-m", model(**ROFORMER)], "choose a decoder"),
     "images": (
         lambda: ["-m", model(model_type="gemma3", text_config={}, vision_config={})],
-        "text alone",
+        "more than a decoder of text",
     ),
     "a home in quotes": (lambda: ["-m", "~/model"], "write the whole path"),
     "no folder": (lambda: ["-e", "run", "--save-dir", "/proc/x"], "cannot"),
