@@ -93,7 +93,6 @@ def main():
     # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So build_model() sets no autocast.
     # Norms, softmax and the loss of Transformers convert to fp32 themselves.
     model = build_model(args, device)
-    # The embedding has `vocab_size` rows. A GPU would not say which token lacks a row.
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
     # STREAM 1: The length of a stream is unknown, so --max-steps gives the schedule its last step.
