@@ -161,7 +161,7 @@ def test_answers_that_do_not_fit(chat):
     first = len(chat.tokenize({"messages": [turn]}, tokenizer, {}, 99)["labels"][0])
     for size, length, left_out in ((first - 1, 0, 2), (first, first, 1), (first + 9, first, 1)):
         found = chat.tokenize({"messages": [turn * 2]}, tokenizer, {}, size)
-        assert (found["answers"], found["fitting"]) == ([2], [2 - left_out])
+        assert (found["answers"], len(found["stop_tokens"][0])) == ([2], 2 - left_out)
         for name in ("input_ids", "labels"):
             assert found[name][0] == whole[name][0][:length]
 
@@ -208,7 +208,7 @@ FORMS = [
 ]
 # A part of the sentence, and a row
 REFUSED = [
-    ("rename them to messages or", {"prompt": "q", "answer": "a"}),
+    ("rename them to messages, or", {"prompt": "q", "answer": "a"}),
     ("messages must be JSON, not the text", {"messages": "[{'role': 'user'}]"}),
     ("messages must have roles and contents, not '3'", {"messages": [3]}),
     ("messages must be a list of messages, not", {"messages": "3"}),
@@ -305,8 +305,8 @@ def test_samples_have_every_conversation_once(chat):
         ):
             begins = [i for i, position in enumerate(positions) if position == 0]
             parts = [ids[a:b] for a, b in pairwise([*begins, 64])]
-            found += [part for part in parts if part[0]]
-            assert labels == [n or -100 for n in ids]
+            found += [part.tolist() for part in parts if part[0]]
+            assert labels.tolist() == [n or -100 for n in ids]
             assert several or len(parts) <= 2
         assert sorted(found) == [row for row in rows if row]
         if several:
@@ -626,7 +626,6 @@ def test_the_probe_finds_models_that_mix(chat, find):
         config = AutoConfig.for_model(kind, **shape | {"vocab_size": 64})
         model = AutoModelForCausalLM.from_config(config).train()
         assert chat.mixes_conversations(model, torch.device("cpu")) == (kind == "opt"), kind
-        assert model.training
 
     def refuse(**inputs):  # as linear attention does
         raise ValueError("cannot keep packed sequences apart")

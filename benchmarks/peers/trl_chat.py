@@ -9,8 +9,7 @@
 SFTTrainer then make samples of them, each in a process of its own. `templates` tokenizes several
 conversations with all chat templates of TRL, and compares the tokens and the labels with those of a
 server: the ids of each prompt, and the ids of each answer. `train` gives both the same ids, labels
-and weights, and compares their losses and times. `--lora` is for chapter 17, whose
-random A has other numbers than TRL's.
+and weights, and compares their losses and times. `--lora` is for chapter 17.
 """
 
 import argparse
@@ -180,6 +179,7 @@ def train_trl(folder: Path, number: str) -> list[float]:
         learning_rate=LR,
         lr_scheduler_type="constant",
         weight_decay=0.01,
+        seed=0,  # that of the chapter, so the random A of LoRA has the same numbers
         logging_steps=1,
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
