@@ -469,7 +469,7 @@ def add_adapters(model, args):
     # A is random, and B is 0, so training begins with the model as it was. PEFT freezes W.
     try:
         inject_adapter_in_model(config, model)
-    except ValueError as error:  # no layer has such a name
+    except (ValueError, re.error) as error:  # no layer has such a name, or it is no pattern
         sys.exit(f"error: --lora-targets {args.lora_targets}: {error}")
     # FSDP does not gather embeddings for the backward pass, and a tied head has their weights.
     fixed = [model.get_input_embeddings()]
@@ -1123,7 +1123,8 @@ def look_at_first(documents, tokenizer, args):
     batch = with_json_as_text(documents)[:100]
     rows = rows_of(batch)
     conversations = [conversation_of(row) for row in rows]
-    columns = {name for row in rows for name in row}  # those that conversation_of has left
+    # Of the columns that conversation_of has left, those with a value
+    columns = {name for row in rows for name, value in row.items() if value is not None}
     keys = {key for messages, _ in conversations for message in messages for key in message}
     keys |= {"tools" for _, tools in conversations if tools}
     in_template = {*re.findall(r"\w+", str(tokenizer.chat_template))}
@@ -1171,7 +1172,7 @@ def conversation_of(row):
     messages = [message_of({"role": "system", "content": system})] if system else []
     name = next((name for name in ("messages", "conversations") if name in row), None)
     pair = next((names for names in PAIRS if row.keys() >= {*names}), None)
-    if name:
+    if name and (row[name] is not None or not pair):  # null in rows of another form
         turns = parsed(row.pop(name), name) or []
         if not isinstance(turns, list):
             sys.exit(f"error: {name} must be a list of messages, not {str(turns)[:60]!r}")

@@ -184,6 +184,7 @@ FORMS = [
     ({"conversations": [{"from": "tool", "value": "t"}]}, [{"role": "tool", "content": "t"}]),
     ({"conversations": [Q, A], "system": "s"}, [SYSTEM, Q, A]),
     ({"messages": [Q, A], "prompt": "x", "completion": "y"}, [Q, A]),
+    ({"messages": None, "prompt": "q", "completion": "a"}, [Q, A]),
     ({"prompt": "q", "completion": "a"}, [Q, A]),
     ({"prompt": "q", "response": "a", "system": ""}, [Q, A]),
     ({"prompt": [Q, A], "completion": [A]}, [Q | {"weight": 0}, A | {"weight": 0}, A]),
