@@ -26,11 +26,11 @@ from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from glob import escape, glob
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # on CPUs: idle threads sleep, not spin
+# Libraries read these variables when they are imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
 import comet_ml
@@ -59,7 +59,7 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of i
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-stop_signals = []  # signals that ask this run to stop
+received_signals = []  # the handler of signals appends to this list, and the loop reads it
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
@@ -79,7 +79,7 @@ def main():
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data, model, optimizer.
-    check_config(args)
+    check_flags(args, device)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
@@ -87,32 +87,21 @@ def main():
     # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
     patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     if LOCAL_RANK > 0:
-        dist.barrier(patient_group)  # waits until all ranks have called it: LOCAL_RANK 0 below
+        dist.barrier(patient_group)  # until local rank 0 of each node calls it, below
     train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     if LOCAL_RANK == 0:
-        dist.barrier(patient_group)
+        dist.barrier(patient_group)  # the same barrier: now the others go on
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     order = sample_order(args, train_samples)  # of all epochs
     run_folder, checkpoint, state = open_run(args, train_samples)
-    # DDP: Compare all ranks, because another script or flag on one node would train wrong silently.
-    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
-    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    setup["script"] = Path(__file__).read_text()
-    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
-    # DDP: The data: the sum of all tokens, and some of them, which would show another order.
-    places = np.linspace(0, len(train_tokens) - 1, num=1000, dtype=int).tolist()
-    some_tokens = [train_tokens[place].as_py() for place in places]
-    setup["tokens"] = pyarrow.compute.sum(train_tokens).as_py(), some_tokens
-    setups = gather(setup)
-    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
-    if differing:
-        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
-    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So the layers need no autocast.
+    compare_ranks(args, state, train_tokens)  # DDP: all ranks must train alike
+    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So build_model() sets no autocast.
     # Norms, softmax and the loss of Transformers convert to fp32 themselves.
     model = build_model(args, device)
+    # The embedding has `vocab_size` rows. A GPU would not say which token lacks a row.
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -127,7 +116,11 @@ def main():
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
     scheduler = get_scheduler(
-        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
+        args.lr_scheduler,
+        optimizer,
+        num_warmup_steps=args.warmup_steps,
+        num_training_steps=total_steps,
+        scheduler_specific_kwargs=args.lr_scheduler_options,
     )
     # fp16 rounds gradients below 3e-8 to zero. The scaler makes the loss larger, and so gradients,
     # and divides the gradients again before the update. With other dtypes it does nothing.
@@ -136,19 +129,20 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load fills `saved` in place: its weights are the tensors of the model, and scheduler
-        # and scaler get load_state_dict(). The moments still have to go to the optimizer.
-        saved = sharded_state(model, stateful)
-        dcp.load(saved, checkpoint_id=checkpoint)
+        saved = sharded_state(model, stateful)  # with the tensors of the model itself
+        dcp.load(saved, checkpoint_id=checkpoint)  # overwrites them, and loads scheduler and scaler
+        # The optimizer takes the moments, which are in `saved` so far.
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # The saved learning rate belongs to the old total_steps. So go back one step, and take it
-        # again with the new total_steps.
+        # The saved learning rate belongs to the old total_steps, which may have changed. So let the
+        # scheduler take its last step again.
         scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
         scheduler.step()
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
-        facts = {"global_batch": global_batch, "dataset_samples": train_samples}
-        facts |= {"dataset_tokens": len(train_tokens)} | describe_run(model, optimizer, device)
+        facts = describe_run(model, device)
+        facts["global_batch"] = global_batch
+        facts["dataset_samples"] = train_samples
+        facts["dataset_tokens"] = len(train_tokens)
         run_log = RunLog(args, run_folder, checkpoint, state, facts)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
 
@@ -163,16 +157,18 @@ def main():
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
+        stop_signal = max(received_signals, default=0)  # 0: none. A signal makes this step the last
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(max(stop_signals, default=0))  # on the CPU: nobody waits for the GPU
+        stop = torch.tensor(stop_signal)  # on the CPU: nobody waits for the GPU
         dist.all_reduce(stop, dist.ReduceOp.MAX)
-        stop_signal = stop.item()  # 0: none. Any signal makes this step the last
+        stop_signal = stop.item()
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        log_now = step % args.log_freq == 0 or save_now  # to check the loss (below) before saving
-        times = defaultdict(float)  # of the phases of this step
-        # Python only queues work for a GPU, and runs ahead. To time a phase, logged steps wait.
+        # Each save logs first, because a log ends the run if the loss is not finite.
+        log_now = step % args.log_freq == 0 or save_now
+        times = defaultdict(float)  # milliseconds of each phase
+        # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
         wait = log_now and device.type != "cpu"
         if wait:
             torch.accelerator.synchronize()  # until the GPU has done the steps before
@@ -181,8 +177,8 @@ def main():
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: After each micro-batch, average the gradients and keep shards only: less memory.
-            # With --no-reshard-after-forward, do so only after the last one: less traffic.
+            # FSDP: --reshard-after-forward chooses less memory, here too: average the gradients
+            # after each micro-batch, and keep shards only. Without it, do so after the last one.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -271,32 +267,37 @@ def main():
 # -- Model and optimizer ---------------------------------------------------------------------------
 
 
-def check_config(args):
+def check_flags(args, device):
     """Finds flags that do not fit the model, before the data is read."""
     config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:  # text is only a part of the model
-        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
-    if hasattr(config, "decoder_layers"):  # as BART has, whose other half is an encoder
-        sys.exit(f"error: {args.model_name} is half of a model: choose one of a decoder alone")
+    # Configs of models with images have a text config inside, and those of encoders with decoders
+    # have the attribute `decoder_layers`.
+    if config.get_text_config() is not config or hasattr(config, "decoder_layers"):
+        sys.exit(f"error: {args.model_name} is more than a decoder of text: choose another model")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    attention = args.attention or ""
-    # On CPUs, flex_attention has no backward pass. `paged|eager` and the like serve models, and
-    # have no causal mask.
-    no_backward = attention == "flex_attention" and not torch.cuda.is_available()
-    if no_backward or attention.startswith("paged"):
-        sys.exit(f"error: --attention {attention} cannot train here: choose another one")
+    # Paged attentions, such as paged|eager, have no causal mask. On CPUs, flex_attention has no
+    # backward pass.
+    unfit = ("paged", "flex_attention") if device.type == "cpu" else ("paged",)
+    if args.attention and args.attention.startswith(unfit):
+        sys.exit(f"error: --attention {args.attention} cannot train here: choose another one")
     try:
         with torch.device("meta"):  # a model without memory for its weights
             # SL: Replace layers on trial, to print how many parameters are left.
             model = AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
             before = model.num_parameters()
             dense_count = replace_layers(model, args)
-    except ValueError as error:  # an unknown name of an attention
-        sys.exit(f"error: {error}")
+        # Try the scheduler, with any optimizer. Some schedulers fail in their first step only.
+        optimizer = torch.optim.SGD(model.parameters())
+        scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
+        optimizer.step()  # changes nothing, but PyTorch wants it before scheduler.step()
+        scheduler.step()
+    except (TypeError, ValueError) as error:
+        sys.exit(f"error: --attention {args.attention} --lr-scheduler {args.lr_scheduler}: {error}")
+    # SL: Without sparse layers, this would be chapter 3 without any message.
     sparse_count = len(sparse_layers(model))
-    if sparse_count == 0:  # this would be chapter 3 without any message
+    if sparse_count == 0:
         sys.exit("error: no nn.Linear would become smaller: lower --rank or --density")
     say(f"{sparse_count} matrices are now sparse plus low-rank, {dense_count} stay dense")
     say(f"{before:,} parameters of the dense model are now {model.num_parameters():,}")
@@ -310,7 +311,7 @@ def build_model(args, device):
     whole = load_model(args) if RANK == 0 else None
     config = AutoConfig.from_pretrained(args.model_name)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # Transformers has converted the weights to fp32
+        del config.quantization_config  # load_model() has converted the weights to fp32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=args.attention
@@ -322,15 +323,15 @@ def build_model(args, device):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks whether positions restart at 0 within a sample, and Python
-    # waits for the GPU. Here they never do: a sample counts as one text. So switch the search off.
+    # In each pass, Transformers looks for samples that hold several texts, and this search makes
+    # Python wait for the GPU. Here, a sample counts as one text. So replace the search by None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
     if args.activation_checkpointing:
         # A layer keeps only its input. The backward pass computes the rest a second time.
-        model.activation_checkpointing_enable()  # an older name: gradient_checkpointing_enable
+        model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
         # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
         # fast kernels of attention take none. Layers of one kind also share their compiled code.
@@ -357,8 +358,9 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        hidden_states = hidden_states.clone()  # a tensor of its own, for the mark
-        hidden_states.from_head = True  # the result of any operation lacks this mark
+        # If the model scales these "logits", the result is a new tensor, without this attribute.
+        hidden_states = hidden_states.clone()
+        hidden_states.from_head = True
         return hidden_states
 
     def loss_of_chunk(hidden_states, labels, options):
@@ -366,7 +368,8 @@ def use_chunked_loss(model):
         return compute_loss(logits, labels=None, shift_labels=labels, **options)
 
     def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
-        if not hasattr(logits, "from_head"):
+        hidden_states = logits  # because pass_on() is in place of the head
+        if not hasattr(hidden_states, "from_head"):
             sys.exit("error: --chunked-loss: this model changes its logits before the loss")
         if shift_labels is None:
             # Each token has the next one as its label. -100 says that the last one has no label.
@@ -374,14 +377,13 @@ def use_chunked_loss(model):
         if num_items_in_batch is None:  # the number that the sum of all losses is divided by
             num_items_in_batch = (shift_labels != -100).sum()
         options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
-        # The model calls them logits, but they are the hidden states that pass_on() has returned.
-        hidden_chunks = logits.flatten(0, 1).split(LOSS_CHUNK)
+        hidden_chunks = hidden_states.flatten(0, 1).split(LOSS_CHUNK)
         label_chunks = shift_labels.flatten().split(LOSS_CHUNK)
         loss = 0.0
-        for chunk in zip(hidden_chunks, label_chunks, strict=True):
-            # Forget the logits of this chunk. The backward pass computes them a second time.
+        for hidden_chunk, label_chunk in zip(hidden_chunks, label_chunks, strict=True):
+            # checkpoint() forgets the logits. The backward pass computes them a second time.
             loss += torch.utils.checkpoint.checkpoint(
-                loss_of_chunk, *chunk, options, use_reentrant=False
+                loss_of_chunk, hidden_chunk, label_chunk, options, use_reentrant=False
             )
         return loss
 
@@ -396,8 +398,8 @@ def load_model(args, checkpoint=None):
     config = AutoConfig.from_pretrained(args.model_name)
     model = AutoModelForCausalLM.from_config(config, **options)
     replace_layers(model, args)
-    # from_config also draws numbers that differ between versions of Transformers. So seed and
-    # draw the weights again, and the same seed gives the same model.
+    # from_config() draws random numbers, and how many depends on the version of Transformers.
+    # So set the seed again, and draw all weights again: one seed, one model.
     torch.manual_seed(args.seed)
     model.apply(model._init_weights)
     # SL: The seed of the places has the number of the layer, so each layer has other places.
@@ -589,8 +591,8 @@ def merged_weights(model, weights):
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
 FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
-# Words in the names of files that are held out, such as chats_dev.csv or validation.jsonl
-HELD_OUT = {"validation", "valid", "val", "dev", "eval", "test"}
+# The names of files that are held out, such as chats_dev.csv or validation.jsonl
+HELD_OUT = re.compile(r"(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])", re.IGNORECASE)
 LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
 
 
@@ -614,8 +616,9 @@ def load_documents(args):
     """The splits of local files, or of a dataset on the Hub: `train`, and maybe held-out ones."""
     name = os.path.expanduser(args.dataset_name)
     file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
-    if not file_format and "*" not in name and not os.path.exists(name):  # on the Hub
-        name, _, split = name.partition(":")  # NAME, or NAME:SPLIT
+    is_local = file_format or "*" in name or os.path.exists(name)
+    if not is_local:
+        name, _, split = name.partition(":")  # a name on the Hub: NAME, or NAME:SPLIT
         split = split or "train"
         splits = datasets.load_dataset(name, args.dataset_subset)
         if split not in splits:
@@ -625,14 +628,12 @@ def load_documents(args):
     files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     if not files or not file_format:
         sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
-    splits = {"train": [], "validation": []}
-    folder = os.path.commonpath(files)  # "test" in /test/a.txt and /test/b.txt says nothing
-    for file in files:
-        words = set(re.split("[^a-z]+", file.removeprefix(folder).lower()))
-        is_held_out = words & HELD_OUT and not file.endswith(".py")  # test_io.py is code
-        splits["validation" if is_held_out else "train"].append(file)
-    if not splits["train"] or not splits["validation"]:
-        splits = {"train": files}
+    folder = os.path.commonpath(files)  # its name may have the word "test" without meaning it
+    held_out = [file for file in files if HELD_OUT.search(file.removeprefix(folder))]
+    train = [file for file in files if file not in held_out]
+    splits = {"train": files}
+    if train and held_out and not name.endswith(".py"):  # test_io.py is code to train on
+        splits = {"train": train, "validation": held_out}
     for split, names in splits.items():
         say(f"{name}: {len(names):,} files for {split}")
     return {split: read_files(file_format, names, args) for split, names in splits.items()}
@@ -645,17 +646,19 @@ def read_files(file_format, files, args):
         versions = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
         arguments = {"files": files, "versions": versions}
         return datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
+    # Without this option, `datasets` replaces the columns of agents' traces with its own.
     options = {"parse_agent_traces": False} if file_format == "json" else {}
-    read = partial(datasets.load_dataset, file_format, split="train", **options)
-    try:
-        # `datasets` reads a name as a pattern, so escape brackets.
-        return read(data_files=[escape(file) for file in files])
-    except Exception:
-        pass  # read them one by one: other columns may differ, and an error can name its file
+
+    def read(names):
+        names = [escape(name) for name in names]  # `datasets` takes names as patterns
+        return datasets.load_dataset(file_format, data_files=names, split="train", **options)
+
+    with suppress(Exception):
+        return read(files)  # fast, if all files are whole and have the same columns
     parts = []
-    for file in files:
+    for file in files:  # slow, but an error names its file, and other columns do not matter
         try:
-            parts.append(read(data_files=escape(file)).select_columns(args.text_column))
+            parts.append(read([file]).select_columns(args.text_column))
         except Exception as error:
             sys.exit(f"error: {file}: {error.__cause__ or error}")
     return datasets.concatenate_datasets(parts)
@@ -673,10 +676,9 @@ def read_text(files, versions):
         unfinished = ""  # a document that may go on in the next piece of the file
         try:
             with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as stream:
-                piece = stream.read(LONGEST_DOCUMENT)
-                if piece.startswith("\ufffd\ufffd"):  # so begins UTF-16
-                    raise ValueError("convert it to UTF-8")
-                while piece:
+                while piece := stream.read(LONGEST_DOCUMENT):
+                    if piece.startswith("\ufffd\ufffd"):  # UTF-16 begins so
+                        raise ValueError("convert it to UTF-8")
                     undecoded += piece.count("\ufffd")
                     *documents, unfinished = (unfinished + piece).split("<|endoftext|>")
                     if len(unfinished) >= LONGEST_DOCUMENT:
@@ -684,7 +686,6 @@ def read_text(files, versions):
                         unfinished = ""
                     for document in documents:
                         yield {"text": document}
-                    piece = stream.read(LONGEST_DOCUMENT)
         except Exception as error:
             raise OSError(f"{file}: {error}") from error
         yield {"text": unfinished}
@@ -715,11 +716,12 @@ def tokenize_split(documents, tokenizer, column):
 def tokenize(rows, tokenizer, column):
     """The token ids of each document that is not empty, with one end-of-text token at its end."""
     texts = [text for text in rows[column] if text]
-    # The tokenizer refuses an empty list.
-    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    end = tokenizer.eos_token_id
-    # Some tokenizers add an end-of-text token themselves.
-    documents = [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]
+    if not texts:  # the tokenizer refuses an empty list
+        return {"input_ids": []}
+    documents = [ids for ids in tokenizer(texts, verbose=False)["input_ids"] if ids]
+    for ids in documents:
+        if ids[-1] != tokenizer.eos_token_id:  # some tokenizers add it themselves
+            ids.append(tokenizer.eos_token_id)
     return {"input_ids": documents}
 
 
@@ -739,9 +741,8 @@ def read_batch(tokens, indices, args, device):
     samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
     batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
-        # Python goes on while the GPU copies from pinned memory.
-        batch = batch.pin_memory().to(device, non_blocking=True)
-    return batch.to(device).long()  # int64, as embeddings want it
+        batch = batch.pin_memory()  # the GPU copies from pinned memory, while Python goes on
+    return batch.to(device, non_blocking=batch.is_pinned()).long()  # int64, as embeddings want it
 
 
 @torch.no_grad()
@@ -753,7 +754,7 @@ def evaluate(model, tokens, args, device):
     # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
     for begin in range(0, samples, WORLD_SIZE * args.batch_size):
         first = begin + RANK * args.batch_size
-        indices = range(samples)[first : first + args.batch_size]
+        indices = range(first, min(first + args.batch_size, samples))
         # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
         # A rank without a batch evaluates sample 0, with weight 0.
         input_ids = read_batch(tokens, indices or [0], args, device)
@@ -772,7 +773,7 @@ LASTING += ["rank", "density", "alpha"]  # SL: other values would give another W
 LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
 LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
 
-CHECKPOINT_NAMES = "step-" + 8 * "[0-9]"  # eight digits, so the names sort by step
+CHECKPOINT_NAMES = "step-????????"  # eight digits, so the names sort by step
 
 
 @dataclass
@@ -810,10 +811,10 @@ def open_run(args, train_samples):
         return run_folder, None, state
     say(f"Continuing from {checkpoint}")
     state = RunState(**json.loads((checkpoint / "state.json").read_text()))
-    for name, value in lasting.items():
-        before = state.lasting.get(name, value)  # an old checkpoint may lack a name
-        if before != value:
-            sys.exit(f"error: {name} was {before}, and is {value}: keep it, or choose another -e")
+    for name, before in state.lasting.items():
+        now = lasting.get(name)
+        if now != before:
+            sys.exit(f"error: {name} was {before}, and is {now}: keep it, or choose another -e")
     return run_folder, checkpoint, state
 
 
@@ -843,7 +844,7 @@ def new_folder(folder):
     yield temporary
     if RANK > 0:
         return
-    for file in temporary.glob("*.safetensors"):  # safetensors lets only their owner read them
+    for file in temporary.glob("*.safetensors"):  # safetensors makes files that are private
         shutil.copymode(temporary / "tokenizer_config.json", file)  # so set the usual permissions
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
@@ -861,7 +862,8 @@ def remove(folder):
 def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:
-        # FSDP 11: Each rank saves its shards, as none has room for all. Then it waits for all.
+        # FSDP 11: Each rank saves its shards, because none has room for all shards.
+        # dcp.save() returns when all ranks have written.
         dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
         if RANK > 0:
             return  # rank 0 does the rest
@@ -886,9 +888,9 @@ def join_process_group():
     waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
     waiting.daemon = True  # it does not keep a process alive
     waiting.start()
-    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt has a
-    # prefix, which rank 0 invents. The others ask for it, and rank 0 answers under the question,
-    # a random name that no dead rank has used.
+    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt puts
+    # a prefix before its keys, and rank 0 invents it. Each other rank invents a random key, and
+    # writes it under "rank N". Rank 0 writes the prefix under this key, which no dead rank knows.
     store, _, _ = next(dist.rendezvous("env://"))
     if RANK == 0:
         prefix = uuid.uuid4().hex
@@ -896,14 +898,14 @@ def join_process_group():
         for other in others:
             store.delete_key(other)  # a dead rank may have asked
         for other in others:
-            question = store.get(other).decode()  # waits until the rank has asked
-            store.set(question, prefix)
+            answer_key = store.get(other).decode()  # waits until the rank has written
+            store.set(answer_key, prefix)
     else:
-        question = uuid.uuid4().hex
-        while not store.check([question]):  # until rank 0 has answered
-            store.set(f"rank {RANK}", question)
+        answer_key = uuid.uuid4().hex
+        while not store.check([answer_key]):  # until rank 0 has answered
+            store.set(f"rank {RANK}", answer_key)  # again, as rank 0 may delete an early one
             time.sleep(0.1)
-        prefix = store.get(question).decode()
+        prefix = store.get(answer_key).decode()
     store = dist.PrefixStore(prefix, store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     on_gpu = torch.cuda.is_available()
@@ -920,6 +922,22 @@ def gather(value):
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
+
+
+def compare_ranks(args, state, train_tokens):
+    """Another flag, script or text on one node would train wrong silently, so it ends the run."""
+    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
+    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    setup["script"] = Path(__file__).read_text()
+    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
+    # DDP: The data: the sum of all tokens, and some of them, which would show another order.
+    places = np.linspace(0, len(train_tokens) - 1, num=1000, dtype=int).tolist()
+    some_tokens = [train_tokens[place].as_py() for place in places]
+    setup["tokens"] = pyarrow.compute.sum(train_tokens).as_py(), some_tokens
+    setups = gather(setup)
+    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
+    if differing:
+        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
 
 
 def of_all_ranks(metrics):
@@ -957,12 +975,11 @@ def memory_metrics(device):
     }
 
 
-def describe_run(model, optimizer, device):
+def describe_run(model, device):
     """Facts about model and machine, which are logged once besides the flags."""
     on_gpu = device.type == "cuda"
     return {
         "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
-        "optimizer": type(optimizer).__name__,
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
@@ -1017,27 +1034,28 @@ def start_comet(args, run_folder, state):
 
 
 def catch_stop_signals():
-    """From now on, Ctrl-C, `kill`, a closed terminal or Slurm's SIGUSR1 ends it after a step."""
+    """Lets Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
-            signal.signal(number, stop_soon)
+            signal.signal(number, remember_signal)
 
 
-def stop_soon(signum, frame):
-    stop_signals.append(signum)  # the loop looks at this list before every step
+def remember_signal(number, frame):
+    received_signals.append(number)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
 
 
 def say(message):
     """Prints a line above the progress bar."""
-    with suppress(OSError):  # Ctrl-C also ends `| tee log`, and printing then fails
+    # Ctrl-C also ends `| tee log`. Printing then fails, and must not prevent the last checkpoint.
+    with suppress(OSError):
         tqdm.write(message)
 
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library, without
-# files such as _sysconfigdata.py, which differ between machines.
+# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library. The
+# pattern [a-z]* leaves out files such as _sysconfigdata.py, which differ between machines.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/models/tiny-llama",
@@ -1097,19 +1115,13 @@ def parse_args():
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Flags override --config, and --config overrides --demo. So look for --config, then for --demo.
+    # The order is: flags, then the file of --config, then --demo, then defaults. Both --config and
+    # --demo set defaults of the parser, so parse again after each.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)
     args = parser.parse_args().clone(with_meta=False)  # the flags alone
-    try:  # a step of the scheduler, before the data is read
-        optimizer = torch.optim.SGD([torch.zeros(1)])
-        scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
-        optimizer.step()
-        scheduler.step()
-    except (TypeError, ValueError) as error:
-        parser.error(f"--lr-scheduler {args.lr_scheduler}: {error}")
     name = args.experiment_name
     if name is not None and (name in ("", ".", "..") or "/" in name):
         parser.error("--experiment-name must be the name of a folder, without slashes")
@@ -1127,11 +1139,9 @@ if __name__ == "__main__":
     except datasets.exceptions.DatasetGenerationError as error:  # the cause names the file
         sys.exit(f"error: {error.__cause__}")
     except torch.OutOfMemoryError:
-        sys.exit(
-            "error: out of GPU memory: try --activation-checkpointing, --chunked-loss or a lower -b"
-        )
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     finally:
-        # DDP: If all ranks fail alike, one sentence per node is enough: while the others sleep,
-        # local rank 0 prints it and ends, and then torchrun ends the others.
-        if LOCAL_RANK > 0 and sys.exc_info()[0] and not stop_signals:
+        # DDP: sys.exit() prints its sentence after this block. If all ranks fail alike, local rank
+        # 0 prints it and ends, and then torchrun ends the others in their sleep.
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
             time.sleep(5)

@@ -459,6 +459,7 @@ FILES = {
         PLAIN,
     ),
     "responses": ("a.csv", as_csv([{"prompt": "q", "response": "a"}] * 99), PLAIN),
+    "an empty table": ("a.csv", "", "a.csv: No columns to parse from file"),
     "codes": ("a.csv", as_csv(CODES[1:]), "user\nq\n\n000<|im_end|>\n<|im_start|>assistant\n«NA"),
     "empty cells": ("a.csv", as_csv(CODES), PLAIN),
     # Both calls have one type, so the nulls are those of absent keys.

@@ -105,7 +105,7 @@ ARGS = {
     "alpha": ALPHA,
     "seed": 0,
 }
-ARGS |= {"attention": None}
+ARGS |= {"attention": None, "lr_scheduler": "cosine", "lr_scheduler_options": None}
 
 
 def build(chapter, family: str, config=None, **flags):
@@ -113,7 +113,7 @@ def build(chapter, family: str, config=None, **flags):
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(family, **config or CONFIGS[family]).save_pretrained(folder)
         args = SimpleNamespace(**ARGS | flags | {"model_name": folder})
-        chapter.check_config(args)
+        chapter.check_flags(args, torch.device("cpu"))
         return chapter.load_model(args)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 
+import datasets
 import pyarrow.parquet
 import pytest
 from runner import CHAPTERS_BY_NUMBER, run_tool
@@ -71,3 +72,21 @@ def test_two_corpora_are_mixed(tmp_path, monkeypatch):
     exec(re.search(r"## Two corpora.*?```python\n(.*?)```", TEXT, re.DOTALL)[1], {})
     texts = pyarrow.parquet.read_table("mixed.parquet")["text"].to_pylist()
     assert 0.66 < sum("web" in text for text in texts) / len(texts) < 0.74
+
+
+def test_own_dataset_becomes_a_file(tmp_path, monkeypatch):
+    """The line of the page. A Dataset need not end at its length by itself."""
+
+    class Texts:
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, number):
+            assert number < 3
+            return f"text {number}"
+
+    monkeypatch.chdir(tmp_path)
+    line = re.search(r"own PyTorch `Dataset` \|.*?`(datasets\..*?)`", TEXT)[1]
+    eval(line, {"datasets": datasets, "mine": Texts()})
+    texts = pyarrow.parquet.read_table("mine.parquet")["text"].to_pylist()
+    assert texts == ["text 0", "text 1", "text 2"]
