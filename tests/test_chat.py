@@ -397,6 +397,8 @@ def test_tokens_of_a_server(chat, family):
                 ), (answers, n)
                 count += len(answer_ids)
         assert sum(label >= 0 for _, labels in texts for label in labels) == count
+        number = sum(message["role"] == "assistant" for message in parsed)
+        assert found["answers"] == [number] + [0] * (len(texts) - 1)  # in the first text
     expected = len(TURNS) - 2 if family == "a thought" else 0
     assert refused == expected
 
@@ -485,11 +487,6 @@ FILES = {
         "«a<call>a=nullb=3<|call|>»",
     ),
     "tools": ("a.jsonl", as_jsonl([TURN | {"tools": [{"name": "f"}]}] * 99), '{"name": "f"}<|im_s'),
-    "tools as text": (
-        "a.jsonl",
-        as_jsonl([TURN | {"tools": '[{"name": "f"}]'}] * 99),
-        '{"name": "f"}<',
-    ),
     "not read": (
         "a.jsonl",
         as_jsonl([{"messages": [Q | {"mood": 1}, A], "score": 3}] * 99),
