@@ -35,7 +35,6 @@ os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
 import comet_ml
 import datasets
-import jinja2
 import numpy as np
 import pandas
 import psutil
@@ -472,7 +471,7 @@ def add_adapters(model, args):
     # A is random, and B is 0, so training begins with the model as it was. PEFT freezes W.
     try:
         inject_adapter_in_model(config, model)
-    except ValueError as error:  # no layer has such a name
+    except (ValueError, re.error) as error:  # no layer has such a name, or it is no pattern
         sys.exit(f"error: --lora-targets {args.lora_targets}: {error}")
     # FSDP does not gather embeddings for the backward pass, and a tied head has their weights.
     fixed = [model.get_input_embeddings()]
@@ -547,13 +546,12 @@ def parameter_groups(model, args):
 
 # CHAT: The endings of local files, and how `datasets` calls their formats. No files of text.
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-# CHAT: The columns of texts, and of the samples that are made of them. `answers` and `fitting` are
-# numbers of answers: all, and those that fit into a sample. `stop_tokens` are their last tokens.
-# `first` is 1 for the first text of a conversation. `refusal` says why there is none.
-NUMBER = datasets.Value("int32")
+# CHAT: The columns of texts, and of the samples that are made of them. `stop_tokens` are the last
+# tokens of the answers that fit into a sample. The first text of a conversation has the number of
+# all its `answers`, or a `refusal`, which says why there are none.
 LISTS = ["input_ids", "labels", "position_ids", "stop_tokens"]
-COLUMNS = dict.fromkeys(LISTS, datasets.List(NUMBER))
-COLUMNS |= dict.fromkeys(["answer_tokens", "answers", "fitting", "first"], NUMBER)
+COLUMNS = dict.fromkeys(LISTS, datasets.List(datasets.Value("int32")))
+COLUMNS |= dict.fromkeys(["answer_tokens", "answers"], datasets.Value("int32"))
 COLUMNS |= {"refusal": datasets.Value("string")}
 # The names of files that are held out, such as chats_dev.csv or validation.jsonl
 HELD_OUT = re.compile(r"(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])", re.IGNORECASE)
@@ -570,8 +568,8 @@ def load_samples(args, tokenizer):
     else:
         # CHAT 5: Hold out whole conversations before they are packed, because packing sorts them.
         # Only conversations with an answer that fits count.
-        numbers = np.cumsum(train_split.data.column("first").to_numpy())  # of conversations
-        fitting = np.unique(numbers[train_split.data.column("fitting").to_numpy() > 0])
+        numbers = np.cumsum(train_split.data.column("answers").to_numpy() > 0)  # of conversations
+        fitting = np.unique(numbers[train_split.data.column("answer_tokens").to_numpy() > 0])
         held_out = fitting[-max(1, len(fitting) // 100) :]
         begin = np.searchsorted(numbers, held_out.min(initial=len(numbers)))
         eval_split = train_split.select(range(begin, len(train_split)))
@@ -612,13 +610,20 @@ def load_documents(args):
 
 def read_files(file_format, files, args):
     """The documents of local files."""
+    csv = {}
+    if file_format == "csv":
+        # CHAT: Cells are text. Otherwise, pandas reads 007 as 7, and NA as null.
+        with suppress(Exception):  # a broken file, which `read` cannot read either
+            header = pandas.read_csv(files[0], nrows=0).columns
+            features = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
+            csv = {"features": features, "keep_default_na": False}
     # Without this option, `datasets` replaces the columns of agents' traces with its own.
     options = {"parse_agent_traces": False} if file_format == "json" else {}
-    options = cells_as_text(files[0]) if file_format == "csv" else options  # CHAT: 007 is not 7
 
     def read(names):
         names = [escape(name) for name in names]  # `datasets` takes names as patterns
-        return datasets.load_dataset(file_format, data_files=names, split="train", **options)
+        # CHAT: with the options of CSV files
+        return datasets.load_dataset(file_format, data_files=names, split="train", **options, **csv)
 
     with suppress(Exception):
         return read(files)  # fast, if all files are whole and have the same columns
@@ -632,31 +637,10 @@ def read_files(file_format, files, args):
     return datasets.concatenate_datasets(parts)
 
 
-def tokenize_split(documents, tokenizer, args):
-    """The texts of all conversations of a split."""
-    size = args.seq_length
-    texts = with_json_as_text(documents).map(
-        tokenize,
-        batched=True,
-        batch_size=32,  # CHAT: conversations
-        fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
-        remove_columns=documents.column_names,  # CHAT: COLUMNS take their place
-        features=datasets.Features(COLUMNS),
-    )
-    answers, fitting = sum(texts["answers"]), sum(texts["fitting"])
-    say(f"{len(documents):,} conversations, {answers:,} answers: {fitting:,} fit into -s {size}")
-    refused = [reason for reason in texts["refusal"] if reason]
-    if refused:
-        say(f"warning: the template refuses {len(refused):,} conversations, as with: {refused[0]}")
-        if len(refused) > len(documents) / 20:
-            sys.exit("error: more than 5 % of the conversations are refused, too many to leave out")
-    return texts
-
-
-def texts_of(messages, tools, tokenizer, options, size=math.inf):
+def texts_of(messages, tools, tokenizer, options, size):
     """One or more texts of a conversation, with the answers that fit into `size` tokens."""
     render = partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
-    texts = [new_text(first=1)]
+    texts = [new_text()]
     for n, message in enumerate(messages):
         has_loss = 0 not in (message.get("weight"), message.get("train"))  # False is 0, too
         if message["role"] != "assistant" or n == 0 or not has_loss:
@@ -669,7 +653,7 @@ def texts_of(messages, tools, tokenizer, options, size=math.inf):
         # CHAT 7: Each is tokenized apart. In one text, a token could have characters of both.
         prompt_ids = encode(prompt, tokenizer)
         answer_ids = encode_answer(whole[len(prompt) :].rstrip(), tokenizer)  # no line end
-        texts[-1]["answers"] += 1
+        texts[0]["answers"] += 1
         # Whole answers only, because a cut answer does not teach to stop.
         if len(prompt_ids) + len(answer_ids) > size:
             continue
@@ -684,41 +668,9 @@ def texts_of(messages, tools, tokenizer, options, size=math.inf):
     return texts
 
 
-def new_text(first=0, refusal=""):
+def new_text(refusal=""):
     """A text without tokens."""
-    text = {"input_ids": [], "labels": [], "stop_tokens": [], "answers": 0}
-    return text | {"first": first, "refusal": refusal}
-
-
-def find_stop_token(tokenizer, args, conversations=None):
-    """The token that ends an answer, of the first conversation that has a good one."""
-    problem = "no conversation has an answer, of the role 'assistant' and behind a question"
-    for messages, tools in conversations or [conversation_of({"prompt": "q", "response": "a b"})]:
-        try:
-            text = texts_of(messages, tools, tokenizer, args.template_options)[-1]
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            problem = f"the chat template refuses a conversation: {error}"
-            continue
-        answers = [token for token in text["labels"] if token >= 0]
-        if answers == text["stop_tokens"]:
-            problem = "the chat template leaves out the answers" if answers else problem
-        elif answers[-1] not in tokenizer.added_tokens_decoder:
-            problem = f"an answer ends with {tokenizer.decode(answers[-9:])!r}, no special token"
-        else:
-            return answers[-1]
-    sys.exit(f"error: {problem}")
-
-
-def set_stop_tokens(model, tokenizer, train_set):
-    """Adds the last tokens of the answers to those at which the base stops."""
-    ends = pyarrow.compute.list_flatten(train_set.data.column("stop_tokens")).unique().to_pylist()
-    settings = model.generation_config  # of the files generation_config.json
-    stops = settings.eos_token_id  # a number, a list or None
-    stops = stops if isinstance(stops, list) else [stops]
-    stops = stops + [token for token in ends if token in tokenizer.added_tokens_decoder]
-    settings.eos_token_id = [token for token in dict.fromkeys(stops) if token is not None]
-    # Transformers saves settings that it doubts only if they are not changed. So call them so.
-    settings._original_object_hash = hash(settings)
+    return {"input_ids": [], "labels": [], "stop_tokens": [], "answers": 0, "refusal": refusal}
 
 
 def encode(text, tokenizer):
@@ -736,41 +688,93 @@ def encode_answer(answer, tokenizer):
     return ids[len(line_end) :]
 
 
+def tokenize_split(documents, tokenizer, args):
+    """The texts of all conversations of a split."""
+    size = args.seq_length
+    texts = with_json_as_text(documents).map(
+        tokenize,
+        batched=True,
+        batch_size=32,  # documents; the longest ones then need 1 GB of memory
+        fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
+        remove_columns=documents.column_names,  # CHAT: COLUMNS take their place
+        features=datasets.Features(COLUMNS),
+    )
+    answers = pyarrow.compute.sum(texts.data.column("answers")).as_py()
+    fitting = len(pyarrow.compute.list_flatten(texts.data.column("stop_tokens")))
+    say(f"{len(documents):,} conversations, {answers:,} answers: {fitting:,} fit into -s {size}")
+    refused = [reason for reason in texts.data.column("refusal").to_pylist() if reason]
+    if refused:
+        say(f"warning: the template refuses {len(refused):,} conversations, as with: {refused[0]}")
+        if len(refused) > len(documents) / 20:
+            sys.exit("error: more than 5 % of the conversations are refused, too many to leave out")
+    return texts.with_format("numpy")  # `pack` gets arrays
+
+
 def tokenize(batch, tokenizer, options, size):
     """Conversations: token ids, and labels, which are -100 except for the tokens of answers."""
     texts = []
     for row in rows_of(batch):
         try:
             texts += texts_of(*conversation_of(row), tokenizer, options, size)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
-            texts.append(new_text(first=1, refusal=str(error)))
+        except Exception as error:  # from a template, it may be any
+            texts.append(new_text(refusal=str(error) or repr(error)))
     for text in texts:
         labels = text["labels"]
         labels[:1] = [-100] * len(labels[:1])  # after an empty prompt: nothing predicts it
-        text["position_ids"] = list(range(len(labels)))
+        text["position_ids"] = np.arange(len(labels))
         text["answer_tokens"] = len(labels) - labels.count(-100)
-        text["fitting"] = len(text["stop_tokens"])
     return {name: [text[name] for text in texts] for name in COLUMNS}
 
 
+def find_stop_token(tokenizer, args, batch=None):
+    """The token that ends the first good answer of a batch of rows, or of an example."""
+    batch = batch or {"prompt": ["q"], "response": ["a b"]}
+    found = tokenize(batch, tokenizer, args.template_options, size=math.inf)
+    problem = "no conversation has an answer, of the role 'assistant' and behind a question"
+    for text in rows_of(found):
+        answers = [token for token in text["labels"] if token >= 0]
+        if text["refusal"]:
+            problem = f"the chat template refuses a conversation: {text['refusal']}"
+        elif answers and answers == text["stop_tokens"]:
+            problem = "the chat template leaves out the answers"
+        elif answers and answers[-1] not in tokenizer.added_tokens_decoder:
+            problem = f"an answer ends with {tokenizer.decode(answers[-9:])!r}, no special token"
+        elif answers:
+            return answers[-1]
+    sys.exit(f"error: {problem}")
+
+
+def set_stop_tokens(model, tokenizer, train_set):
+    """Adds the last tokens of the answers to those at which the base stops."""
+    ends = pyarrow.compute.list_flatten(train_set.data.column("stop_tokens")).unique().to_pylist()
+    settings = model.generation_config  # of the files generation_config.json
+    stops = settings.eos_token_id  # a number, a list or None
+    stops = stops if isinstance(stops, list) else [stops]
+    stops = stops + [token for token in ends if token in tokenizer.added_tokens_decoder]
+    settings.eos_token_id = [token for token in dict.fromkeys(stops) if token is not None]
+    # Transformers saves settings that it doubts only if they are not changed. So call them so.
+    settings._original_object_hash = hash(settings)
+
+
 def pack(batch, size, several):
-    """Samples of `size` tokens. Each has one or several whole conversations, then padding."""
+    """Samples of `size` tokens. Each has one or several whole texts, then padding."""
     samples = []
-    # CHAT 9: The longest conversations come first, each into the fullest sample that has room.
-    for conversation in sorted(rows_of(batch), key=lambda row: -len(row["labels"])):
-        most = size - len(conversation["labels"])  # tokens of a sample that has room
+    # CHAT 9: The longest texts come first, each into the fullest sample that has room.
+    for text in sorted(rows_of(batch), key=lambda row: -len(row["labels"])):
+        most = size - len(text["labels"])  # tokens of a sample that has room
         with_room = [sample for sample in samples if len(sample["labels"]) <= most]
         if several and with_room:
             fullest = max(with_room, key=lambda sample: len(sample["labels"]))
-            for name in COLUMNS:
-                fullest[name] += conversation[name]  # lists get longer, and numbers add up
-        elif conversation["labels"]:  # one or more of its answers fit
-            samples.append(conversation)
+            fullest["answer_tokens"] += text["answer_tokens"]
+            for name in LISTS:
+                fullest[name] = np.append(fullest[name], text[name])
+        elif len(text["labels"]):  # one or more of its answers fit
+            samples.append(text)
     for sample in samples:
         padding = size - len(sample["labels"])
-        sample["input_ids"] += padding * [0]  # any token, since it has no label
-        sample["labels"] += padding * [-100]
-        sample["position_ids"] += range(padding)
+        sample["input_ids"] = np.pad(sample["input_ids"], (0, padding))  # any token
+        sample["labels"] = np.pad(sample["labels"], (0, padding), constant_values=-100)
+        sample["position_ids"] = np.append(sample["position_ids"], np.arange(padding))
     return {name: [sample[name] for sample in samples] for name in COLUMNS}
 
 
@@ -810,7 +814,6 @@ def mixes_conversations(model, device):
         logits = model(**model_inputs(batch, device), use_cache=False).logits
     except ValueError:  # a model with linear attention refuses several conversations in a sample
         return True
-    model.train()
     difference = logits[0, 8:] - logits[1, 8:]
     return difference.abs().max() > 1e-3 * logits.abs().max()
 
@@ -1140,23 +1143,18 @@ PAIRS = [("prompt", "completion"), ("prompt", "response"), ("instruction", "outp
 
 def look_at_first(documents, tokenizer, args):
     """Says what is not read. Ends the run if the template can render none. A stop token."""
-    rows = rows_of(with_json_as_text(documents.select(range(min(100, len(documents)))))[:])
+    batch = with_json_as_text(documents)[:100]
+    rows = rows_of(batch)
     conversations = [conversation_of(row) for row in rows]
-    columns = {name for row in rows for name in row}  # those that conversation_of has left
+    # Of the columns that conversation_of has left, those with a value
+    columns = {name for row in rows for name, value in row.items() if value is not None}
     keys = {key for messages, _ in conversations for message in messages for key in message}
     keys |= {"tools" for _, tools in conversations if tools}
     in_template = {*re.findall(r"\w+", str(tokenizer.chat_template))}
     unread = columns | keys - in_template - {"role", "content", "weight", "train"}
     if unread:
         say(f"columns, and keys of messages, that are not read: {', '.join(sorted(unread))}")
-    return find_stop_token(tokenizer, args, conversations)
-
-
-def cells_as_text(file):
-    """Options for a CSV file. Otherwise, pandas reads 007 as 7, and NA as null."""
-    header = pandas.read_csv(file, nrows=0).columns
-    features = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
-    return {"features": features, "keep_default_na": False}
+    return find_stop_token(tokenizer, args, batch)
 
 
 def with_json_as_text(documents):
@@ -1197,7 +1195,7 @@ def conversation_of(row):
     messages = [message_of({"role": "system", "content": system})] if system else []
     name = next((name for name in ("messages", "conversations") if name in row), None)
     pair = next((names for names in PAIRS if row.keys() >= {*names}), None)
-    if name:
+    if name and (row[name] is not None or not pair):  # null in rows of another form
         turns = parsed(row.pop(name), name) or []
         if not isinstance(turns, list):
             sys.exit(f"error: {name} must be a list of messages, not {str(turns)[:60]!r}")
@@ -1216,8 +1214,7 @@ def conversation_of(row):
             messages.append(message_of({"role": "user", "content": asked}))
             messages.append(message_of({"role": "assistant", "content": answer}))
     else:
-        forms = "messages or conversations, or to one of the pairs"
-        sys.exit(f"error: the columns are {[*row]}: rename them to {forms} {PAIRS}")
+        sys.exit(f"error: the columns are {[*row]}: rename them to messages, or to one of {PAIRS}")
     tools = [parsed(tool, "tools") for tool in parsed(row.pop("tools", None), "tools") or []]
     return messages, tools or None
 

@@ -144,7 +144,7 @@ def test_answers_that_do_not_fit(chat):
     first = len(chat.tokenize({"messages": [turn]}, tokenizer, {}, 99)["labels"][0])
     for size, length, left_out in ((first - 1, 0, 2), (first, first, 1), (first + 9, first, 1)):
         found = chat.tokenize({"messages": [turn * 2]}, tokenizer, {}, size)
-        assert (found["answers"], found["fitting"]) == ([2], [2 - left_out])
+        assert (found["answers"], len(found["stop_tokens"][0])) == ([2], 2 - left_out)
         for name in ("input_ids", "labels"):
             assert found[name][0] == whole[name][0][:length]
 
@@ -167,6 +167,7 @@ FORMS = [
     ({"conversations": [{"from": "tool", "value": "t"}]}, [{"role": "tool", "content": "t"}]),
     ({"conversations": [Q, A], "system": "s"}, [SYSTEM, Q, A]),
     ({"messages": [Q, A], "prompt": "x", "completion": "y"}, [Q, A]),
+    ({"messages": None, "prompt": "q", "completion": "a"}, [Q, A]),
     ({"prompt": "q", "completion": "a"}, [Q, A]),
     ({"prompt": "q", "response": "a", "system": ""}, [Q, A]),
     ({"prompt": [Q, A], "completion": [A]}, [Q | {"weight": 0}, A | {"weight": 0}, A]),
@@ -191,7 +192,7 @@ FORMS = [
 ]
 # A part of the sentence, and a row
 REFUSED = [
-    ("rename them to messages or", {"prompt": "q", "answer": "a"}),
+    ("rename them to messages, or", {"prompt": "q", "answer": "a"}),
     ("messages must be JSON, not the text", {"messages": "[{'role': 'user'}]"}),
     ("messages must have roles and contents, not '3'", {"messages": [3]}),
     ("messages must be a list of messages, not", {"messages": "3"}),
@@ -260,8 +261,8 @@ def test_samples_have_every_conversation_once(chat):
         ):
             begins = [i for i, position in enumerate(positions) if position == 0]
             parts = [ids[a:b] for a, b in pairwise([*begins, 64])]
-            found += [part for part in parts if part[0]]
-            assert labels == [n or -100 for n in ids]
+            found += [part.tolist() for part in parts if part[0]]
+            assert labels.tolist() == [n or -100 for n in ids]
             assert several or len(parts) <= 2
         assert sorted(found) == [row for row in rows if row]
         if several:
@@ -356,6 +357,8 @@ def test_tokens_of_a_server(chat, family):
                 ), (answers, n)
                 count += len(answer_ids)
         assert sum(label >= 0 for _, labels in texts for label in labels) == count
+        number = sum(message["role"] == "assistant" for message in parsed)
+        assert found["answers"] == [number] + [0] * (len(texts) - 1)  # in the first text
     if family in FAMILIES:
         args = SimpleNamespace(template_options={})
         assert chat.find_stop_token(tokenizer, args) == answer_ids[-1]
@@ -386,7 +389,9 @@ PLAIN = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n«a<|im_end|>»"
 
 def write_file(file, rows) -> None:
     """In the format of the ending. A table has a type for each field: absent keys are null."""
-    if file.suffix == ".jsonl":
+    if not rows:
+        file.touch()
+    elif file.suffix == ".jsonl":
         write_rows(file, rows)
     else:
         rows = datasets.Dataset.from_list(rows)
@@ -407,6 +412,7 @@ FILES = {
     "messages in a table": ("csv", [{"messages": json.dumps([Q, A])}] * 99, PLAIN),
     "ShareGPT": ("parquet", [SHAREGPT] * 99, PLAIN),
     "responses": ("csv", [{"prompt": "q", "response": "a"}] * 99, PLAIN),
+    "an empty table": ("csv", [], "an empty table.csv: No columns to parse from file"),
     "codes": ("csv", CODES[1:], "user\nq\n\n000<|im_end|>\n<|im_start|>assistant\n«NA"),
     "empty cells": ("csv", CODES, PLAIN),
     # Both calls have one type, so the nulls are those of absent keys.
@@ -418,7 +424,6 @@ FILES = {
         "«a<call>a=nullb=3<|call|>»",
     ),
     "tools": ("jsonl", [TURN | {"tools": [{"name": "f"}]}] * 99, '{"name": "f"}<|im_s'),
-    "tools as text": ("jsonl", [TURN | {"tools": '[{"name": "f"}]'}] * 99, '{"name": "f"}<'),
     "not read": (
         "jsonl",
         [{"messages": [Q | {"mood": 1}, A], "score": 3}] * 99,
@@ -535,7 +540,6 @@ def test_the_probe_finds_models_that_mix(chat, find):
         config = AutoConfig.for_model(kind, **shape | {"vocab_size": 64})
         model = AutoModelForCausalLM.from_config(config).train()
         assert chat.mixes_conversations(model, torch.device("cpu")) == (kind == "opt"), kind
-        assert model.training
 
     def refuse(**inputs):  # as linear attention does
         raise ValueError("cannot keep packed sequences apart")

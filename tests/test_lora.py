@@ -64,6 +64,7 @@ def test_what_is_refused(lora, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for targets, sentence in {
         "none": "error: --lora-targets none: Target modules none not found",
+        "[": "error: --lora-targets [: unterminated character set",
         ".*embed_tokens": "error: --lora-targets: embeddings, and a head tied to them",
         ".*(q_proj|lm_head)": "error: --lora-targets: embeddings, and a head tied to them",
     }.items():

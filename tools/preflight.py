@@ -279,7 +279,7 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
         tell = report.error if len(refusals) > len(chosen) / 20 else report.warn
         tell(what)
     texts = [pair for pair in zip(found["input_ids"], found["labels"], strict=True) if len(pair[0])]
-    if left_out := sum(found["answers"]) - sum(found["fitting"]):
+    if left_out := sum(found["answers"]) - sum(map(len, found["stop_tokens"])):
         report.warn(f"{left_out:,} answers do not fit into {args.seq_length} tokens: raise -s")
     if not texts:
         sys.exit("error: no answer fits (raise -s), or no message has the role 'assistant'")

@@ -1,16 +1,15 @@
 """Chapter 16 beside TRL: the speed and memory of preparing conversations, and exact tokens.
 
     pip install --target trl --no-deps trl
-    PYTHONPATH=trl python benchmarks/peers/trl_chat.py prepare --rows 100000
+    PYTHONPATH=trl python benchmarks/peers/trl_chat.py prepare --rows 8000
     PYTHONPATH=trl python benchmarks/peers/trl_chat.py templates
     PYTHONPATH=trl python benchmarks/peers/trl_chat.py train
 
 `prepare` makes conversations of about 500 tokens from Python's own library. Chapter 16 and TRL's
-SFTTrainer then make samples of them, each in a process of its own. `templates` tokenizes several
+SFTTrainer then make samples of them in turn, each in a new process. `templates` tokenizes several
 conversations with all chat templates of TRL, and compares the tokens and the labels with those of a
 server: the ids of each prompt, and the ids of each answer. `train` gives both the same ids, labels
-and weights, and compares their losses and times. `--lora` is for chapter 17, whose
-random A has other numbers than TRL's.
+and weights, and compares their losses and times. `--lora` is for chapter 17.
 """
 
 import argparse
@@ -90,8 +89,8 @@ def write_rows(file: Path, rows: int) -> None:
 
 
 def prepare(who: str, file: str) -> None:
-    """Prints what one of them needs to make samples of this file."""
-    if who == "trl":
+    """Prints what one of them needs to make samples of this file, without reading it."""
+    if who != "chapter":
         from trl import SFTConfig, SFTTrainer
 
         tokenizer = tokenizer_with(templates()["qwen2_5_training"])
@@ -100,6 +99,7 @@ def prepare(who: str, file: str) -> None:
         config.vocab_size = len(tokenizer)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         options = {"max_length": SIZE, "assistant_only_loss": True, "report_to": [], "bf16": False}
+        options["packing"] = who == "trl-packed"
         settings = SFTConfig(output_dir=tempfile.mkdtemp(), use_cpu=True, **options)
         rows = datasets.load_dataset("json", data_files=file, split="train")
         before = resource.getrusage(resource.RUSAGE_SELF)
@@ -111,9 +111,10 @@ def prepare(who: str, file: str) -> None:
         tokenizer = tokenizer_with(templates()["qwen2_5"])
         args = SimpleNamespace(seq_length=SIZE, template_options={}, packing=True)
         args = SimpleNamespace(**vars(args), dataset_name=file, dataset_subset=None)
-        datasets.load_dataset("json", data_files=file, split="train")
-        before = resource.getrusage(resource.RUSAGE_SELF)
         with contextlib.redirect_stdout(io.StringIO()):
+            documents = chapter.load_documents(args)
+            chapter.load_documents = lambda args: documents
+            before = resource.getrusage(resource.RUSAGE_SELF)
             samples, held_out = chapter.load_samples(args, tokenizer)
         after = resource.getrusage(resource.RUSAGE_SELF)
         tokens = (len(samples) + len(held_out)) * SIZE
@@ -180,6 +181,7 @@ def train_trl(folder: Path, number: str) -> list[float]:
         learning_rate=LR,
         lr_scheduler_type="constant",
         weight_decay=0.01,
+        seed=0,  # that of the chapter, so the random A of LoRA has the same numbers
         logging_steps=1,
         train_sampling_strategy="sequential",
         dataset_kwargs={"skip_prepare_dataset": True},
@@ -326,9 +328,11 @@ def compare_templates() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["prepare", "templates", "train", "chapter", "trl"])
+    kinds = ["chapter", "trl", "trl-packed"]
+    parser.add_argument("what", choices=["prepare", "templates", "train", *kinds])
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--rows", type=int, default=8000)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--file")
     args = parser.parse_args()
     if args.what == "templates":
@@ -339,10 +343,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "rows.jsonl")
             write_rows(file, args.rows)
-            for who in ("chapter", "trl"):
-                env = os.environ | {"HF_DATASETS_CACHE": f"{folder}/{who}"}
-                command = [sys.executable, __file__, who, "--file", str(file)]
-                subprocess.run(command, env=env, check=True)
+            for number in range(args.rounds):
+                for who in kinds:
+                    env = os.environ | {"HF_DATASETS_CACHE": f"{folder}/{who}-{number}"}
+                    command = [sys.executable, __file__, who, "--file", str(file)]
+                    subprocess.run(command, env=env, check=True)
     else:
         prepare(args.what, args.file)
 
