@@ -37,6 +37,7 @@ SHOWN = 3  # layouts of a choice
 
 sys.path.append(str(TOOLS))
 from models import STORED as MODELS  # noqa: E402
+from models import check_length, positive  # noqa: E402
 
 # The estimators. They import torch only when they load a model.
 chooser = importlib.import_module("choose-layout")
@@ -150,7 +151,7 @@ def too_long(name: str, length: int) -> str:
     """The sentence of the tool if the model has fewer positions, or nothing."""
     args = scaling.parse_args(["--choose", "-m", name, "--devices", "1", "-s", str(length)])
     try:
-        chooser.check_length(model_of(name), args)
+        check_length(model_of(name).config, args.seq_length)
     except SystemExit as error:
         return str(error).removeprefix("error: ")
     return ""
@@ -375,22 +376,14 @@ def layouts_page() -> str:
     )
 
 
-def columns_page() -> str:
-    """The page of side-by-side.py."""
-    columns = importlib.import_module("side-by-side")
-    files = columns.tree.chapters()
-    titles = [str(path.relative_to(REPOSITORY)) for path in files]
-    texts = [path.read_text("utf-8").removesuffix("\n").split("\n") for path in files]
-    return columns.page(titles, texts, columns.continued(files))
-
-
 def write_site(folder: Path, links: str | None) -> None:
     """The pages in `folder`/pages, and the site that Zensical makes of them in `folder`/site."""
     pages, site = folder / "pages", folder / "site"
     shutil.rmtree(pages, ignore_errors=True)
     copy_pages(pages, site, links)
     (pages / "layouts.html").write_text(layouts_page(), "utf-8")
-    (pages / "side-by-side.html").write_text(columns_page(), "utf-8")
+    command = [sys.executable, TOOLS / "side-by-side.py", "-o", pages / "side-by-side.html"]
+    subprocess.run(command, check=True)
     shutil.copy(REPOSITORY / "maintain" / "mkdocs.yml", folder)
     if importlib.util.find_spec("zensical") is None:
         sys.exit('error: the site needs Zensical: pip install -c constraints.txt ".[site]"')
@@ -408,11 +401,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--links", help=prefix)
     add("--grid", action="store_true", help="compute the grid, and write it to its record")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    add("--processes", type=int, default=cores, help=f"of --grid [all cores: {cores}]")
-    args = parser.parse_args(argv)
-    if args.processes < 1:
-        parser.error("--processes must be at least 1")
-    return args
+    add("--processes", type=positive(int), default=cores, help=f"of --grid [all cores: {cores}]")
+    return parser.parse_args(argv)
 
 
 def main() -> None:

@@ -70,7 +70,11 @@ def save_uneven_weights(folder: Path) -> Path:
 
 def write_documents(file: Path, documents, column="text") -> Path:
     """A JSON Lines file with a row for each document."""
-    file.write_text("".join(json.dumps({column: document}) + "\n" for document in documents))
+    return write_rows(file, [{column: document} for document in documents])
+
+
+def write_rows(file: Path, rows) -> Path:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
 
 
@@ -199,20 +203,22 @@ def conversations(texts, tmp_path_factory) -> Path:
             messages += [{"role": "user", "content": chance.choice(texts)[:20]}]
             messages += [{"role": "assistant", "content": " ".join(words)}]
         rows.append({"messages": messages})
-    file = tmp_path_factory.mktemp("chat") / "chat.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_rows(tmp_path_factory.mktemp("chat") / "chat.jsonl", rows)
+
+
+def replaced(text: str, changes: dict) -> str:
+    """The text with other pieces. Each of the old ones is there once."""
+    for piece, instead in changes.items():
+        assert text.count(piece) == 1, piece
+        text = text.replace(piece, instead)
+    return text
 
 
 def damaged(chapter: Path, folder: Path, damages: dict) -> Path:
     """A copy of a chapter with other lines."""
-    text = chapter.read_text()
-    for line, instead in damages.items():
-        assert text.count(line) == 1, line
-        text = text.replace(line, instead)
     script = folder / chapter.parent.name / chapter.name
-    script.parent.mkdir(parents=True)
-    script.write_text(text)
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text(replaced(chapter.read_text(), damages))
     return script
 
 
@@ -284,6 +290,22 @@ def assert_same_model(a, b) -> None:
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def resume(run, trainer, step: int, *flags, name="resumed", again=None, near=0, **options):
+    """Begins the run again at this step. It repeats the rest to the last bit.
+
+    `near`: on other ranks, so many logged losses and norms are equal but for rounding.
+    """
+    take_over(run, trainer, name, step)
+    resumed = (again or trainer)(*flags, name=name, **options)
+    assert f"Continuing from {resumed.folder}" in resumed.output
+    if near:
+        assert_same_losses(run, resumed, near, grad_norm=3e-5)
+    else:
+        assert exact(resumed.records) == exact(run.records)
+        assert_same_model(resumed, run)
+    return resumed
+
+
 def assert_opens(run, reference=None) -> None:
     """Transformers opens `final/`: in fp32, in bf16, and from a copy that is stored in bf16."""
 
@@ -317,6 +339,22 @@ def assert_same_losses(a, b, logged_steps: int, grad_norm: float = 1e-5) -> None
     for name in ("step", "epoch", "learning_rate"):
         assert b.column(name) == a.column(name), name
     assert len(a.column("loss")) == logged_steps
+
+
+def kept_bytes(model, ids) -> int:
+    """What autograd keeps for the backward pass: each storage once, but parameters and buffers."""
+    own = {x.untyped_storage()._cdata for x in [*model.parameters(), *model.buffers(), ids]}
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        # The result holds the graph; with checkpointing, also what is to be computed again
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    assert loss.requires_grad
+    return sum(x.untyped_storage().nbytes() for place, x in kept.items() if place not in own)
 
 
 class Folder:

@@ -15,6 +15,7 @@ import resource
 import runpy
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections import deque
@@ -86,6 +87,15 @@ def _child(script: Path, arguments: list[str], output: Path, options: dict) -> N
         atexit._run_exitfuncs()
 
 
+def wait_for(run, text: str, timeout: float) -> None:
+    """Returns when the run has printed this."""
+    end = time.monotonic() + timeout
+    while text not in run.output:
+        assert run.status is None, f"ended before {text!r}:\n{run.output}"
+        assert time.monotonic() < end, f"no {text!r} within {timeout} s:\n{run.output}"
+        time.sleep(0.01)
+
+
 class Run:
     """A script that runs; `output` is what it has printed so far, both streams together."""
 
@@ -108,12 +118,12 @@ class Run:
             raise TimeoutError(f"still running after {timeout} s:\n{self.output}")
         return self.process.exitcode
 
+    @property
+    def status(self) -> int | None:
+        return self.process.exitcode
+
     def wait_for(self, text: str, timeout: float = 60) -> None:
-        end = time.monotonic() + timeout
-        while text not in self.output:
-            assert self.process.exitcode is None, f"ended before {text!r}:\n{self.output}"
-            assert time.monotonic() < end, f"no {text!r} within {timeout} s:\n{self.output}"
-            time.sleep(0.01)
+        wait_for(self, text, timeout)
 
     def signal(self, signum: int) -> None:
         os.kill(self.process.pid, signum)
@@ -126,6 +136,14 @@ def outcome(folder: Path, script: Path, *arguments, timeout: float = 240, **opti
     """Runs a script to its end: exit status and output."""
     run = Run(script, arguments, folder / f"outcome-{next(_numbers)}.txt", **options)
     return run.wait(timeout), run.output
+
+
+def python(*arguments, status: int = 0, timeout: float = 300, **options):
+    """What a real start of Python prints, with its imports. It ends with this status."""
+    command = [sys.executable, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 def run_tool(folder: Path, name: str, *arguments, status: int = 0, **options) -> str:

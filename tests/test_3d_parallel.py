@@ -5,41 +5,12 @@ import json
 import pytest
 import test_pipeline_parallel
 import torch
-from conftest import (
-    AT_END,
-    assert_one_sentence,
-    assert_opens,
-    assert_same_losses,
-    exact,
-    take_over,
-)
+from conftest import AT_END
 from runner import CHAPTER_3, CHAPTER_6, CHAPTER_7, CHAPTER_13
-from test_fsdp import OFF, assert_same_checkpoint, told, whole_state
+from test_fsdp import told, whole_state
 
 GRID = {"script": CHAPTER_13}
 tied = test_pipeline_parallel.tied  # the fixture
-
-# -- Checkpoints -----------------------------------------------------------------------------------
-
-
-def test_one_pipeline_of_groups(trainer, tied):
-    """Losses, norms and held-out loss are those of chapter 1, and a resume repeats every bit."""
-    flags = ["-m", tied, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 2, "--ckpt-freq", 2]
-    single = trainer(*flags, "-b", 8, name="single")
-    grid = ["-b", 4, "--pipeline-parallel", 2, "--tensor-parallel", 2]
-    run = trainer(*flags, *grid, name="grid", processes=4, **GRID)
-    assert_same_losses(single, run, 4, **OFF)
-    assert_opens(run, reference=single)
-    take_over(run, trainer, "resumed", 2)
-    resumed = trainer(*flags, *grid, name="resumed", processes=4, **GRID)
-    assert "Continuing from" in resumed.output
-    assert exact(resumed.records) == exact(run.records)
-    assert_same_checkpoint(run.folder / "step-00000004", resumed.folder / "step-00000004")
-    grid = ["--pipeline-parallel", 1, "--tensor-parallel", 3]
-    refused = trainer(*flags, *grid, name="refused", processes=4, status=1, **GRID)
-    sentence = "times --tensor-parallel must divide the number of ranks, 4"
-    assert_one_sentence(refused.run.ranks[0].output, sentence)
-
 
 # Chapters that continue one run, one after the other: processes, flags, the last step
 ZBV = ["--schedule", "zbv"]

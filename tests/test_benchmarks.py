@@ -5,7 +5,9 @@ import re
 import subprocess
 
 import pytest
-from runner import REPOSITORY, load, outcome
+from conftest import write_rows
+from runner import REPOSITORY, load, outcome, python
+from test_chat import CHATML
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 tool = load(BENCHMARKS / "run.py")
@@ -40,6 +42,33 @@ def test_peers(run, tmp_path):
     assert file.read_text().strip() in output
 
 
+@pytest.mark.rest
+def test_the_peer_of_tensor_parallelism(tmp_path):
+    """It does not clip. As a fork, Transformers waits without end when it loads the model."""
+    flags = ["--only", "chapter 1", "Transformers TP", "--devices", 1, 2, "--rounds", 1]
+    flags += ["--warmup", 5, "--steps", 5, "-b", 2, "-s", 64, "-o", tmp_path / "table.md"]
+    flags += ["--flags", f"-d {REPOSITORY}/README.md --num-epochs 99 --max-grad-norm 0"]
+    methods = ["--methods", "chapters", "transformers-tp"]
+    done = python(BENCHMARKS / "run.py", *methods, *flags)
+    assert re.search(r"^\| 2 \| Transformers TP \| [\d,.]+ \|", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.rest
+def test_chapter_16_beside_trl(run, tmp_path):
+    """What needs no TRL, which is no package of the tests: a template in its place."""
+    templates = tmp_path / "trl" / "chat_templates"
+    templates.mkdir(parents=True)
+    (tmp_path / "trl" / "__init__.py").touch()
+    (templates / "qwen2_5.jinja").write_text(CHATML)
+    before = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+    output = run("peers/trl_chat.py", "templates", before=before)
+    assert "{'exact': 18} 1 templates" in output
+    turn = [{"role": role, "content": role} for role in ("user", "assistant")]
+    file = write_rows(tmp_path / "rows.jsonl", [{"messages": turn}] * 300)
+    output = run("peers/trl_chat.py", "chapter", "--file", file, before=before)
+    assert re.search(r"^chapter: [\d,]+ tokens in", output, re.MULTILINE)
+
+
 def contender(method, devices, speeds, losses, script=tool.CHAPTERS[0]):
     results = [{"tokens_per_second": s, "losses": losses, "peak_gb": 1.0} for s in speeds]
     return tool.Contender(method, devices, script, results=results)
@@ -66,14 +95,8 @@ def test_arithmetic_of_the_table():
     machines = 2 if tool.ON_GPU else 1
     expected = ["600", "500 to 800", "0.15", "0.40", "1.00", "", "0.800", "0.750 to 1.000"]
     assert cells[1] == expected
-    ddp = [
-        f"{0.2 / machines:.2f}",
-        f"{0.6 / machines:.2f}",
-        "1.00",
-        f"{1.5 / machines:.2f}",
-        "1.200",
-        "0.750 to 1.600",
-    ]
+    mfu, of_products, efficiency = (f"{x / machines:.2f}" for x in (0.2, 0.6, 1.5))
+    ddp = [mfu, of_products, "1.00", efficiency, "1.200", "0.750 to 1.600"]
     assert cells[2] == ["800", "600 to 1,200", *ddp]
     without_peak = tool.table(found, **numbers, peak=None).splitlines()
     assert without_peak[3].split("|")[5].strip() == ""
@@ -144,6 +167,17 @@ def test_gpu_rehearsal(run, tmp_path):
     assert all(title in output for title in titles.values())
 
 
+RECORDS = {path: " ".join(path.read_text().split()) for path in BENCHMARKS.glob("records/*.md")}
+SHOWN = re.compile(r"git show ([0-9a-f]{7}):([^` ]+)")
+
+
+def test_scripts_of_records_are_here_or_name_their_commit():
+    for record, text in RECORDS.items():
+        scripts = {*re.findall(r"(?:benchmarks|tools|tests|maintain)/[\w/-]+\.(?:py|c|txt)", text)}
+        for script in scripts - {file for _, file in SHOWN.findall(text)}:
+            assert (REPOSITORY / script).exists(), (record, script)
+
+
 def test_scripts_of_finished_experiments_are_in_the_history():
     """Each script that a record names can be shown. A copy without the history has none of them."""
 
@@ -153,12 +187,8 @@ def test_scripts_of_finished_experiments_are_in_the_history():
 
     if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("the history is not here: git fetch --unshallow")
-    names = set()
-    for record in (BENCHMARKS / "records").glob("*.md"):
-        words = " ".join(record.read_text().split())
-        names |= set(re.findall(r"git show ([0-9a-f]{7}:[^` ]+)", words))
+    names = {name for text in RECORDS.values() for name in SHOWN.findall(text)}
     assert len(names) > 10
-    for name in names:
-        assert git("cat-file", "-e", name).returncode == 0, name
-        commit = name.partition(":")[0]
-        assert git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0, name
+    for commit, file in names:
+        assert git("cat-file", "-e", f"{commit}:{file}").returncode == 0, (commit, file)
+        assert git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0, commit

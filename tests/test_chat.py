@@ -3,18 +3,16 @@
 Which tokens have labels is written out by hand, for templates in the manner of known families.
 """
 
-import csv
-import io
 import json
 import random
 import re
-from itertools import cycle, pairwise
+from itertools import pairwise
 from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
-from conftest import LLAMA, TINY_LLAMA, damaged, save_weights, write_model
+from conftest import LLAMA, TINY_LLAMA, damaged, save_weights, write_model, write_rows
 from runner import CHAPTER_16, REPOSITORY, load
 from test_equal import CHUNKS, OFF, Case, described, run, worst
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
@@ -74,30 +72,16 @@ FAMILIES = {
         "Größe 学习.<|eot|><|header|>user<|end_header|>\n¦\nAnd?<|eot|>"
         "<|header|>assistant<|end_header|>\n\n«No<|eot|>»",
     ),
-    "Qwen2.5": (
-        QWEN_2 + CHATML,
-        "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n«Größe 学习.<|im_end|>»\n<|im_start|>user\nAnd?<|im_end|>\n"
-        "<|im_start|>assistant\n«No<|im_end|>»",
-    ),
+    "Qwen2.5": (QWEN_2 + CHATML,),
     "Qwen3": (
         QWEN_3,
         f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«{THOUGHT}Größe 学习.<|im_end|>»",
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nGröße 学习.<|im_end|>\n"
         f"<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n«{THOUGHT}No<|im_end|>»",
     ),
-    "Gemma": (
-        GEMMA,
-        "<bos><turn>user\nHi<end_turn>\n<turn>model\n«Größe 学习.<end_turn>»\n"
-        "<turn>user\nAnd?<end_turn>\n<turn>model\n«No<end_turn>»",
-    ),
-    "Mistral": (MISTRAL, "<s>[INST] Hi[/INST]« Größe 学习.</s>»[INST] And?[/INST]« No</s>»"),
-    "Phi-3": (
-        PHI_3,
-        "<|user|>\nHi<|end|>\n<|assistant|>\n«Größe 学习.<|end|>\n<|endoftext|>»",
-        "<|user|>\nHi<|end|>\n<|assistant|>\nGröße 学习.<|end|>\n<|user|>\nAnd?<|end|>\n"
-        "<|assistant|>\n«No<|end|>\n<|endoftext|>»",
-    ),
+    "Gemma": (GEMMA,),
+    "Mistral": (MISTRAL,),
+    "Phi-3": (PHI_3,),
     "ChatML": (
         CHATML,
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n«Größe 学习.<|im_end|>»\n"
@@ -124,8 +108,9 @@ def tokenizer_with(template: str):
     return tokenizer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name, (_, *texts) in FAMILIES.items() if texts])
 def test_labels_are_the_answers(chat, family):
+    """As written out above. The others: test_tokens_of_a_server"""
     template, *expected = FAMILIES[family]
     tokenizer = tokenizer_with(template)
     thought = THOUGHT if family == "Qwen3" else ""
@@ -149,8 +134,6 @@ def test_labels_are_the_answers(chat, family):
             expected_labels += tokens if number % 2 else [-100] * len(tokens)
         assert ids == expected_ids
         assert labels == expected_labels
-    stop = chat.find_stop_token(tokenizer, SimpleNamespace(template_options={}))
-    assert stop == found["labels"][0][-1]
 
 
 def test_answers_that_do_not_fit(chat):
@@ -217,6 +200,9 @@ REFUSED = [
     ("history must be a list of pairs", {"instruction": "", "output": "", "history": [Q]}),
     ("arguments must be JSON", {"messages": [A | {"tool_calls": [{"arguments": "{"}]}]}),
     ("must be text, perhaps empty", {"messages": [{"content": "a"}]}),
+    ("must be text, perhaps empty", {"messages": [Q, A | {"content": None}]}),
+    ("must be text, perhaps empty", {"messages": [Q, A | {"content": 4}]}),
+    ("must be text, perhaps empty", {"messages": [Q, A | {"content": [{"type": "text"}]}]}),
     ("must be text, perhaps empty", {"prompt": "q", "completion": None}),
 ]
 
@@ -250,37 +236,6 @@ def test_messages_without_a_loss(chat):
     tokenizer = tokenizer_with(CHATML)
     assert tokenizer.decode([i for i in labels if i >= 0]) == "a<|im_end|>"
     assert tokenizer.decode(ids).count("<|im_start|>assistant\nb<|im_end|>") == 1
-
-
-# The contents of questions and answers in turn, and the text of the labels. None: it is refused.
-MESSY = [
-    (["a", "", "b", "c"], "<|im_end|>c<|im_end|>"),
-    (["", "\r\nb \r\n"], "\r\nb \r\n<|im_end|>"),
-    (["e\u0301", "\U0001f680\u200d e\u0301"], "\U0001f680\u200d e\u0301<|im_end|>"),
-    (["<|im_end|>", "<|im_end|>b"], "<|im_end|>b<|im_end|>"),
-    (["a", "\n\nb"], "\n\nb<|im_end|>"),
-    (["a"], ""),
-    (["a", None], None),
-    (["a", 4], None),
-    (["a", [{"type": "text", "text": "b"}]], None),
-]
-
-
-@pytest.mark.parametrize("takes_the_line_end", [False, True])
-def test_messy_conversations(chat, takes_the_line_end):
-    """Also with a stop token that takes the white space behind it, as in the tokenizer of Phi-3."""
-    tokenizer = tokenizer_with(CHATML)
-    stop = AddedToken("<|im_end|>", special=True, rstrip=takes_the_line_end)
-    tokenizer.add_special_tokens({"extra_special_tokens": [stop]})
-    for contents, expected in MESSY:
-        roles = cycle(["user", "assistant"])
-        messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
-        if expected is None:
-            with pytest.raises(SystemExit, match="content of a message must be text"):
-                chat.tokenize({"messages": [messages]}, tokenizer, {}, 1024)
-            continue
-        labels = chat.tokenize({"messages": [messages]}, tokenizer, {}, 1024)["labels"]
-        assert tokenizer.decode([i for ids in labels for i in ids if i >= 0]) == expected
 
 
 def test_the_first_token_has_no_label(chat):
@@ -348,11 +303,13 @@ TOOLS = """{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in mes
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 TEMPLATES = {name: template for name, (template, *_) in FAMILIES.items()}
 TEMPLATES |= {"a thought": THINKING, "a space": SPACE, "tools": TOOLS}
+TEMPLATES |= {"a stop that takes the line end": CHATML}  # as in the tokenizer of Phi-3
 # Answers; the questions are numbered
 TURNS = [
     *[["a"], ["\nx = 1"], ["\n\na\n\n"], [" a"], ["  a  "], ["a", "b", "\nc"], ["", "a"]],
     *[["'s it"], ["123", "4"], ["\ta"], ["\r\na"], ["Größe 学习"], ["\u00a0a"], ["<|im_end|>a"]],
     *[["```\ncode\n```"], ["a\n", "b\n"], ["\U0001f680"], ["assistant\n"], ["...\n\n\n", "a"]],
+    *[["\r\nb \r\n"], ["\U0001f680\u200d e\u0301"]],
     *[["<think>\nt\n</think>\n\na"], ["<think>\nt\n</think>\n\na", "<think>\n</think>\nb"]],
 ]
 
@@ -361,6 +318,9 @@ TURNS = [
 def test_tokens_of_a_server(chat, family):
     """The ids of each prompt, alone, and of each answer, alone. No other token has a label."""
     tokenizer = tokenizer_with(TEMPLATES[family])
+    if family == "a stop that takes the line end":
+        stop = AddedToken("<|im_end|>", special=True, rstrip=True)
+        tokenizer.add_special_tokens({"extra_special_tokens": [stop]})
     refused = 0
     for answers in TURNS:
         messages = []
@@ -399,6 +359,9 @@ def test_tokens_of_a_server(chat, family):
         assert sum(label >= 0 for _, labels in texts for label in labels) == count
         number = sum(message["role"] == "assistant" for message in parsed)
         assert found["answers"] == [number] + [0] * (len(texts) - 1)  # in the first text
+    if family in FAMILIES:
+        args = SimpleNamespace(template_options={})
+        assert chat.find_stop_token(tokenizer, args) == answer_ids[-1]
     expected = len(TURNS) - 2 if family == "a thought" else 0
     assert refused == expected
 
@@ -424,110 +387,62 @@ STRICT = """{% for m in messages if m.content == 'No' %}{{ raise_exception('No.'
 PLAIN = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n«a<|im_end|>»"
 
 
-def as_csv(rows) -> str:
-    table = io.StringIO()
-    writer = csv.DictWriter(table, rows[0])
-    writer.writeheader()
-    writer.writerows(rows)
-    return table.getvalue()
-
-
-def as_jsonl(rows) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
-def as_parquet(rows) -> bytes:
-    """With a type for each field, in which absent keys are null."""
-    buffer = io.BytesIO()
-    datasets.Dataset.from_list(rows).to_parquet(buffer)
-    return buffer.getvalue()
+def write_file(file, rows) -> None:
+    """In the format of the ending. A table has a type for each field: absent keys are null."""
+    if file.suffix == ".jsonl":
+        write_rows(file, rows)
+    else:
+        rows = datasets.Dataset.from_list(rows)
+        {".csv": rows.to_csv, ".parquet": rows.to_parquet}[file.suffix](file)
 
 
 TURN = {"messages": [Q, A]}
 LONG = {"messages": [Q, A | {"content": "a " * 99}]}
 REFUSED_ROW = {"messages": [Q | {"content": "No"}, A]}
+SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 CODES = [{"instruction": "q", "input": "", "output": "a"}]
 CODES += [{"instruction": "q", "input": f"{n:03}", "output": "NA"} for n in range(99)]
-# The name of a file and its content. Then what the first text or the sentence has.
+CALLED = [[{"function": {"name": "f", "arguments": {key: 1}}}] for key in "ab"]
+CALLED = [{"messages": [Q, A | {"tool_calls": calls}]} for calls in CALLED]
+# The ending of a file, its rows, and what the first text or the sentence has
 FILES = {
-    "messages as text": ("a.jsonl", as_jsonl([{"messages": json.dumps([Q, A])}] * 99), PLAIN),
-    "messages in a table": ("a.csv", as_csv([{"messages": json.dumps([Q, A])}] * 99), PLAIN),
-    "ShareGPT": (
-        "a.parquet",
-        as_parquet(
-            [{"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}]
-            * 99
-        ),
-        PLAIN,
-    ),
-    "responses": ("a.csv", as_csv([{"prompt": "q", "response": "a"}] * 99), PLAIN),
-    "an empty table": ("a.csv", "", "a.csv: No columns to parse from file"),
-    "codes": ("a.csv", as_csv(CODES[1:]), "user\nq\n\n000<|im_end|>\n<|im_start|>assistant\n«NA"),
-    "empty cells": ("a.csv", as_csv(CODES), PLAIN),
+    "messages as text": ("jsonl", [{"messages": json.dumps([Q, A])}] * 99, PLAIN),
+    "messages in a table": ("csv", [{"messages": json.dumps([Q, A])}] * 99, PLAIN),
+    "ShareGPT": ("parquet", [SHAREGPT] * 99, PLAIN),
+    "responses": ("csv", [{"prompt": "q", "response": "a"}] * 99, PLAIN),
+    "codes": ("csv", CODES[1:], "user\nq\n\n000<|im_end|>\n<|im_start|>assistant\n«NA"),
+    "empty cells": ("csv", CODES, PLAIN),
+    "an empty table": ("csv", [], "an empty table.csv: No columns to parse from file"),
     # Both calls have one type, so the nulls are those of absent keys.
-    "calls with nulls": (
-        "a.parquet",
-        as_parquet(
-            [
-                {
-                    "messages": [
-                        Q,
-                        A | {"tool_calls": [{"function": {"name": "f", "arguments": {key: 1}}}]},
-                    ]
-                }
-                for key in "ab" * 50
-            ]
-        ),
-        "«a<call>a=1<|call|>»",
-    ),
+    "calls with nulls": ("parquet", CALLED * 50, "«a<call>a=1<|call|>»"),
     # These rows have several types, so `datasets` keeps them as JSON text, and the null is meant.
     "a null that is meant": (
-        "a.jsonl",
-        as_jsonl([{"messages": [Q, A | {"tool_calls": [PARSED]}]}] + [TURN] * 99),
+        "jsonl",
+        [{"messages": [Q, A | {"tool_calls": [PARSED]}]}] + [TURN] * 99,
         "«a<call>a=nullb=3<|call|>»",
     ),
-    "tools": ("a.jsonl", as_jsonl([TURN | {"tools": [{"name": "f"}]}] * 99), '{"name": "f"}<|im_s'),
+    "tools": ("jsonl", [TURN | {"tools": [{"name": "f"}]}] * 99, '{"name": "f"}<|im_s'),
+    "tools as text": ("jsonl", [TURN | {"tools": '[{"name": "f"}]'}] * 99, '{"name": "f"}<'),
     "not read": (
-        "a.jsonl",
-        as_jsonl([{"messages": [Q | {"mood": 1}, A], "score": 3}] * 99),
+        "jsonl",
+        [{"messages": [Q | {"mood": 1}, A], "score": 3}] * 99,
         "columns, and keys of messages, that are not read: mood, score",
     ),
-    "a long one at the end": ("a.jsonl", as_jsonl([TURN] * 50 + [LONG] * 2), PLAIN),
+    "a long one at the end": ("jsonl", [TURN] * 50 + [LONG] * 2, PLAIN),
     "few refused": (
-        "a.jsonl",
-        as_jsonl([TURN] * 96 + [REFUSED_ROW] * 3),
+        "jsonl",
+        [TURN] * 96 + [REFUSED_ROW] * 3,
         "warning: the template refuses 3 conversations, as with: No.",
     ),
     "many refused": (
-        "a.jsonl",
-        as_jsonl([TURN] * 94 + [REFUSED_ROW] * 5),
+        "jsonl",
+        [TURN] * 94 + [REFUSED_ROW] * 5,
         "error: more than 5 % of the conversations are refused",
     ),
-    "all refused": (
-        "a.jsonl",
-        as_jsonl([REFUSED_ROW] * 99),
-        "error: the chat template refuses a conv",
-    ),
-    "no answers": (
-        "a.jsonl",
-        as_jsonl([{"messages": [Q]}] * 99),
-        "error: no conversation has an answer",
-    ),
-    "text": (
-        "a.txt",
-        "Hello",
-        "error: no files for .*: give existing ones that end in .json, .jsonl",
-    ),
-    "other columns": (
-        "a.csv",
-        as_csv([{"question": "q", "answer": "a"}]),
-        "error: the columns are",
-    ),
-    "Python": (
-        "a.jsonl",
-        as_jsonl([{"messages": str([Q, A])}]),
-        "error: messages must be JSON, not",
-    ),
+    "all refused": ("jsonl", [REFUSED_ROW] * 99, "error: the chat template refuses a conv"),
+    "no answers": ("jsonl", [{"messages": [Q]}] * 99, "error: no conversation has an answer"),
+    "other columns": ("csv", [{"question": "q", "answer": "a"}], "error: the columns are"),
+    "Python": ("jsonl", [{"messages": str([Q, A])}], "error: messages must be JSON, not"),
 }
 
 
@@ -535,20 +450,24 @@ LISTS = ("input_ids", "labels")
 
 
 def test_a_column_of_two_types(chat, tmp_path):
-    """The libraries do not name the file."""
+    """The libraries do not name the file. Nor is there one with another ending."""
     for name, label in ("a", 1), ("b", "one"):
-        (tmp_path / f"{name}.jsonl").write_text(as_jsonl([TURN | {"label": label}]))
+        write_rows(tmp_path / f"{name}.jsonl", [TURN | {"label": label}])
     args = SimpleNamespace(dataset_name=f"{tmp_path}/*.jsonl", dataset_subset=None)
     with pytest.raises(SystemExit, match=r"error: .*/b.jsonl: .* key label"):
+        chat.load_documents(args)
+    args.dataset_name = str(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_text("Hello")
+    with pytest.raises(
+        SystemExit, match=r"no files for .*: give existing .* end in \.json, \.jsonl"
+    ):
         chat.load_documents(args)
 
 
 def test_files_of_conversations(chat, tmp_path, capsys):
     """Each file is read, with nothing silent, or refused before its conversations are tokenized."""
-    for case, (name, content, expected) in FILES.items():
-        file = tmp_path / case / name
-        file.parent.mkdir()
-        file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for case, (ending, rows, expected) in FILES.items():
+        write_file(file := tmp_path / f"{case}.{ending}", rows)
         args = SimpleNamespace(dataset_name=str(file), dataset_subset=None, template_options={})
         args = SimpleNamespace(**vars(args), seq_length=64, packing=False)
         try:
@@ -565,12 +484,7 @@ def test_files_of_conversations(chat, tmp_path, capsys):
                     found += tokenizer.decode([token])
                     before = label
             assert len(held_out) == 1
-        assert re.search(
-            expected if "error: no files" in expected else re.escape(expected), found
-        ), (
-            case,
-            found,
-        )
+        assert expected in found, (case, found)
 
 
 # -- Conversations that share a sample -------------------------------------------------------------
@@ -677,7 +591,8 @@ def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> S
         loss = sum(sums) / sum(counts)
         loss.backward()
         named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
-        result.gradients.append({n: p.grad.clone() for n, p in named})
+        gradients = {n.removeprefix("base_model.model."): p.grad.clone() for n, p in named}
+        result.gradients.append(gradients)  # without the prefix of PEFT
         result.loss.append(loss.item())
         result.norm.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
@@ -688,6 +603,17 @@ def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> S
                 sums, counts = zip(*losses_of(eval_set), strict=True)
             result.held_out.append(sum(sums).item() / sum(counts))
     return result
+
+
+def assert_job_is_plain(folder, cases: list, plain: dict, ranks: int) -> None:
+    """Also the gradients of two steps."""
+    run(folder, "job", cases, ranks)
+    for name, expected in plain.items():
+        found = Case(folder / name)
+        assert_equal(expected, found)
+        for step in (1, 2):
+            error, parameter = worst(expected.gradients[step - 1], found.gradients(step))
+            assert error < 1e-4, (name, step, parameter, error)
 
 
 def assert_equal(plain, found) -> None:
@@ -715,7 +641,7 @@ BLANK = {
 @pytest.mark.parametrize("ranks", CASES)
 def test_each_conversation_alone(chat, tmp_path, conversations, ranks):
     cases, plain = [], {}
-    blank = damaged(CHAPTER_16, tmp_path, BLANK)
+    blank = damaged(CHAPTER_16, tmp_path / "blank", BLANK)
     for kind, batch, *more in CASES[ranks]:
         folder = tmp_path / kind
         if not folder.exists():
@@ -730,10 +656,4 @@ def test_each_conversation_alone(chat, tmp_path, conversations, ranks):
             case["script"], module = str(blank), load(blank)
         plain[name] = plain_loop(module, folder, conversations, "--no-packing" not in more)
         cases.append(case)
-    run(tmp_path, "job", cases, ranks)
-    for name, expected in plain.items():
-        found = Case(tmp_path / name)
-        assert_equal(expected, found)
-        for step in (1, 2):
-            error, parameter = worst(expected.gradients[step - 1], found.gradients(step))
-            assert error < 1e-4, (name, step, parameter, error)
+    assert_job_is_plain(tmp_path, cases, plain, ranks)

@@ -14,6 +14,7 @@ from conftest import (
     assert_same_losses,
     assert_same_model,
     exact,
+    resume,
     take_over,
 )
 from runner import CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_8, Job
@@ -194,24 +195,22 @@ def hooks(tmp_path_factory):
     return [torch.load(folder / f"results-{rank}.pt") for rank in range(3)]
 
 
-def spectrum(x: torch.Tensor) -> torch.Tensor:
-    """The orthonormal DCT-II by its definition, in chunks of 64 numbers, in double precision."""
+def dct() -> torch.Tensor:
+    """The orthonormal DCT-II of 64 numbers by its definition, as a matrix in double precision."""
     n = torch.arange(64, dtype=torch.float64)
     rows = []
     for k in range(64):
         scale = math.sqrt((1 if k == 0 else 2) / 64)
         rows.append(scale * torch.cos(math.pi * (2 * n + 1) * k / 128))
-    return x.double().view(-1, 64) @ torch.stack(rows).T
+    return torch.stack(rows)
+
+
+def spectrum(x: torch.Tensor) -> torch.Tensor:
+    return x.double().view(-1, 64) @ dct().T
 
 
 def inverse(c: torch.Tensor) -> torch.Tensor:
-    """By the definition of the DCT-III."""
-    k = torch.arange(1, 64, dtype=torch.float64)
-    columns = []
-    for n in range(64):
-        cosines = math.sqrt(2 / 64) * torch.cos(math.pi * (2 * n + 1) * k / 128)
-        columns.append(c[:, 0] / 8 + c[:, 1:] @ cosines)
-    return torch.stack(columns, dim=1)
+    return c @ dct()
 
 
 def gradients(step: int, rank: int) -> list[torch.Tensor]:
@@ -303,12 +302,13 @@ def interrupted(trainer):
 
     def run(method, processes, on=None):
         flags = [*FLAGS, "--compress", method]
-        name = f"{method}-{processes}"
-        origin = trainer(*flags, name=name, processes=processes, before=WATCH, **COMPRESSION)
-        take_over(origin, trainer, f"{name}-resumed", 3)
-        options = {"name": f"{name}-resumed", "processes": on or processes, "before": WATCH}
-        options |= COMPRESSION
-        return origin, trainer(*flags, "-b", 4 * processes // (on or processes), **options)
+        options = {"processes": processes, "before": WATCH} | COMPRESSION
+        origin = trainer(*flags, name="origin", **options)
+        if not on:
+            return origin, resume(origin, trainer, 3, *flags, **options)
+        take_over(origin, trainer, "resumed", 3)
+        options |= {"name": "resumed", "processes": on}
+        return origin, trainer(*flags, "-b", 4 * processes // on, **options)
 
     return run
 
@@ -318,8 +318,6 @@ def interrupted(trainer):
 def test_resume_on_the_same_ranks_is_exact(interrupted, method):
     """Also what each rank remembers: residuals, and the matrices of PowerSGD."""
     origin, resumed = interrupted(method, 2)
-    assert exact(resumed.records) == exact(origin.records)
-    assert_same_model(origin, resumed)
     step = origin.checkpoints[-1]
     for rank in range(2):
         file = f"memory-{rank}-of-2.pt"
@@ -390,8 +388,4 @@ def test_the_merge_with_chapter_4(trainer, dataset, tmp_path):
     run = trainer(*flags, **options, name="part")
     assert run.column("loss") != whole.column("loss")
     assert max(run.column("communication/ratio")) < 0.9
-    take_over(run, trainer, "resumed", 4)
-    resumed = trainer(*flags, **options, name="resumed")
-    assert "step-00000004" in resumed.output
-    assert exact(resumed.records) == exact(run.records)
-    assert_same_model(resumed, run)
+    resume(run, trainer, 4, *flags, **options)

@@ -4,21 +4,10 @@ import re
 
 import pytest
 import torch
-from conftest import (
-    AT_END,
-    assert_one_sentence,
-    assert_opens,
-    assert_same_losses,
-    damaged,
-    exact,
-    take_over,
-    write_model,
-)
+from conftest import AT_END, damaged, resume, write_model
 from runner import CHAPTER_11
-from test_fsdp import OFF, assert_same_checkpoint, told
-from test_quick import WATCH_SAVES
-from test_resume import assert_synced
-from test_tensor_parallel import said
+from test_fsdp import assert_same_checkpoint, told
+from test_tensor_parallel import assert_said
 from transformers import AutoConfig, AutoModelForCausalLM
 
 CP = {"script": CHAPTER_11}
@@ -43,26 +32,6 @@ def far_looking(tmp_path_factory):
 
 
 # -- The same training -----------------------------------------------------------------------------
-
-
-def test_one_group_trains_what_chapter_1_trains(trainer, far_looking):
-    """Losses, norms, the held-out loss, and a resume that changes nothing."""
-    flags = ["-m", far_looking, "--no-from-scratch", "--max-steps", 4, "--eval-freq", 2]
-    flags += ["-b", 4, "--lr", 1e-3, "--ckpt-freq", 2, "--keep-checkpoints", 9]
-    single = trainer(*flags, name="single")
-    env = {"SAVES": str(trainer.folder)}
-    run = trainer(*flags, name="run", processes=2, before=WATCH_SAVES, env=env, **CP)
-    assert_synced(run.run.ranks[0].output, ["step-00000002", "step-00000004", "final"])
-    assert_same_losses(single, run, 4, **OFF)
-    assert_opens(run, reference=single)
-    assert "Attention sdpa, compute precision fp32" in run.output
-    take_over(run, trainer, "again", 2)
-    again = trainer(*flags, name="again", processes=2, **CP)
-    assert "Continuing from" in again.output
-    assert exact(again.records) == exact(run.records)
-    result = trainer("--context-parallel", 3, name="refused", processes=2, status=1, **CP)
-    assert_one_sentence(result.run.ranks[0].output, "must divide the number of ranks, 2")
-
 
 # Each rank tells which seeds it drew, and which of its activations were dropped.
 WATCH = """
@@ -105,10 +74,8 @@ def test_dropout_and_resume(trainer, dropout_model, exchange):
     seeds = [seed for rank in told(origin, "seeds ") for seed in rank]
     assert len({*seeds}) == len(seeds) == 4 * 2
     assert len({mask for (mask,) in told(origin, "dropped ")}) == 4
-    take_over(origin, trainer, "same", 2)
-    same = trainer(*flags, name="same", **options)
+    same = resume(origin, trainer, 2, *flags, **options)
     assert told(same, "seeds ") == told(origin, "seeds ")
-    assert exact(same.records) == exact(origin.records)
     assert_same_checkpoint(*(run.folder / "step-00000004" for run in (origin, same)))
 
 
@@ -129,9 +96,7 @@ LLAMA = SIZE | {"model_type": "llama"}
 MISTRAL = SIZE | {"model_type": "mistral", "sliding_window": 8}
 FREQUENCIES = {"rope_type": "longrope", "factor": 1.0, "rope_theta": 1e4}
 FREQUENCIES |= {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
-# Ranks, the model, flags, and a part of the sentence, if the chapter refuses them
 CHECKED = {
-    "ranks": (4, LLAMA, ["--context-parallel", 3], "must divide the number of ranks, 4"),
     "half of the tokens": (4, LLAMA, ["-s", 36], "--seq-length must be a multiple of 8"),
     "kv heads": (8, LLAMA, [], "error: 4 kv heads cannot be shared equally: use --exchange"),
     "heads": (8, {"model_type": "gpt2", "n_head": 4}, [], "error: 4 kv heads cannot"),
@@ -148,8 +113,4 @@ CHECKED = {
 @pytest.mark.rest
 @pytest.mark.parametrize("case", CHECKED)
 def test_what_is_refused(tmp_path, monkeypatch, case):
-    ranks, config, flags, part = CHECKED[case]
-    flags = ["-m", write_model(tmp_path / "m", **config), "-s", 32, *flags]
-    sentence = said(CHAPTER_11, "check_model", ranks, flags, monkeypatch)
-    assert part in sentence
-    assert bool(part) == bool(sentence)
+    assert_said(CHAPTER_11, "check_model", CHECKED[case], tmp_path, monkeypatch)

@@ -4,14 +4,12 @@ import argparse
 import gzip
 import json
 import os
-import subprocess
-import sys
 
 import datasets
 import pytest
 import torch
-from conftest import TINY_LLAMA
-from runner import CHAPTER_1
+from conftest import TINY_LLAMA, write_documents, write_rows
+from runner import CHAPTER_1, python
 from transformers import AutoTokenizer
 
 END = 0  # of text, for the tiny tokenizer
@@ -184,7 +182,7 @@ def test_files_whose_other_columns_differ(chapter_1, tmp_path):
     rows = [{"text": "a", "n": 1}, {"text": "b", "n": {"m": 2}}]
     rows += [{"text": "c", "type": "message", "message": {"content": [1, "x"], "role": 2}}]
     for number, row in enumerate(rows):
-        (tmp_path / f"{number}.jsonl").write_text(json.dumps(row) + "\n")
+        write_rows(tmp_path / f"{number}.jsonl", [row])
     assert splits_of(chapter_1, f"{tmp_path}/*.jsonl") == {"train": ["a", "b", "c"]}
     assert splits_of(chapter_1, f"{tmp_path}/2.jsonl") == {"train": ["c"]}
 
@@ -210,9 +208,7 @@ def test_memory_of_a_large_text_file(tmp_path, tokenizer):
     story = "def story(self):\n    return 'once upon a time' + self.end\n" * 20
     count = 25_000_000 // len(story)
     file.write_text((story + "<|endoftext|>") * count + story * count)
-    command = [sys.executable, "-c", PEAK, CHAPTER_1, "-m", TINY_LLAMA, "-d", file]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", PEAK, CHAPTER_1, "-m", TINY_LLAMA, "-d", file, cwd=tmp_path)
     _, tokens, memory = done.stdout.splitlines()[-1].split()
     assert float(memory) < 1
     one = len(tokenizer(story)["input_ids"])
@@ -243,8 +239,7 @@ datasets.config.HF_DATASETS_CACHE = os.environ["CACHE"]
 def test_a_node_tokenizes_once(trainer, texts, tmp_path):
     """Two ranks with an empty cache leave one file, which a later run reads."""
     cache = tmp_path / "cache"
-    file = tmp_path / "own.jsonl"
-    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:200]))
+    file = write_documents(tmp_path / "own.jsonl", texts[:200])
     options = {"processes": 2, "before": EMPTY_CACHE, "env": {"CACHE": str(cache)}}
     for name, size in [("first", 32), ("second", 16)]:
         trainer("-d", file, "-s", size, "--max-steps", 1, name=name, **options)

@@ -12,7 +12,8 @@ from conftest import (
     assert_one_sentence,
     assert_same_losses,
     in_step,
-    take_over,
+    resume,
+    write_documents,
     write_model,
 )
 from runner import CHAPTER_2, CHAPTER_8, Run
@@ -153,10 +154,7 @@ def test_resume_on_other_numbers_of_ranks_and_under_the_other_chapter(trainer, d
         ("ddp-single", ddp, four, 0),
         ("ddp-on-4", ddp, ["--gradient-accumulation-steps", 1], 4),
     ):
-        take_over(origin, trainer, name, 4)
-        resumed = trainer(*flags, *options, name=name, processes=processes)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(single, resumed, 6)
+        resume(origin, trainer, 4, *flags, *options, name=name, processes=processes, near=6)
 
 
 def test_a_signal_to_one_rank_stops_all(trainer):
@@ -200,8 +198,7 @@ def test_ranks_that_differ_are_refused(trainer, texts):
     other = trainer.folder / "other.txt"
     other.write_text(" ".join(texts))
     # The same documents, and so as many samples, in another order.
-    same_size = trainer.folder / "same-size.jsonl"
-    same_size.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[::-1]))
+    same_size = write_documents(trainer.folder / "same-size.jsonl", texts[::-1])
     for name, difference in DIFFERENCES.items():
         patch = f"import os, pathlib, sys\nif os.environ['RANK'] == '1':\n    {difference}"
         options = {

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Folder, assert_same_losses, save_uneven_weights, write_model
+from conftest import Folder, assert_same_losses, damaged, save_uneven_weights, write_model
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, free_port
 from safetensors.torch import load_file
 from test_muon import with_torch_muon
@@ -158,20 +158,10 @@ def write_weights(folder, name: str):
     return save_uneven_weights(folder)
 
 
-def in_small_chunks(folder, script):
-    """A copy of a chapter that computes the loss of 50 tokens at a time."""
-    source = script.read_text()
-    assert source.count("LOSS_CHUNK = 1024") == 1
-    copy = folder / script.parent.name / "train-llm.py"
-    copy.parent.mkdir(exist_ok=True)
-    copy.write_text(source.replace("LOSS_CHUNK = 1024", "LOSS_CHUNK = 50"))
-    return copy
-
-
 def described(folder, name, number, model, batch, more) -> dict:
     script = CHAPTERS_BY_NUMBER.get(number, number)  # or a script
     if CHUNKS in more:
-        script = in_small_chunks(folder, script)
+        script = damaged(script, folder, {"LOSS_CHUNK = 1024": "LOSS_CHUNK = 50"})
     flags = ["-e", name, "-m", folder / model, "--save-dir", folder]
     flags += PARTS if number == "14" else ["--no-from-scratch"]
     flags += ["-d", folder / "text.jsonl", "-s", 32, "-b", batch, "--lr", 1e-4, "--log-freq", 1]

@@ -7,7 +7,7 @@ from functools import wraps
 
 import pytest
 import torch
-from conftest import save_weights, write_model
+from conftest import kept_bytes, save_weights, write_model
 from runner import REPOSITORY, Job, load
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -143,22 +143,9 @@ def kept_by_autograd(name: str, flags, compiled: bool = False) -> int:
                 module.compile()
         model.loss_function = torch.compile(model.loss_function)
     ids = torch.zeros(flags.batch_size, flags.seq_length, dtype=torch.int64)
-    own = [*model.parameters(), *model.buffers(), ids]
-    own = {tensor.untyped_storage()._cdata for tensor in own}
-    kept = {}
-
-    def keep(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = tensor
-        return tensor
-
     half = torch.autocast("cpu", torch.bfloat16) if flags.dtype == "bf16" else nullcontext()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half:
-        # The result holds the graph; with checkpointing, also what is to be computed again
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    assert loss.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    with half:
+        return kept_bytes(model, ids)
 
 
 def kept(name: str, options: str) -> tuple[float, object]:

@@ -1,12 +1,11 @@
 """tools/first-difference.py: right ports, damaged chapters, and scripts of other people."""
 
 import re
-import subprocess
 import sys
 
 import pytest
-from conftest import LLAMA, damaged, write_model
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load
+from conftest import LLAMA, damaged, replaced, write_model
+from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load, python
 from test_expert_parallel import FAMILIES
 from test_fsdp import save_weights
 from test_hangs import WATCH
@@ -76,11 +75,7 @@ DAMAGES = {
         {"            optimizer.zero_grad()": "            pass"},
         "gradients are not zeroed",
     ),
-    "embeddings are not tied": (
-        "06",
-        UNTIED,
-        "Only tied or embedding weights differ",
-    ),
+    "embeddings are not tied": ("06", UNTIED, "Only tied or embedding weights differ"),
     "experts are not divided": (
         "12",
         {"        experts.set_gradient_divide_factor(WORLD_SIZE)\n": ""},
@@ -246,12 +241,8 @@ def mlp_of_one_process(tmp_path_factory):
     [n if n == "nothing" else pytest.param(n, marks=pytest.mark.rest) for n in MLP_DAMAGES],
 )
 def test_raw_ddp(tool, tmp_path, capsys, mlp_of_one_process, damage):
-    text = MLP
-    for line, instead in MLP_DAMAGES[damage][0].items():
-        assert text.count(line) == 1
-        text = text.replace(line, instead)
     script = tmp_path / "mlp.py"
-    script.write_text(text)
+    script.write_text(replaced(MLP, MLP_DAMAGES[damage][0]))
     port = record(tmp_path / "port", script, processes=2)
     try:
         output = answer(tool, capsys, mlp_of_one_process, port)
@@ -295,9 +286,7 @@ def test_the_command(tmp_path):
     script = tmp_path / "mlp.py"
     script.write_text(MLP)
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
-    command = [sys.executable, TOOL, "--reference", f"{sys.executable} {script}"]
-    command += ["--port", f"{torchrun} {script}", "--keep", tmp_path / "kept", "--steps", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    flags = ["--port", f"{torchrun} {script}", "--keep", tmp_path / "kept", "--steps", "1"]
+    done = python(TOOL, "--reference", f"{sys.executable} {script}", *flags)
     assert "No difference: 6 parameters, 1 step." in done.stdout
     assert len([*(tmp_path / "kept" / "port").glob("step*.pt")]) == 2

@@ -13,8 +13,8 @@ from conftest import (
     assert_one_sentence,
     assert_same_losses,
     exact,
+    resume,
     save_weights,
-    take_over,
     write_model,
 )
 from runner import CHAPTER_3
@@ -318,17 +318,14 @@ def test_resume_on_any_number_of_ranks(trainer, dropout_model):
     two = ["-b", 3, "--gradient-accumulation-steps", 2]
     origin = trainer(*flags, *two, name="origin", processes=2, **FSDP)
     for processes, size, accumulation in ((1, 6, 2), (3, 4, 1), (4, 3, 1)):
-        take_over(origin, trainer, f"on-{processes}", 4)
         split = ["-b", size, "--gradient-accumulation-steps", accumulation]
-        resumed = trainer(*flags, *split, name=f"on-{processes}", processes=processes, **FSDP)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(origin, resumed, 6, **OFF)  # 4 and 8 are logged because they are saved
+        options = {"name": f"on-{processes}", "processes": processes} | FSDP
+        # 4 and 8 are logged because they are saved
+        resume(origin, trainer, 4, *flags, *split, near=6, **options)
 
     flags += ["-m", dropout_model, *two]
     origin = trainer(*flags, name="dropout", processes=2, **FSDP)
-    take_over(origin, trainer, "same", 4)
-    resumed = trainer(*flags, name="same", processes=2, **FSDP)
-    assert exact(resumed.records) == exact(origin.records)
+    resumed = resume(origin, trainer, 4, *flags, name="same", processes=2, **FSDP)
     for name in ("step-00000008", "step-00000012"):
         assert_same_checkpoint(resumed.folder / name, origin.folder / name)
     resumed = trainer(*flags, "--max-steps", 13, name="same", processes=2, **FSDP)
@@ -379,6 +376,12 @@ torch.amp.GradScaler = Scaler
 """
 
 
+def assert_all_skip_update_3(run) -> None:
+    for rank in run.run.ranks:
+        scales = re.findall(r"^scale (\d) (.*)$", rank.output, re.MULTILINE)
+        assert scales[:3] == [("1", "65536.0"), ("2", "65536.0"), ("3", "32768.0")]
+
+
 def test_a_gradient_scaler_sees_all_shards(trainer):
     """Scaling changes nothing, and a step that one rank must skip is skipped by all."""
     flags = ["--max-steps", 5, "--eval-freq", 0, "--max-grad-norm", 0]
@@ -386,6 +389,4 @@ def test_a_gradient_scaler_sees_all_shards(trainer):
     options = {"processes": 2, "before": SCALER, "status": 1, **FSDP}
     scaled = trainer(*flags, name="scaled", **options)
     assert scaled.column("loss")[:1] == plain.column("loss")[:1]
-    for rank in scaled.run.ranks:
-        scales = re.findall(r"^scale (\d) (.*)$", rank.output, re.MULTILINE)
-        assert scales[:3] == [("1", "65536.0"), ("2", "65536.0"), ("3", "32768.0")]
+    assert_all_skip_update_3(scaled)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import torch
-from runner import REPOSITORY, Job, free_port, load
+from runner import REPOSITORY, Job, free_port, load, python
 
 TOOL = REPOSITORY / "tools" / "where-it-hangs.py"
 PRELOAD = REPOSITORY / "tools" / "preload"
@@ -119,9 +119,7 @@ def test_a_repaired_script_ends_with_the_weights_of_one_process(tool, tmp_path, 
 def test_the_tool_runs_a_command_and_ends_it(tmp_path):
     """Under torchrun, with a preload that waits for torch; and no process is left."""
     torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
-    command = [sys.executable, TOOL, "--seconds", "4", f"{torchrun} {BROKEN['5']}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr
+    done = python(TOOL, "--seconds", 4, f"{torchrun} {BROKEN['5']}", status=1)
     assert re.fullmatch(SENTENCES["5"], done.stdout.splitlines()[-1]), done.stdout
     processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(BROKEN["5"]) not in processes
@@ -181,20 +179,16 @@ def test_kinds_of_hangs_and_deaths(tmp_path, kind):
     script = tmp_path / "kind.py"
     script.write_text(AFTER_START.replace("LINES", lines))
     start = f"-m torch.distributed.run --standalone --nproc-per-node {processes}" * bool(processes)
-    command = [sys.executable, TOOL, "--seconds", "3"]
-    command += [f"{sys.executable} {start} {script} {free_port()}"]
+    command = f"{sys.executable} {start} {script} {free_port()}"
     env = os.environ | ({"RANK": "0", "WORLD_SIZE": "1"} if processes else {})
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 1, done.stderr
+    done = python(TOOL, "--seconds", 3, command, status=1, env=env)
     assert re.search(sentence, done.stdout.splitlines()[-1]), done.stdout
 
 
 def test_a_process_that_is_no_rank(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import signal\nsignal.pause()\n")
-    command = [sys.executable, TOOL, "--seconds", "0.3", f"{sys.executable} {script}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
+    done = python(TOOL, "--seconds", 0.3, f"{sys.executable} {script}", status=2)
     assert "No process has joined a process group in 1.8 seconds" in done.stdout
 
 
@@ -271,4 +265,4 @@ def test_the_preload_imports_torch_only_when_the_script_does(tmp_path):
     )
     env = {"HANG_DUMPS": str(tmp_path), "RANK": "0", "FIRST_DIFFERENCE": str(tmp_path)}
     env |= {"PYTHONPATH": str(PRELOAD)}
-    subprocess.run([sys.executable, script], env=env, check=True)
+    python(script, env=env)

@@ -11,7 +11,7 @@ import hydra
 import pytest
 import test_slurm
 import yaml
-from conftest import Folder, assert_one_sentence, assert_same_model
+from conftest import Folder, assert_one_sentence, assert_same_model, write_documents
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from runner import CHAPTER_1, CHAPTER_9, Job, Run, load
@@ -266,9 +266,7 @@ def test_the_launcher_asks_for_a_task_per_device(chapter_9):
 
 def test_long_names_and_empty_texts(runs, texts, tmp_path):
     """Overrides with slashes, and of more characters than a name may have."""
-    file = tmp_path / "texts[v2].jsonl"
-    rows = [{"text": text} for text in ["", None] * 600 + texts]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = write_documents(tmp_path / "texts[v2].jsonl", ["", None] * 600 + texts)
     names = [f"training.{key}=1" for key in ("max_steps", "logging_steps", "save_total_limit")]
     names += ["optimizer.warmup_steps=1", "training.per_device_eval_batch_size=4"]
     names += ["training.gradient_accumulation_steps=1", "optimizer.max_grad_norm=0.5"]

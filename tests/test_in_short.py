@@ -8,7 +8,7 @@ import shutil
 import datasets
 import pytest
 import torch
-from conftest import TINY_LLAMA
+from conftest import TINY_LLAMA, replaced, write_documents
 from runner import CHAPTER_1, CHAPTER_16, REPOSITORY, Job, Run, load
 from safetensors.torch import load_file
 from test_readme import page
@@ -74,10 +74,7 @@ class Short:
         if name != "chat":
             changes |= {"SEQ_LENGTH = 256": f"SEQ_LENGTH = {SEQ_LENGTH}"}
             changes |= {TEXT: repr(f"{self.folder}/text/*.py")}
-        text = SCRIPTS[name].read_text()
-        for line, instead in (changes | (damages or {})).items():
-            assert text.count(line) == 1, (name, line)
-            text = text.replace(line, instead)
+        text = replaced(SCRIPTS[name].read_text(), changes | (damages or {}))
         script = root / "learn" / "in-short" / f"{name}.py"
         script.write_text(text.replace(":.4f}", ":.9f}"))
         job = Job(script, [], root / "output", processes)
@@ -242,10 +239,7 @@ def test_single_trains_as_chapter_1(short, single, tmp_path):
     # With a second split, chapter 1 holds out nothing of the first.
     files = {}
     for split, texts in {"train": short.texts, "validation": short.texts[:9]}.items():
-        lines = [json.dumps({"text": text}) for text in texts]
-        file = tmp_path / f"{split}.jsonl"
-        file.write_text("\n".join(lines))
-        files[split] = str(file)
+        files[split] = str(write_documents(tmp_path / f"{split}.jsonl", texts))
     documents = f"def load_documents(args):\n    files = {files}\n"
     documents += '    return datasets.load_dataset("json", data_files=files)\n\n\n'
     # Its own order of samples is another one.

@@ -43,15 +43,12 @@ STEPS = ["--max-steps", 8, "--ckpt-freq", 1, "--keep-checkpoints", 2, "--eval-fr
 ROUNDS = ["--replicas", 2, "--shard-size", 1, "--inner-steps", 3]
 CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "stdlib.jsonl"]
 CHAT += ["--chat-template", REPOSITORY / "models" / "tiny-chat" / "template.jinja"]
+POWERSGD = ["--compress", "powersgd", "--min-compress", 600]
 LOCAL, ASYNC = ["--checkpoint-format", "local"], ["--async-checkpoint"]
 # Chapter, processes, flags: one for each way to write a checkpoint
 KINDS = {
     "one file": ("01-single-gpu", 0, []),
-    "and memory of each rank": (
-        "08-gradient-compression",
-        2,
-        ["--compress", "powersgd", "--min-compress", 600],
-    ),
+    "and memory of each rank": ("08-gradient-compression", 2, POWERSGD),
     "shards": ("03-fsdp", 2, []),
     "places in a stream": ("04-streaming", 2, ["--eval-freq", 0, "--shuffle-window", 10, "-b", 2]),
     "own disks": ("05-multi-node", 2, LOCAL),

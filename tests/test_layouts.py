@@ -15,11 +15,7 @@ from runner import CHAPTERS_BY_NUMBER, REPOSITORY, load
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig
 
 SHAPE = {"num_hidden_layers": 8, "max_position_embeddings": 8192, "tie_word_embeddings": False}
 DENSE = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336} | SHAPE
@@ -120,6 +116,7 @@ def ranks_of_other_sizes(weights) -> set[int]:
 
 # The chapter, its flags, how many ranks split a weight, how many stages a pipeline has, and the
 # name of this layout in the estimator
+GRID = ["--pipeline-parallel", 2, "--tensor-parallel", 8]
 LAYOUTS = {
     "FSDP": ("03", [], lambda ranks: ranks, 1, "FSDP"),
     "HSDP": ("05", ["--shard-size", 16], lambda ranks: 16, 1, "HSDP"),
@@ -127,13 +124,7 @@ LAYOUTS = {
     "pipeline": ("07", ["--pipeline-parallel", 4], lambda ranks: ranks // 4, 4, "pipeline"),
     "context": ("11", ["--context-parallel", 8], lambda ranks: ranks, 1, "context parallel"),
     "experts": ("12", ["--expert-parallel", 4], lambda ranks: ranks, 1, "expert parallel"),
-    "3D": (
-        "13",
-        ["--pipeline-parallel", 2, "--tensor-parallel", 8],
-        lambda ranks: ranks // 2,
-        2,
-        "pipeline × tensor",
-    ),
+    "3D": ("13", GRID, lambda ranks: ranks // 2, 2, "pipeline × tensor"),
 }
 FITS = {
     "dense": set(LAYOUTS) - {"experts"},

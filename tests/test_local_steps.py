@@ -14,6 +14,7 @@ from conftest import (
     assert_same_model,
     exact,
     in_step,
+    resume,
     save_weights,
     take_over,
     write_model,
@@ -203,6 +204,8 @@ CASES = {
     "1 replica": ([], {"replicas": 1, "ranks": 2}),
     "2 replicas of 2 copies": (["--shard-size", 1], {"ranks": 2}),
     "averages first": (["--outer-start", 2], {"outer_start": 2}),
+    # Evaluation in each step, and no save, which would hide stale weights
+    "units that stay whole": (["--eval-freq", 1, "--ckpt-freq", 99], {"eval_freq": 1, "ranks": 2}),
 }
 
 
@@ -220,28 +223,18 @@ def test_one_job(train, trainer, pretrained, dataset):
     run, plain = case_of(train, pretrained, dataset, *CASES["accumulation"])
     assert_as_planned(run, plain)
     assert_opens(run)
-    take_over(run, trainer, "resumed", 4)
-    resumed, _ = case_of(train, pretrained, dataset, *CASES["accumulation"], name="resumed")
-    assert "Continuing from" in resumed.output
-    assert exact(resumed.records) == exact(run.records)
-    assert_same_model(resumed, run)
+
+    def again(name):
+        return case_of(train, pretrained, dataset, *CASES["accumulation"], name=name)[0]
+
+    resume(run, trainer, 4, again=again)
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("case", [case for case in CASES if case != "accumulation"])
-def test_a_run_is_the_plain_loop(train, pretrained, dataset, case):
+def test_a_run_is_the_plain_loop(train, untied, dataset, case):
     """Losses, norms, held-out losses within a round, numbers of the rounds, final weights."""
-    assert_as_planned(*case_of(train, pretrained, dataset, *CASES[case]))
-
-
-# Evaluation in each step, and no save, which would hide stale weights
-WHOLE_HEAD = (["--eval-freq", 1, "--ckpt-freq", 99], {"eval_freq": 1, "ranks": 2})
-
-
-@pytest.mark.rest
-def test_units_that_stay_whole(train, untied, dataset):
-    """On two replicas of two ranks."""
-    assert_as_planned(*case_of(train, untied, dataset, *WHOLE_HEAD))
+    assert_as_planned(*case_of(train, untied, dataset, *CASES[case]))
 
 
 @pytest.mark.rest
@@ -264,11 +257,7 @@ def test_resume_within_a_round(train, trainer, with_dropout, saved):
     flags += ["--checkpoint-format", saved, "--async-checkpoint"]
     origin = train(*flags, name="origin")
     for step in (2, 4):
-        take_over(origin, trainer, f"from-{step}", step)
-        resumed = train(*flags, name=f"from-{step}")
-        assert "Continuing from" in resumed.output
-        assert exact(resumed.records) == exact(origin.records)
-        assert_same_model(resumed, origin)
+        resume(origin, trainer, step, *flags, name=f"from-{step}", again=train)
 
 
 FINGERPRINT = """

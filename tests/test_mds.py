@@ -20,7 +20,7 @@ from conftest import (
     write_documents,
 )
 from runner import CHAPTER_10, REPOSITORY, Run, load, run_tool
-from test_streaming import WATCH, plain_losses, reference_rows
+from test_streaming import plain_losses, reference_rows, watched
 from transformers import AutoTokenizer
 
 WRITE_MDS = REPOSITORY / "tools" / "write-mds.py"
@@ -200,21 +200,13 @@ def test_the_tool_goes_on(write):
 
 @pytest.fixture
 def train(trainer):
-    """Runs chapter 10. `seen` has the rows of each rank, in the order of steps."""
+    """Runs chapter 10."""
 
-    def run(data, *flags, processes=2, name="run", before="", start_only=False, **options):
-        path = trainer.folder / f"seen-{name}-"
-        before = IMPORTABLE + WATCH + before
+    def run(data, *flags, name="run", before="", **options):
         flags = ["-d", data, "--eval-freq", 0, "--shuffle-window", 16, *flags]
-        env = {"SEEN": str(path), "REQUESTS": str(trainer.folder / f"requests-{name}")}
-        options["env"] = env | options.get("env", {})
-        options |= {"script": CHAPTER_10, "processes": processes, "before": before}
-        if start_only:
-            return trainer.start(*flags, name=name, **options)
-        result = trainer(*flags, name=name, **options)
-        saved = [path.with_name(path.name + str(rank)) for rank in range(processes)]
-        result.seen = [torch.load(file) for file in saved if file.exists()]
-        return result
+        options["env"] = {"REQUESTS": str(trainer.folder / f"requests-{name}")}
+        options |= {"script": CHAPTER_10, "before": IMPORTABLE + before}
+        return watched(trainer, *flags, name=name, **options)
 
     return run
 

@@ -18,19 +18,11 @@ from conftest import (
     assert_same_losses,
     assert_same_model,
     exact,
-    take_over,
+    resume,
     write_documents,
     write_model,
 )
-from runner import (
-    CHAPTER_1,
-    CHAPTER_3,
-    CHAPTER_4,
-    CHAPTER_5,
-    CHAPTER_8,
-    load,
-    run_tool,
-)
+from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, CHAPTER_8, load, run_tool
 from safetensors.torch import load_file
 from test_fsdp import FAMILIES, OFF, WATCH, assert_same_checkpoint, told
 from test_torchrun import OWN_STORE, nodes
@@ -88,10 +80,8 @@ def test_losses_for_every_shard_size(train, trainer):
         assert len({shards[0] for shards in held}) == size
         # Once per step for each of the two layers and the root
         assert told(run, "all-reduces ") == [[str(6 * 3)]] * 4
-    take_over(run, trainer, "fewer", 2)
-    fewer = train(*flags, "-b", 4, "--global-batch-size", 16, "--shard-size", 1, name="fewer")
-    assert "Continuing from" in fewer.output
-    assert_same_losses(single, fewer, 6, **OFF)
+    flags += ["-b", 4, "--global-batch-size", 16, "--shard-size", 1]
+    resume(run, trainer, 2, *flags, again=train, near=6)
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
@@ -152,12 +142,8 @@ def test_formats_resume_exactly(train, trainer, case):
     else:
         writers = range(1 if how == "full" else 2)
         assert files == [f"step-00000006/__{rank}_0.distcp" for rank in writers]
-    take_over(origin, trainer, "resumed", 6)
-    resumed = train(*flags, name="resumed", before=WATCH)
-    assert "step-00000006" in resumed.output
-    assert exact(resumed.records) == exact(origin.records)
+    resumed = resume(origin, trainer, 6, *flags, again=train, before=WATCH)
     assert told(resumed, "shards ") == told(origin, "shards ")
-    assert_same_model(resumed, origin)
 
 
 def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
@@ -426,11 +412,7 @@ def test_the_merge_with_chapter_4(train, trainer, texts, tmp_path):
     held = told(run, "shards ")
     assert held[0] == held[1]
     assert told(run, "all-reduces ") == [[str(8 * 3)]] * 2
-    take_over(run, trainer, "resumed", 4)
-    resumed = train(*flags, "--checkpoint-format", "local", **both, name="resumed")
-    assert "step-00000004" in resumed.output
-    assert exact(resumed.records) == exact(run.records)
-    assert_same_model(resumed, run)
+    resume(run, trainer, 4, *flags, "--checkpoint-format", "local", again=train, **both)
     alone = train(*flags, "-b", 8, **both, name="resumed", processes=1, status=1)
     assert_one_sentence(alone.output, "world_size was 2, and is 1")
 

@@ -10,6 +10,9 @@ import shutil
 import sys
 
 import pytest
+import test_context_parallel
+import test_expert_parallel
+import test_pipeline_parallel
 import torch
 from conftest import (
     NO_TORCHVISION,
@@ -19,9 +22,8 @@ from conftest import (
     assert_opens,
     assert_same_losses,
     assert_same_model,
-    exact,
+    resume,
     save_weights,
-    take_over,
     write_documents,
 )
 from runner import REPOSITORY, load, run_tool
@@ -33,53 +35,58 @@ from test_lora import with_adapters
 from test_mds import IMPORTABLE
 from test_muon import with_torch_muon
 from test_resume import WATCH_DISK, assert_synced
-from test_streaming import WATCH
 from test_streaming import plain_loop as plain_loop_over_rows
+from test_streaming import watched
 from transformers import AutoTokenizer, GenerationConfig
 
 STEPS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
 STEPS += ["--keep-checkpoints", 9]
 TWICE, CHUNKS = ["--gradient-accumulation-steps", 2], "--chunked-loss"
-# Flags of the job, for 8 samples per step; bad flags, and a part of the sentence.
+EVERYTHING = ["--compress", "dct", "--keep", 1, "--min-compress", 600]  # all frequencies
+GRID = ["--pipeline-parallel", 2, "--tensor-parallel", 2]
+# Flags of the job, for 8 samples per step; bad flags, and a part of the sentence
 CHAPTERS = {
-    "02-ddp": {
-        "flags": ["-b", 2, *TWICE, CHUNKS],
-        "bad": ["-b", 0],
-        "sentence": "batch_size",
-    },
-    "03-fsdp": {
-        "flags": ["-b", 2, *TWICE],
-        "bad": ["--cpu-offlod"],
-        "sentence": "--cpu-offlod",
-    },
-    "05-multi-node": {
-        "flags": ["-b", 2, *TWICE, "--shard-size", 1],
-        "bad": ["--shard-size", 3],
-        "sentence": "--shard-size 3 does not divide the 2 ranks",
-    },
-    "06-tensor-parallel": {
-        "flags": ["-b", 4, *TWICE],
-        "bad": ["--tensor-parallel", 3],
-        "sentence": "--tensor-parallel must divide the number of ranks, 2",
-    },
-    "07-pipeline-parallel": {
-        # The second held-out batch has micro-batches of 2 samples and padding, and of padding
-        "flags": ["-b", 4, *TWICE],
-        "bad": ["--layers-per-stage", "1,2"],
-        "sentence": "2 stages cannot share 2 layers as [1, 2]",
-    },
-    # All frequencies: it sends everything, by the way of the compressed gradients
-    "08-gradient-compression": {
-        "flags": ["-b", 2, *TWICE, "--compress", "dct", "--keep", 1, "--min-compress", 600, CHUNKS],
-        "bad": ["--compress", "zip"],
-        "sentence": "invalid choice",
-    },
-    "18-muon": {
-        "flags": ["-b", 2, *TWICE, CHUNKS],
-        "bad": ["--lr", "fast"],
-        "sentence": "lr",
-    },
+    "02-ddp": (["-b", 2, *TWICE, CHUNKS], ["-b", 0], "batch_size"),
+    "03-fsdp": (["-b", 2, *TWICE], ["--cpu-offlod"], "--cpu-offlod"),
+    "05-multi-node": (
+        ["-b", 2, *TWICE, "--shard-size", 1],
+        ["--shard-size", 3],
+        "--shard-size 3 does not divide the 2 ranks",
+    ),
+    "06-tensor-parallel": (["-b", 4, *TWICE], ["--tensor-parallel", 3], "number of ranks, 2"),
+    # The second held-out batch has micro-batches of 2 samples and padding, and of padding
+    "07-pipeline-parallel": (
+        ["-b", 4, *TWICE],
+        ["--layers-per-stage", "1,2"],
+        "2 stages cannot share 2 layers as [1, 2]",
+    ),
+    "08-gradient-compression": (
+        ["-b", 2, *TWICE, *EVERYTHING, CHUNKS],
+        ["--compress", "zip"],
+        "invalid choice",
+    ),
+    "11-context-parallel": (["-b", 8], ["--context-parallel", 3], "number of ranks, 2"),
+    "12-expert-parallel": (
+        ["-b", 2, *TWICE],
+        ["--expert-parallel", 3],
+        "--expert-parallel 3 must divide the ranks and experts of the model",
+    ),
+    "13-3d-parallel": (
+        ["-b", 4, *TWICE, *GRID],
+        ["--pipeline-parallel", 1, "--tensor-parallel", 3],
+        "times --tensor-parallel must divide the number of ranks, 4",
+    ),
+    "18-muon": (["-b", 2, *TWICE, CHUNKS], ["--lr", "fast"], "lr"),
 }
+# Others train `pretrained`, on two ranks.
+MODELS = {"11-context-parallel": "far_looking", "12-expert-parallel": "mixtral"}
+MODELS["13-3d-parallel"] = "tied"
+PROCESSES = {"13-3d-parallel": 4}
+# The second loss of a mixture is that of a micro-batch, so chapter 1 has the same ones.
+ALONE = {"12-expert-parallel": ["-b", 2, "--gradient-accumulation-steps", 4]}
+far_looking = test_context_parallel.far_looking
+mixtral = test_expert_parallel.mixtral
+tied = test_pipeline_parallel.tied
 # Rank 1 begins late to write, so whoever does not wait for its files misses them.
 SLOW_RANK_1 = """
 import os, time, torch
@@ -103,40 +110,34 @@ def script_of(chapter: str):
 
 
 def refuse(trainer, chapter: str, flags: list, sentence: str) -> None:
-    options = {"script": script_of(chapter), "name": "refused", "processes": 2}
+    options = {"script": script_of(chapter), "name": "refused"}
+    options["processes"] = PROCESSES.get(chapter, 2)
     result = trainer(*flags, status=1, **options)
     assert_one_sentence(result.run.ranks[0].output, sentence)
     assert result.checkpoints == []
 
 
-def resume(run, trainer, step: int, train):
-    """The same run, begun again at this step, repeats the rest."""
-    take_over(run, trainer, "resumed", step)
-    resumed = train("resumed")
-    assert f"Continuing from {resumed.folder}" in resumed.output
-    assert exact(resumed.records) == exact(run.records)
-    assert_same_model(resumed, run)
-
-
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_one_job(trainer, pretrained, chapter):
-    case = CHAPTERS[chapter]
-    steps = ["-m", pretrained, "--no-from-scratch", *STEPS]
+def test_one_job(trainer, request, chapter):
+    flags, bad, sentence = CHAPTERS[chapter]
+    folder = request.getfixturevalue(MODELS.get(chapter, "pretrained"))
+    steps = ["-m", folder, "--no-from-scratch", *STEPS]
     alone = with_torch_muon(trainer.folder) if chapter == "18-muon" else None  # or chapter 1
-    single = trainer(*steps, "-b", 8, name="single", script=alone)
+    batch = ALONE.get(chapter, ["-b", 8])
+    single = trainer(*steps, *batch, name="single", script=alone)
 
     def train(name):
-        options = {"script": script_of(chapter), "processes": 2, "before": WATCH_SAVES}
-        options["env"] = {"SAVES": str(trainer.folder)}
-        return trainer(*steps, *case["flags"], name=name, **options)
+        options = {"script": script_of(chapter), "processes": PROCESSES.get(chapter, 2)}
+        options |= {"before": WATCH_SAVES, "env": {"SAVES": str(trainer.folder)}}
+        return trainer(*steps, *flags, name=name, **options)
 
     run = train("run")
     assert_same_losses(single, run, 6, **OFF)
     assert_synced(run.run.ranks[0].output, ["step-00000003", "step-00000006", "final"])
     assert_same_weights(single, run)
     assert_opens(run, reference=single)
-    resume(run, trainer, 3, train)
-    refuse(trainer, chapter, case["bad"], case["sentence"])
+    resume(run, trainer, 3, again=train)
+    refuse(trainer, chapter, bad, sentence)
 
 
 def assert_same_weights(a, b) -> None:
@@ -182,18 +183,14 @@ def rows_job(trainer, chapter, weights, corpus, data, monkeypatch, before="") ->
     flags += ["--eval-dataset", held_out, "--eval-documents", 20, "--shuffle-window", 16]
 
     def train(name):
-        path = trainer.folder / f"seen-{name}-"
-        options = {"script": script_of(chapter), "processes": 2}
-        options["env"] = {"SEEN": str(path), "SAVES": str(trainer.folder)}
-        result = trainer(*flags, name=name, before=before + WATCH + WATCH_SAVES, **options)
-        result.seen = [torch.load(f"{path}{rank}") for rank in range(2)]
-        return result
+        options = {"script": script_of(chapter), "env": {"SAVES": str(trainer.folder)}}
+        return watched(trainer, *flags, name=name, before=before + WATCH_SAVES, **options)
 
     run = train("run")
     assert_synced(run.run.ranks[0].output, ["step-00000003", "step-00000006", "final"])
     check_rows(run, weights, 6, held_out, monkeypatch)
     assert_opens(run)
-    resume(run, trainer, 3, train)
+    resume(run, trainer, 3, again=train)
 
 
 @pytest.mark.parametrize("chapter", ["04-streaming"])
@@ -249,7 +246,7 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
         for more in (["--prompt", "User: Hi\nAssistant:"], ["--chat"])
     )
     assert whole == f"User: Hi\nAssistant:{answer}"
-    resume(run, trainer, 2, train)
+    resume(run, trainer, 2, again=train)
     if chapter == "16-chat":
         other = trainer.folder / "other.jinja"
         other.write_text("{# another #}" + DEMO_TEMPLATE.read_text())

@@ -20,6 +20,7 @@ from runner import (
     CHAPTER_13,
     REPOSITORY,
     load,
+    python,
 )
 
 SLOW_LINKS = REPOSITORY / "benchmarks" / "slow-links.py"
@@ -45,13 +46,7 @@ LLAMA_8B = llama("8B")
 
 
 def settings(**changes) -> Namespace:
-    usual = {"batch_size": 2, "seq_length": 8192, "gradient_accumulation_steps": 1}
-    usual |= {"activation_checkpointing": False, "dtype": "bf16", "schedule": "1f1b"}
-    usual |= {"tensor_parallel": None, "pipeline_parallel": None}
-    usual |= {"context_parallel": None, "expert_parallel": None, "exchange": "heads"}
-    usual |= {"attention": None}
-    usual |= {"reshard_after_forward": True, "stages_per_rank": 2}
-    return Namespace(**usual | changes)
+    return Namespace(**vars(tool.parse_args([])) | changes)
 
 
 def estimate(method, nodes, cluster=CLUSTER, model=LLAMA_8B, **changes):
@@ -436,10 +431,8 @@ def test_published_speeds():
 
 @pytest.mark.rest
 def test_command_line():
-    command = [sys.executable, TOOL, "-m", TINY_LLAMA / "config.json", "-b", 8, "-s", 256]
-    command += ["--nodes", 2, 1, "--explain"]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    flags = ["-m", TINY_LLAMA / "config.json", "-b", 8, "-s", 256, "--nodes", 2, 1, "--explain"]
+    done = python(TOOL, *flags)
     assert done.stdout.startswith("Computed, not measured. ")
     rows = re.findall(r"^\| (\d+) \| \d+ \| (\w+) \|", done.stdout, re.MULTILINE)
     assert rows == [(n, m) for n in "12" for m in ("DDP", "FSDP", "HSDP", "TP", "PP")]
@@ -532,10 +525,8 @@ def test_traced_layouts(tmp_path):
     """The command as a reader gives it; the chapters accept the command lines that it prints."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL))
-    command = [sys.executable, TOOL, "--choose", "-m", path, "--devices", 16, "-s", 512]
-    command += ["--gpu-memory", 0.3, "--global-batch-size", 64]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    flags = ["--devices", 16, "-s", 512, "--gpu-memory", 0.3, "--global-batch-size", 64]
+    done = python(TOOL, "--choose", "-m", path, *flags)
     rows = re.findall(r"^\| (\w.*) \|$", done.stdout, re.MULTILINE)
     cells = [row.split(" | ") for row in rows]
     traced = cells[0].index("GB, traced")

@@ -1,12 +1,10 @@
 """tools/side-by-side.py: what the page says, and what a real browser makes of it."""
 
 import re
-import subprocess
-import sys
 
 import pytest
 from conftest import browser_page, in_browser
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, load
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, load, python
 from test_chapters import changes
 
 TOOL = REPOSITORY / "tools" / "side-by-side.py"
@@ -20,16 +18,11 @@ PARENTS = [None, 0, 1]
 ROWS = tool.align(LINES, PARENTS)
 
 
-def write(folder, *arguments) -> subprocess.CompletedProcess:
-    command = [sys.executable, TOOL, *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
-
-
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("page") / "page.html"
-    result = write(file.parent, *CHAPTERS, "-o", "page.html")
-    assert (result.returncode, result.stdout) == (0, "wrote page.html\n"), result.stderr
+    result = python(TOOL, *CHAPTERS, "-o", "page.html", cwd=file.parent)
+    assert result.stdout == "wrote page.html\n"
     return file
 
 
@@ -67,8 +60,7 @@ def test_other_files(tmp_path):
     mine, latin = tmp_path / "mine.py", tmp_path / "latin.py"
     mine.write_bytes("\ufeff# <b>&amp; </script>\n\f\nx = '\u2028'\r\ny = 1\n".encode())
     latin.write_bytes("# coding: latin-1\nname = 'Größe'\n".encode("latin-1"))
-    result = write(tmp_path, mine, latin, "-o", "page.html")
-    assert (result.returncode, result.stderr) == (0, "")
+    assert python(TOOL, mine, latin, "-o", "page.html", cwd=tmp_path).stderr == ""
     page = (tmp_path / "page.html").read_text("utf-8")
     assert "Größe" in page
     assert "<b>&amp;" not in page

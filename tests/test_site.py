@@ -8,13 +8,12 @@ import json
 import random
 import re
 import shlex
-import subprocess
 import sys
 import threading
 
 import pytest
 from conftest import browser_page, in_browser
-from runner import REPOSITORY, load
+from runner import REPOSITORY, load, python
 
 TOOL = REPOSITORY / "maintain" / "write-site.py"
 PAGES = ["layouts.html", "side-by-side.html"]
@@ -35,9 +34,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def folder(tmp_path_factory):
     pytest.importorskip("zensical")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-c", WITHOUT_TORCH, TOOL, "-o", folder]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
+    result = python("-c", WITHOUT_TORCH, TOOL, "-o", folder)
     assert "No issues found" in result.stdout + result.stderr
     return folder
 

@@ -226,10 +226,7 @@ OWN_SCRIPT = """#!/bin/sh
 #SBATCH --signal=USR1@120 --time=60 --output=slurm-%j-0-own.log
 export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 """
-STARTS = {
-    CHAPTER_1: "python",
-    CHAPTER_2: "torchrun --standalone --nproc-per-node 2",
-}
+STARTS = {CHAPTER_1: "python", CHAPTER_2: "torchrun --standalone --nproc-per-node 2"}
 
 
 def a_signal_without_the_launcher(slurm, trainer, flags):

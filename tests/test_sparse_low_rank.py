@@ -12,9 +12,8 @@ from conftest import (
     assert_one_sentence,
     assert_opens,
     assert_same_losses,
-    assert_same_model,
-    exact,
-    take_over,
+    kept_bytes,
+    resume,
 )
 from runner import CHAPTER_14, load
 from test_fsdp import OFF
@@ -60,11 +59,7 @@ def test_one_rank_two_ranks_and_a_resume(sparse):
     two = sparse(*flags, name="two")
     assert_same_losses(one, two, logged_steps=6, **OFF)
     assert_opens(one, reference=two)
-    take_over(two, sparse, "resumed", 3)
-    resumed = sparse(*flags, name="resumed")
-    assert "Continuing from" in resumed.output
-    assert exact(resumed.records) == exact(two.records)
-    assert_same_model(two, resumed)
+    resume(two, sparse, 3, *flags)
     refused = sparse(*flags, "--density", 0, processes=1, status=1)
     assert_one_sentence(refused.output, "--density must be above 0, and at most 0.5")
 
@@ -75,10 +70,8 @@ def test_resume_on_other_ranks(sparse):
     flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3]
     four = sparse(*flags, "-b", 1, name="four", processes=4)
     for ranks in (1, 2):
-        take_over(four, sparse, f"on-{ranks}", 3)
-        resumed = sparse(*flags, "-b", 4 // ranks, name=f"on-{ranks}", processes=ranks)
-        assert "Continuing from" in resumed.output
-        assert_same_losses(four, resumed, 6, **OFF)
+        options = {"name": f"on-{ranks}", "processes": ranks}
+        resume(four, sparse, 3, *flags, "-b", 4 // ranks, near=6, **options)
     metadata = dcp.FileSystemReader(four.folder / "step-00000003").read_metadata()
     layer = "model.model.layers.0.mlp.up_proj."
     pieces = {
@@ -98,13 +91,7 @@ SHAPE |= {"num_attention_heads": 4}
 GROUPED = SHAPE | {"num_key_value_heads": 2, "head_dim": 16}
 CONFIGS = {"llama": GROUPED, "qwen2": GROUPED}  # without and with biases
 TOKENS = torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(0))
-ARGS = {
-    "seq_length": 24,
-    "rank": RANK,
-    "density": DENSITY,
-    "alpha": ALPHA,
-    "seed": 0,
-}
+ARGS = {"seq_length": 24, "rank": RANK, "density": DENSITY, "alpha": ALPHA, "seed": 0}
 ARGS |= {"attention": None, "lr_scheduler": "cosine", "lr_scheduler_options": None}
 
 
@@ -209,28 +196,11 @@ def test_compiled_without_graph_breaks(chapter):
         assert_near(gradients[1][name], gradient, name, 2e-6)
 
 
-# What autograd keeps: each storage once, without parameters and buffers.
-def kept_bytes(model) -> int:
-    own = {x.untyped_storage().data_ptr() for x in [*model.parameters(), *model.buffers()]}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(input_ids=TOKENS, labels=TOKENS, use_cache=False).loss
-    assert loss.requires_grad
-    return sum(kept.values())
-
-
 def test_no_dense_weight_is_kept_for_the_backward_pass(chapter):
     """As many bytes as the dense model keeps."""
     model = with_random_parts(chapter, "llama")
     dense = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    assert kept_bytes(model) == kept_bytes(dense)
+    assert kept_bytes(model, TOKENS) == kept_bytes(dense, TOKENS)
 
 
 # -- Initial values --------------------------------------------------------------------------------

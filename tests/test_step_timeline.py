@@ -85,7 +85,7 @@ def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
             *(("backward", 70, 75), ("update", 101, 102)),
         ],
         "communicating": [
-            *(("reduce-scatter", 45, 55), ("all-reduce", 47, 52), ("reduce", 80, 85)),
+            *(("reduce-scatter", 45, 55), ("all-reduce", 47, 52), ("reduce", 80, 85))
         ],
     }
     assert tool.rows(step["communicating"]) == [0, 1, 0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import Folder, assert_same_model, exact
-from runner import CHAPTER_2, REPOSITORY, Run, free_port
+from runner import CHAPTER_2, REPOSITORY, Run, free_port, wait_for
 
 pytestmark = pytest.mark.rest
 
@@ -43,11 +43,7 @@ class Launch(Folder):
         return self.process.poll()
 
     def wait_for(self, text: str, timeout: float = 120) -> None:
-        end = time.monotonic() + timeout
-        while text not in self.output:
-            assert self.status is None, f"ended before {text!r}:\n{self.output}"
-            assert time.monotonic() < end, f"no {text!r} within {timeout} s:\n{self.output}"
-            time.sleep(0.02)
+        wait_for(self, text, timeout)
 
     def wait(self, timeout: float = 240) -> int:
         end = time.monotonic() + timeout

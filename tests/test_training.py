@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LLAMA, take_over, write_model
+from conftest import LLAMA, resume, write_model
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -182,9 +182,7 @@ def test_schedules_with_options(trainer, schedule):
     whole = trainer(*flags, name="whole")
     expected = [1e-3 * rate for rate in [0, 0.5, *rates]]
     assert whole.column("learning_rate") == pytest.approx(expected, abs=1e-7)
-    take_over(whole, trainer, "resumed", 6)
-    resumed = trainer(*flags, name="resumed")
-    assert resumed.column("learning_rate") == whole.column("learning_rate")
+    resume(whole, trainer, 6, *flags)
 
 
 @pytest.mark.rest

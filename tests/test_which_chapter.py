@@ -1,12 +1,12 @@
 """docs/which-chapter.md: its commands print the lines below them."""
 
-import json
 import re
 import shlex
 
 import datasets
 import pyarrow.parquet
 import pytest
+from conftest import write_documents
 from runner import CHAPTERS_BY_NUMBER, run_tool
 from test_readme import WHICH, assert_flags_are_understood, page
 from transformers import AutoConfig
@@ -66,8 +66,8 @@ def test_flags_of_the_command_lines(tmp_path):
 def test_two_corpora_are_mixed(tmp_path, monkeypatch):
     """The lines of the page, in a folder with two corpora."""
     for name in ("web", "code"):
-        rows = (json.dumps({"text": f"{name} {number}"}) for number in range(1000))
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+        texts = [f"{name} {number}" for number in range(1000)]
+        write_documents(tmp_path / f"{name}.jsonl", texts)
     monkeypatch.chdir(tmp_path)
     exec(re.search(r"## Two corpora.*?```python\n(.*?)```", TEXT, re.DOTALL)[1], {})
     texts = pyarrow.parquet.read_table("mixed.parquet")["text"].to_pylist()

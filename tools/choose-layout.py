@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent))
-from models import REPOSITORY, SPARE, fail, load_config, script_of, table
+from models import REPOSITORY, SPARE, check_length, load_config, script_of, table
 
 scaling = importlib.import_module("estimate-scaling")
 
@@ -509,16 +509,10 @@ def what_would_fit(model, out: list[Choice], devices: int, args) -> list[str]:
     return lines
 
 
-def check_length(model, args) -> None:
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest and args.seq_length > longest:
-        fail(f"--seq-length {args.seq_length} is more than the model's {longest} positions")
-
-
 def report(model, args) -> str:
     """All that --choose prints."""
     (devices,) = args.devices
-    check_length(model, args)
+    check_length(model.config, args.seq_length)
     fit, out = choose(model, devices, args)
     if fit and args.trace:
         trace_best(fit, out, devices, args, wanted=TRACED)

@@ -41,6 +41,8 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
+from models import positive
+
 FORMATS = ["shard", "full", "local", "single", "transformers"]
 # What the writers of the formats make by themselves; all other files are copied
 OWN_FILES = [".metadata", "*.distcp", "training_state.pt"]
@@ -55,11 +57,11 @@ def parse_args() -> argparse.Namespace:
     add("source", type=Path, help="a step-* folder")
     add("destination", type=Path, help="a new folder")
     add("--to", choices=FORMATS, required=True)
-    add("--ranks", type=int, default=1, help="which read it, or files [%(default)s]")
-    add("--shard-size", type=int, help="as in chapter 5; by default, all ranks")
+    add("--ranks", type=positive(int), default=1, help="which read it, or files [%(default)s]")
+    add("--shard-size", type=positive(int), help="as in chapter 5; by default, all ranks")
     args = parser.parse_args()
     args.shard_size = args.shard_size or args.ranks
-    if args.ranks < 1 or args.shard_size < 1 or args.ranks % args.shard_size:
+    if args.ranks % args.shard_size:
         parser.error("--shard-size has to divide --ranks")
     if args.to == "local" and not args.destination.name.startswith("step-"):
         parser.error("a local checkpoint needs the name of a step: .../step-00000500")

@@ -57,7 +57,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 sys.path.append(str(Path(__file__).resolve().parent))
-from models import SPARE, fail, load_chapter, load_config, positive
+from models import SPARE, check_length, fail, load_chapter, load_config, positive
 
 aten = torch.ops.aten
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -982,9 +982,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 def check(config, args) -> None:
     """Refuses what the chapters would refuse."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest and args.seq_length > longest:
-        fail(f"--seq-length {args.seq_length} is more than the {longest} positions of the model")
+    check_length(config.get_text_config(), args.seq_length)
     for method in METHODS.values():
         group = method.group(args)
         if group and all(count % group for count in args.devices):

@@ -49,17 +49,9 @@ def read_records(run: Path) -> list[dict]:
     return records
 
 
-def read_parameters(run: Path) -> dict:
-    """Flags, sizes, device and versions; empty for a run of an older version of the chapters."""
-    try:
-        return json.loads((run / "parameters.json").read_text())
-    except (OSError, ValueError):  # or the run is writing the file at this moment
-        return {}
-
-
 def flops_per_token_and_device(run: Path, parameters: dict) -> float:
     """0 where the model is not known."""
-    if "world_size" not in parameters:
+    if "world_size" not in parameters:  # chapter 9
         return 0
     saved = [file.parent for file in run.glob("*/config.json")]  # of a checkpoint, or of final/
     source = str(saved[0]) if saved else parameters["model_name"]
@@ -220,10 +212,8 @@ def export(runs: list[Path], kind: str, output: Path, follow: bool) -> int:
                         done[run].add(key)
                         new.append({k: v for k, v in record.items() if v is not None})
                 if new:
-                    parameters = read_parameters(run)
+                    parameters = json.loads((run / "parameters.json").read_text())
                     if run not in exporters:
-                        if not parameters:
-                            print(f"{run.name} has no parameters.json: only metrics are exported")
                         exporters[run] = EXPORTERS[kind](run, output, parameters)
                         flops[run] = flops_per_token_and_device(run, parameters)
                     for record in new:

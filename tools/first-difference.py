@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from models import positive
+
 PRELOAD = Path(__file__).resolve().parent / "preload"
 # Relative differences that rounding explains: of gradients and values, and of updates. AdamW
 # divides each element by its own size, so rounding of the smallest elements shows in the update. In
@@ -449,12 +451,9 @@ def parse_args():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--reference", required=True, help="a command, or a folder of --keep")
     parser.add_argument("--port", required=True, help="the command to check, or a folder")
-    parser.add_argument("--steps", type=int, default=2, help="optimizer steps (default: 2)")
+    parser.add_argument("--steps", type=positive(int), default=2, help="to record (default: 2)")
     parser.add_argument("--keep", type=Path, help="leave the recordings in this folder")
-    args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps must be 1 or more")
-    return args
+    return parser.parse_args()
 
 
 def main():

@@ -23,6 +23,8 @@ import transformers
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from models import positive
+
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Continues a prompt with a trained model.")
@@ -31,13 +33,11 @@ def parse_args() -> argparse.Namespace:
     add("--prompt", default="", help="the text to continue")
     add("--chat", action="store_true", help="answer, with the chat template")
     add("--template-options", type=yaml.safe_load, default={}, help="as in chapter 16")
-    add("--max-new-tokens", type=int, default=200, help="[%(default)s]")
+    add("--max-new-tokens", type=positive(int), default=200, help="[%(default)s]")
     add("--temperature", type=float, default=0.8, help="0: greedy [%(default)s]")
     add("--top-k", type=int, default=50, help="0: all tokens [%(default)s]")
     add("--seed", type=int, default=0, help="[%(default)s]")
     args = parser.parse_args()
-    if args.max_new_tokens < 1:
-        parser.error("--max-new-tokens must be at least 1")
     if min(args.temperature, args.top_k, args.seed) < 0:
         parser.error("--temperature, --top-k and --seed cannot be negative")
     return args

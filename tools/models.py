@@ -74,6 +74,12 @@ def load_config(name: str):
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
+def check_length(config, seq_length: int) -> None:
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and seq_length > longest:
+        fail(f"--seq-length {seq_length} is more than the model's {longest} positions")
+
+
 def flops_per_token(config, seq_length: int) -> int:
     """Operations of both passes for a token: 6 per weight, and attention (see docs/metrics.md)."""
     import torch

@@ -23,24 +23,22 @@ import transformers
 from generate import load
 from torch.nn.functional import cross_entropy
 
-from models import load_chapter
+from models import load_chapter, positive
 
 chapter = load_chapter(4)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Perplexity of a model on held-out documents.")
-    add = parser.add_argument
+    add, count = parser.add_argument, positive(int)
     add("model", help="a run's final/ or step-* folder, another folder, or a Hub id")
     add("-d", "--dataset-name", required=True, help="Hub id, file, folder, glob or address")
     add("--dataset-subset", help="configuration name on the Hub")
     add("--text-column", default="text", help="the column to read [%(default)s]")
-    add("--eval-documents", type=int, default=1000, help="how many, the first ones [%(default)s]")
+    add("--eval-documents", type=count, default=1000, help="how many, the first ones [%(default)s]")
     add("-s", "--seq-length", type=int, default=1024, help="tokens per row [%(default)s]")
-    add("-b", "--batch-size", type=int, default=8, help="rows per forward pass [%(default)s]")
+    add("-b", "--batch-size", type=count, default=8, help="rows per forward pass [%(default)s]")
     args = parser.parse_args()
-    if min(args.eval_documents, args.batch_size) < 1:
-        parser.error("--eval-documents and --batch-size must be at least 1")
     if args.seq_length < 2:
         parser.error("--seq-length must be at least 2")
     return args

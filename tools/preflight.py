@@ -366,9 +366,8 @@ def check_ends(tokenizer, config, args, report: Report) -> None:
 
 def check_model(args, chapter, report: Report) -> int:
     """Files, family, and a small copy. Returns the number of parameters."""
+    chapter.check_flags(args, torch.device("cuda"))  # the run may find a GPU where this finds none
     config = AutoConfig.from_pretrained(args.model_name)
-    if config.get_text_config() is not config:
-        sys.exit(f"error: {args.model_name} reads more than text: choose a model of text alone")
     if getattr(config, "quantization_config", None):
         sys.exit(f"error: {args.model_name} is quantized: choose the files that it was made from")
     with torch.device("meta"):
@@ -377,9 +376,6 @@ def check_model(args, chapter, report: Report) -> int:
     from_scratch = getattr(args, "from_scratch", True)  # chapter 14 always does
     source = "random weights" if from_scratch else "the weights of its files"
     report.fact("model", f"{config.model_type}, {parameters:,} parameters, {source}")
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest and args.seq_length > longest:
-        report.error(f"--seq-length {args.seq_length}: the model has {longest} positions: lower it")
     if not from_scratch:
         check_files(args, report)
     if hasattr(chapter, "add_adapters"):

@@ -38,7 +38,7 @@ from models import REPOSITORY, load_script
 TEMPLATE = Path(__file__).with_name("side-by-side-template.html")
 ALIKE = 0.5  # from this ratio on (difflib's, 0 to 1) a line passes for a new version of another
 MOST_PAIRS = 20_000  # of lines to compare in a changed stretch: beyond, it would take long
-MOST_FILES = 18  # as many as the template has colours
+MOST_FILES = 1 + TEMPLATE.read_text("utf-8").count("--hue: ")  # the first one has no colour
 DIGITS = string.digits + string.ascii_lowercase  # a character for each file
 KEYS = "1234567890"  # of the first files, on the keyboard
 MARKER = r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
@@ -357,7 +357,7 @@ def main() -> None:
     if files == [REPOSITORY / "learn" / "in-short"]:
         files = tree.short_scripts()
     if not 2 <= len(files) <= MOST_FILES:
-        parser.error(f"it takes from two to {MOST_FILES} files")
+        parser.error(f"it takes 2 to {MOST_FILES} files: for more, add colours to {TEMPLATE.name}")
     names = [path.name for path in files]
     titles, texts = [], []
     for path in files:

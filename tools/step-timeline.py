@@ -289,12 +289,9 @@ def draw(title: str, ranks: list[dict]):
 
 def save(figure, file: Path) -> None:
     import matplotlib as mpl
-    from PIL import Image
 
     with mpl.rc_context(LOOK):
         figure.savefig(file, dpi=110, metadata={"Date": None} if file.suffix == ".svg" else {})
-    if file.suffix == ".png":  # a few colours are enough
-        Image.open(file).convert("RGB").quantize(64).save(file, optimize=True)
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ have changed since then. Only one process writes to a folder at a time.
 """
 
 import argparse
-import fcntl
 import glob
 import hashlib
 import json
@@ -32,7 +31,6 @@ from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO
 
 import datasets
 import fsspec
@@ -40,10 +38,12 @@ import huggingface_hub
 import numpy as np
 import transformers
 import xxhash
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from models import REPOSITORY, positive
+
 DEMO = {
     "model_name": f"{REPOSITORY}/models/tiny-llama",
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
@@ -60,7 +60,7 @@ LOCK = ".lock"  # an empty file in the output; a process that writes holds the l
 def parse_args() -> argparse.Namespace:
     formatter = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description="Text to MDS shards.", formatter_class=formatter)
-    add = parser.add_argument
+    add, count = parser.add_argument, positive(int)
     add("-o", "--output", type=Path, required=True, help="folder for index.json and the shards")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="whose tokenizer")
     add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or MDS folder")
@@ -68,36 +68,17 @@ def parse_args() -> argparse.Namespace:
     add("--text-column", default="text", help="the column to write")
     add("-s", "--seq-length", type=int, default=1024, help="tokens per row")
     add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
-    add("--max-documents", type=int, help="only the first ones")
+    add("--max-documents", type=count, help="only the first ones")
     add("--compression", choices=["zstd", "gz", "bz2"], help="of shards for slow networks")
-    add("--part-rows", type=int, default=65_536, help="a stopped run repeats at most so many rows")
-    add("--processes", type=int, default=os.cpu_count(), help="that tokenize")
+    add("--part-rows", type=count, default=65_536, help="a stop loses at most so many rows")
+    add("--processes", type=count, default=os.cpu_count(), help="that tokenize")
     add("--demo", action="store_true", help="the text, tokenizer and rows of the chapters' --demo")
     if "--demo" in sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args()
     if args.seq_length < 2:
         parser.error("--seq-length must be at least 2")
-    for flag in ("processes", "part_rows", "max_documents"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            parser.error(f"--{flag.replace('_', '-')} must be at least 1")
     return args
-
-
-def lock(folder: Path) -> IO:
-    """Keeps other processes out of a folder as long as the returned file is open.
-
-    The system releases the lock when this process ends, even if it is killed.
-    """
-    file = (folder / LOCK).open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        sys.exit(f"error: another process is writing to {folder}: wait until it has ended")
-    except OSError as error:  # some network disks have no locks
-        print(f"warning: cannot lock {folder} ({error}): start this command only once")
-    return file
 
 
 def fingerprint(name: str) -> str:
@@ -223,17 +204,8 @@ def write_part(folder: Path, rows: list[np.ndarray], place: dict, args: argparse
             writer.write({"tokens": row})
     facts = place | {"largest_token": int(max(row.max() for row in rows))}
     (temporary / "place.json").write_text(json.dumps(facts))
-    for path in [*temporary.iterdir(), temporary]:
-        flush(path)
+    os.sync()  # as in the chapters
     temporary.rename(folder)
-    flush(folder.parent)  # the new name
-
-
-def flush(path: Path) -> None:
-    """Returns when this file or folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def write(args: argparse.Namespace) -> int:
@@ -242,8 +214,11 @@ def write(args: argparse.Namespace) -> int:
     names = {file.name for file in args.output.iterdir()} - {"incomplete", LOCK}
     if names and not any(name.startswith("part-") for name in names):
         sys.exit(f"error: {args.output} has other files: choose another --output")
-    with lock(args.output):
-        return write_rows(args)
+    try:
+        with FileLock(args.output / LOCK, timeout=0):
+            return write_rows(args)
+    except Timeout:
+        sys.exit(f"error: another process is writing to {args.output}: wait until it has ended")
 
 
 def write_rows(args: argparse.Namespace) -> int:

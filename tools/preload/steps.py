@@ -195,7 +195,8 @@ def settings_of(group):
 
 def before_step(optimizer, args, options):
     global stepping
-    if stepping:
+    is_trial = any(p.is_meta for group in optimizer.param_groups for p in group["params"])
+    if stepping or is_trial:  # a chapter tries its flags on a model without values
         return
     stepping = optimizer
     done = steps_done.setdefault(id(optimizer), 0)
