@@ -134,7 +134,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        # Each save logs first, because a log ends the run if the loss is not finite.
+        # Each save logs first. Then the check behind the log ends the run before it saves NaN.
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
@@ -293,14 +293,15 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        # If the model scales these "logits", the result is a new tensor, without this attribute.
+        # Mark a copy, because the model may also use the tensor itself. A model that scales its
+        # logits makes a new tensor without the mark, and loss_of_batch() refuses it.
         hidden_states = hidden_states.clone()
         hidden_states.from_head = True
         return hidden_states
 
-    def loss_of_chunk(hidden_states, labels, options):
+    def loss_of_chunk(hidden_states, shift_labels, options):
         logits = compute_logits(hidden_states)
-        return compute_loss(logits, labels=None, shift_labels=labels, **options)
+        return compute_loss(logits, labels=None, shift_labels=shift_labels, **options)
 
     def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
         hidden_states = logits  # because pass_on() is in place of the head
@@ -380,7 +381,7 @@ def load_tokens(args, tokenizer):
     samples = len(train_tokens) // args.seq_length
     held_out = max(1, samples // 100)
     end = max(0, samples - held_out) * args.seq_length
-    return train_tokens.slice(0, end), train_tokens.slice(end)
+    return train_tokens.slice(length=end), train_tokens.slice(offset=end)
 
 
 def load_documents(args):
@@ -509,7 +510,7 @@ def sample_order(args, train_samples):
 def read_batch(tokens, indices, args, device):
     """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
     size = args.seq_length
-    samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
+    samples = [tokens.slice(offset=i * size, length=size).to_numpy() for i in indices]
     batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
         batch = batch.pin_memory()  # the GPU copies from pinned memory, while Python goes on
@@ -581,8 +582,9 @@ def new_folder(folder):
     remove(temporary)
     temporary.mkdir()
     yield temporary
-    for file in temporary.glob("*.safetensors"):  # safetensors makes files that are private
-        shutil.copymode(temporary / "tokenizer_config.json", file)  # so set the usual permissions
+    # Only their owner may read files of safetensors. So give them the permissions of another file.
+    for file in temporary.glob("*.safetensors"):
+        shutil.copymode(temporary / "tokenizer_config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
     temporary.rename(folder)
@@ -770,8 +772,8 @@ def parse_args():
     devices = sorted({accelerator, "cpu"})
     add("--device", choices=devices, default=accelerator, help="by default the GPU, if any")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # The order is: flags, then the file of --config, then --demo, then defaults. Both --config and
-    # --demo set defaults of the parser, so parse again after each.
+    # Flags win over the file of --config, this file over --demo, and --demo over the defaults.
+    # Both --config and --demo change defaults of the parser, so parse again after each.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:

@@ -111,9 +111,9 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        saved = sharded_state(model, stateful)  # with the tensors of the model itself
-        dcp.load(saved, checkpoint_id=checkpoint)  # overwrites them, and loads scheduler and scaler
-        # The optimizer takes the moments, which are in `saved` so far.
+        saved = sharded_state(model, stateful)  # its weights are the tensors of the model
+        dcp.load(saved, checkpoint_id=checkpoint)  # loads weights, scheduler and scaler in place
+        # The moments are only in `saved` so far, so hand them to the optimizer.
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
         # The saved learning rate belongs to the old total_steps, which may have changed. So let the
         # scheduler take its last step again.
@@ -148,7 +148,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        # Each save logs first, because a log ends the run if the loss is not finite.
+        # Each save logs first. Then the check behind the log ends the run before it saves NaN.
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
@@ -176,8 +176,8 @@ def main():
             # STREAM: The stream has chosen the rows. This number only seeds the dropout masks.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: --reshard-after-forward chooses less memory, here too: average the gradients
-            # after each micro-batch, and keep shards only. Without it, do so after the last one.
+            # FSDP: With --reshard-after-forward, average gradients and free whole weights after
+            # each micro-batch, which takes less memory. Without it, only after the last one.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -351,14 +351,15 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        # If the model scales these "logits", the result is a new tensor, without this attribute.
+        # Mark a copy, because the model may also use the tensor itself. A model that scales its
+        # logits makes a new tensor without the mark, and loss_of_batch() refuses it.
         hidden_states = hidden_states.clone()
         hidden_states.from_head = True
         return hidden_states
 
-    def loss_of_chunk(hidden_states, labels, options):
+    def loss_of_chunk(hidden_states, shift_labels, options):
         logits = compute_logits(hidden_states)
-        return compute_loss(logits, labels=None, shift_labels=labels, **options)
+        return compute_loss(logits, labels=None, shift_labels=shift_labels, **options)
 
     def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
         hidden_states = logits  # because pass_on() is in place of the head
@@ -770,8 +771,9 @@ def new_folder(folder):
     yield temporary
     if RANK > 0:
         return
-    for file in temporary.glob("*.safetensors"):  # safetensors makes files that are private
-        shutil.copymode(temporary / "tokenizer_config.json", file)  # so set the usual permissions
+    # Only their owner may read files of safetensors. So give them the permissions of another file.
+    for file in temporary.glob("*.safetensors"):
+        shutil.copymode(temporary / "tokenizer_config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
     temporary.rename(folder)
@@ -814,9 +816,9 @@ def join_process_group():
     waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
     waiting.daemon = True  # it does not keep a process alive
     waiting.start()
-    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt puts
-    # a prefix before its keys, and rank 0 invents it. Each other rank invents a random key, and
-    # writes it under "rank N". Rank 0 writes the prefix under this key, which no dead rank knows.
+    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So rank 0 draws a new
+    # prefix for all keys of this attempt. The others cannot trust an old key to get it, so each
+    # writes a random key under "rank N", and rank 0 writes the prefix under this key.
     store, _, _ = next(dist.rendezvous("env://"))
     if RANK == 0:
         prefix = uuid.uuid4().hex
@@ -1045,8 +1047,8 @@ def parse_args():
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # The order is: flags, then the file of --config, then --demo, then defaults. Both --config and
-    # --demo set defaults of the parser, so parse again after each.
+    # Flags win over the file of --config, this file over --demo, and --demo over the defaults.
+    # Both --config and --demo change defaults of the parser, so parse again after each.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
@@ -1070,7 +1072,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     finally:
-        # DDP: sys.exit() prints its sentence after this block. If all ranks fail alike, local rank
-        # 0 prints it and ends, and then torchrun ends the others in their sleep.
+        # DDP: Print an error once per node. sys.exit() prints after this block, so the other ranks
+        # sleep first. Local rank 0 prints and ends, and then torchrun ends those that sleep.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
             time.sleep(5)

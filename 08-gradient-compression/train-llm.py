@@ -192,7 +192,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        # Each save logs first, because a log ends the run if the loss is not finite.
+        # Each save logs first. Then the check behind the log ends the run before it saves NaN.
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
@@ -231,8 +231,8 @@ def main():
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
             scheduler.step()  # once per optimizer step, not per micro-batch
-            # DDP: With accumulation, gradients add up in DDP's buckets, so keep zeros there. After
-            # None, they would be new tensors, and copied. Without it, None is faster.
+            # DDP: With accumulation, keep the gradients as zeros in DDP's buckets. After None, they
+            # would add up in new tensors, and be copied. Without accumulation, None is faster.
             optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch
@@ -369,14 +369,15 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        # If the model scales these "logits", the result is a new tensor, without this attribute.
+        # Mark a copy, because the model may also use the tensor itself. A model that scales its
+        # logits makes a new tensor without the mark, and loss_of_batch() refuses it.
         hidden_states = hidden_states.clone()
         hidden_states.from_head = True
         return hidden_states
 
-    def loss_of_chunk(hidden_states, labels, options):
+    def loss_of_chunk(hidden_states, shift_labels, options):
         logits = compute_logits(hidden_states)
-        return compute_loss(logits, labels=None, shift_labels=labels, **options)
+        return compute_loss(logits, labels=None, shift_labels=shift_labels, **options)
 
     def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
         hidden_states = logits  # because pass_on() is in place of the head
@@ -602,7 +603,7 @@ def load_tokens(args, tokenizer):
     samples = len(train_tokens) // args.seq_length
     held_out = max(1, samples // 100)
     end = max(0, samples - held_out) * args.seq_length
-    return train_tokens.slice(0, end), train_tokens.slice(end)
+    return train_tokens.slice(length=end), train_tokens.slice(offset=end)
 
 
 def load_documents(args):
@@ -731,7 +732,7 @@ def sample_order(args, train_samples):
 def read_batch(tokens, indices, args, device):
     """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
     size = args.seq_length
-    samples = [tokens.slice(i * size, size).to_numpy() for i in indices]
+    samples = [tokens.slice(offset=i * size, length=size).to_numpy() for i in indices]
     batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
         batch = batch.pin_memory()  # the GPU copies from pinned memory, while Python goes on
@@ -816,8 +817,9 @@ def new_folder(folder):
     remove(temporary)
     temporary.mkdir()
     yield temporary
-    for file in temporary.glob("*.safetensors"):  # safetensors makes files that are private
-        shutil.copymode(temporary / "tokenizer_config.json", file)  # so set the usual permissions
+    # Only their owner may read files of safetensors. So give them the permissions of another file.
+    for file in temporary.glob("*.safetensors"):
+        shutil.copymode(temporary / "tokenizer_config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
     temporary.rename(folder)
@@ -858,9 +860,9 @@ def join_process_group():
     waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
     waiting.daemon = True  # it does not keep a process alive
     waiting.start()
-    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt puts
-    # a prefix before its keys, and rank 0 invents it. Each other rank invents a random key, and
-    # writes it under "rank N". Rank 0 writes the prefix under this key, which no dead rank knows.
+    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So rank 0 draws a new
+    # prefix for all keys of this attempt. The others cannot trust an old key to get it, so each
+    # writes a random key under "rank N", and rank 0 writes the prefix under this key.
     store, _, _ = next(dist.rendezvous("env://"))
     if RANK == 0:
         prefix = uuid.uuid4().hex
@@ -1085,8 +1087,8 @@ def parse_args():
     add("--min-compress", type=int, default=4097, help="gradients with fewer numbers stay whole")
     add("--powersgd-rank", type=PositiveInt, default=4, help="columns of the matrices of powersgd")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # The order is: flags, then the file of --config, then --demo, then defaults. Both --config and
-    # --demo set defaults of the parser, so parse again after each.
+    # Flags win over the file of --config, this file over --demo, and --demo over the defaults.
+    # Both --config and --demo change defaults of the parser, so parse again after each.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
@@ -1116,7 +1118,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     finally:
-        # DDP: sys.exit() prints its sentence after this block. If all ranks fail alike, local rank
-        # 0 prints it and ends, and then torchrun ends the others in their sleep.
+        # DDP: Print an error once per node. sys.exit() prints after this block, so the other ranks
+        # sleep first. Local rank 0 prints and ends, and then torchrun ends those that sleep.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
             time.sleep(5)

@@ -147,9 +147,9 @@ def main():
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        saved = sharded_state(model, stateful)  # with the tensors of the model itself
-        dcp.load(saved, checkpoint_id=checkpoint)  # overwrites them, and loads scheduler and scaler
-        # The optimizer takes the moments, which are in `saved` so far.
+        saved = sharded_state(model, stateful)  # its weights are the tensors of the model
+        dcp.load(saved, checkpoint_id=checkpoint)  # loads weights, scheduler and scaler in place
+        # The moments are only in `saved` so far, so hand them to the optimizer.
         state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
         # The saved learning rate belongs to the old total_steps, which may have changed. So let the
         # scheduler take its last step again.
@@ -183,7 +183,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        # Each save logs first, because a log ends the run if the loss is not finite.
+        # Each save logs first. Then the check behind the log ends the run before it saves NaN.
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
@@ -201,8 +201,8 @@ def main():
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: --reshard-after-forward chooses less memory, here too: average the gradients
-            # after each micro-batch, and keep shards only. Without it, do so after the last one.
+            # FSDP: With --reshard-after-forward, average gradients and free whole weights after
+            # each micro-batch, which takes less memory. Without it, only after the last one.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -374,14 +374,15 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        # If the model scales these "logits", the result is a new tensor, without this attribute.
+        # Mark a copy, because the model may also use the tensor itself. A model that scales its
+        # logits makes a new tensor without the mark, and loss_of_batch() refuses it.
         hidden_states = hidden_states.clone()
         hidden_states.from_head = True
         return hidden_states
 
-    def loss_of_chunk(hidden_states, labels, options):
+    def loss_of_chunk(hidden_states, shift_labels, options):
         logits = compute_logits(hidden_states)
-        return compute_loss(logits, labels=None, shift_labels=labels, **options)
+        return compute_loss(logits, labels=None, shift_labels=shift_labels, **options)
 
     def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
         hidden_states = logits  # because pass_on() is in place of the head
@@ -489,9 +490,10 @@ def parameter_groups(model, args):
 
 # CHAT: The endings of local files, and how `datasets` calls their formats. No files of text.
 FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-# CHAT: The columns of texts, and of the samples that are made of them. `stop_tokens` are the last
-# tokens of the answers that fit into a sample. The first text of a conversation has the number of
-# all its `answers`, or a `refusal`, which says why there are none.
+# CHAT: A text is a row of token ids. A conversation becomes one text, or several (CHAT 8), and
+# samples are made of texts. All have these columns. `stop_tokens` are the last tokens of the
+# answers that fit into a sample. Only the first text of a conversation has the number of all its
+# `answers`, or a `refusal`, which says why there are none.
 LISTS = ["input_ids", "labels", "position_ids", "stop_tokens"]
 COLUMNS = dict.fromkeys(LISTS, datasets.List(datasets.Value("int32")))
 COLUMNS |= dict.fromkeys(["answer_tokens", "answers"], datasets.Value("int32"))
@@ -511,7 +513,9 @@ def load_samples(args, tokenizer):
     else:
         # CHAT 5: Hold out whole conversations before they are packed, because packing sorts them.
         # Only conversations with an answer that fits count.
-        numbers = np.cumsum(train_split.data.column("answers").to_numpy() > 0)  # of conversations
+        # `answers` is above 0 in the first text of each, so this sum is the number of each text's
+        # conversation.
+        numbers = np.cumsum(train_split.data.column("answers").to_numpy() > 0)
         fitting = np.unique(numbers[train_split.data.column("answer_tokens").to_numpy() > 0])
         held_out = fitting[-max(1, len(fitting) // 100) :]
         begin = np.searchsorted(numbers, held_out.min(initial=len(numbers)))
@@ -624,7 +628,8 @@ def encode(text, tokenizer):
 
 def encode_answer(answer, tokenizer):
     """Token ids of an answer, which has text before it."""
-    # SentencePiece begins a text with a space. Here it comes before a line end, and is cut off.
+    # SentencePiece puts a space before a text. So tokenize the answer behind a line end, and cut
+    # off the tokens of both.
     line_end, ids = encode(["\n", "\n" + answer], tokenizer)
     if ids[: len(line_end)] != line_end:  # the answer begins with a line end, too
         return encode(answer, tokenizer)
@@ -663,7 +668,8 @@ def tokenize(batch, tokenizer, options, size):
             texts.append(new_text(refusal=str(error) or repr(error)))
     for text in texts:
         labels = text["labels"]
-        labels[:1] = [-100] * len(labels[:1])  # after an empty prompt: nothing predicts it
+        if labels:
+            labels[0] = -100  # nothing predicts the first token, even if the prompt is empty
         text["position_ids"] = np.arange(len(labels))
         text["answer_tokens"] = len(labels) - labels.count(-100)
     return {name: [text[name] for text in texts] for name in COLUMNS}
@@ -678,7 +684,7 @@ def find_stop_token(tokenizer, args, batch=None):
         answers = [token for token in text["labels"] if token >= 0]
         if text["refusal"]:
             problem = f"the chat template refuses a conversation: {text['refusal']}"
-        elif answers and answers == text["stop_tokens"]:
+        elif answers and answers == text["stop_tokens"]:  # nothing but these
             problem = "the chat template leaves out the answers"
         elif answers and answers[-1] not in tokenizer.added_tokens_decoder:
             problem = f"an answer ends with {tokenizer.decode(answers[-9:])!r}, no special token"
@@ -695,7 +701,8 @@ def set_stop_tokens(model, tokenizer, train_set):
     stops = stops if isinstance(stops, list) else [stops]
     stops = stops + [token for token in ends if token in tokenizer.added_tokens_decoder]
     settings.eos_token_id = [token for token in dict.fromkeys(stops) if token is not None]
-    # Transformers saves settings that it doubts only if they are not changed. So call them so.
+    # Transformers refuses to save changed settings that it doubts, such as those of some bases. By
+    # this hash it sees a change.
     settings._original_object_hash = hash(settings)
 
 
@@ -861,8 +868,9 @@ def new_folder(folder):
     yield temporary
     if RANK > 0:
         return
-    for file in temporary.glob("*.safetensors"):  # safetensors makes files that are private
-        shutil.copymode(temporary / "tokenizer_config.json", file)  # so set the usual permissions
+    # Only their owner may read files of safetensors. So give them the permissions of another file.
+    for file in temporary.glob("*.safetensors"):
+        shutil.copymode(temporary / "tokenizer_config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name
     remove(folder)
     temporary.rename(folder)
@@ -905,9 +913,9 @@ def join_process_group():
     waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
     waiting.daemon = True  # it does not keep a process alive
     waiting.start()
-    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So each attempt puts
-    # a prefix before its keys, and rank 0 invents it. Each other rank invents a random key, and
-    # writes it under "rank N". Rank 0 writes the prefix under this key, which no dead rank knows.
+    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So rank 0 draws a new
+    # prefix for all keys of this attempt. The others cannot trust an old key to get it, so each
+    # writes a random key under "rank N", and rank 0 writes the prefix under this key.
     store, _, _ = next(dist.rendezvous("env://"))
     if RANK == 0:
         prefix = uuid.uuid4().hex
@@ -1077,7 +1085,7 @@ PAIRS = [("prompt", "completion"), ("prompt", "response"), ("instruction", "outp
 
 
 def look_at_first(documents, tokenizer, args):
-    """Says what is not read. Ends the run if the template can render none. A stop token."""
+    """Names what is not read, and returns a stop token. Ends the run if no answer is good."""
     batch = with_json_as_text(documents)[:100]
     rows = rows_of(batch)
     conversations = [conversation_of(row) for row in rows]
@@ -1239,8 +1247,8 @@ def parse_args():
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # The order is: flags, then the file of --config, then --demo, then defaults. Both --config and
-    # --demo set defaults of the parser, so parse again after each.
+    # Flags win over the file of --config, this file over --demo, and --demo over the defaults.
+    # Both --config and --demo change defaults of the parser, so parse again after each.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
@@ -1262,7 +1270,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     finally:
-        # DDP: sys.exit() prints its sentence after this block. If all ranks fail alike, local rank
-        # 0 prints it and ends, and then torchrun ends the others in their sleep.
+        # DDP: Print an error once per node. sys.exit() prints after this block, so the other ranks
+        # sleep first. Local rank 0 prints and ends, and then torchrun ends those that sleep.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
             time.sleep(5)
