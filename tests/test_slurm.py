@@ -281,8 +281,8 @@ STUBS = {
     "scontrol": 'case $2 in hostnames) echo localhost;; job) echo " Command=$SCRIPT 02";; esac\n'
     "[ $1 != requeue ] || echo $2 > requeued",
     "scancel": 'echo "$*" > stopping',
-    # The signal of the time limit arrives while the launcher waits: the launcher sleeps nowhere else.
-    # Then the step gets the signal to stop, and ends.
+    # The signal of the time limit arrives while the launcher waits, which is where it sleeps. Then
+    # the step gets the signal to stop, and ends.
     "srun": "until grep -q 'State:.S' /proc/$PPID/status; do sleep 0.05; done; kill -USR1 $PPID\n"
     "until [ -s stopping ]; do sleep 0.05; done\n"
     'echo "$LAST" > slurm-1-0-localhost.log',
