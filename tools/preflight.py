@@ -415,9 +415,8 @@ def check_files(args, report: Report) -> None:
 def check_small(args, report: Report) -> None:
     """A small copy of the model: does a token see later ones, and does a saved copy open again?"""
     config = AutoConfig.from_pretrained(args.model_name)
-    with suppress(Exception):  # some configs derive this number
+    with suppress(Exception):  # some configs derive these values
         config.num_hidden_layers = min(2, config.num_hidden_layers)
-    if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:2]
     with torch.device("meta"):
         size = AutoModelForCausalLM.from_config(config).num_parameters()
