@@ -120,7 +120,7 @@ def main():
     if state.global_batch and state.global_batch != global_batch:
         say("warning: the global batch has changed, so steps and learning rate change, too")
     state.global_batch = global_batch
-    # A new run has done 0 steps. A resumed run may have another batch, so count the steps left.
+    # The samples left give the steps left, even if a resumed run has another global batch.
     samples_left = len(order) - state.samples
     total_steps = state.step + samples_left // global_batch
     if args.max_steps:
@@ -132,8 +132,8 @@ def main():
         num_training_steps=total_steps,
         scheduler_specific_kwargs=args.lr_scheduler_options,
     )
-    # fp16 rounds gradients below 3e-8 to zero. The scaler makes the loss larger, and so gradients,
-    # and divides the gradients again before the update. With other dtypes it does nothing.
+    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and with it the
+    # gradients, and divides them again before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
@@ -175,7 +175,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        # Each save logs first. Then the check behind the log ends the run before it saves NaN.
+        # A step that saves also logs, because `if log_now` looks for NaN before it is saved.
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
@@ -306,13 +306,14 @@ def build_model(args, device, checkpoint):
     # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
     # sums that need more precision (norms, softmax, the loss) in fp32.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
-    model.forward = autocast(model.forward)  # in training and evaluation
+    model.forward = autocast(model.forward)  # as a decorator: in training and evaluation
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
     # In each pass, Transformers looks for samples that hold several texts, and this search makes
     # Python wait for the GPU. Here, a sample counts as one text. So replace the search by None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # This is the class of all decoder layers, with activation checkpointing and without.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -345,8 +346,8 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        # Mark a copy, because the model may also use the tensor itself. A model that scales its
-        # logits makes a new tensor without the mark, and loss_of_batch() refuses it.
+        # This mark tells loss_of_batch() that the model has not changed the output of the head: a
+        # change makes a new tensor without it. The input keeps no mark, so mark a copy.
         hidden_states = hidden_states.clone()
         hidden_states.from_head = True
         return hidden_states
@@ -636,7 +637,7 @@ def new_folder(folder):
     remove(temporary)
     temporary.mkdir()
     yield temporary
-    # Only their owner may read files of safetensors. So give them the permissions of another file.
+    # safetensors lets only the owner read its files. Give them the permissions of another file.
     for file in temporary.glob("*.safetensors"):
         shutil.copymode(temporary / "tokenizer_config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name

@@ -104,8 +104,8 @@ def main():
         num_training_steps=total_steps,
         scheduler_specific_kwargs=args.lr_scheduler_options,
     )
-    # fp16 rounds gradients below 3e-8 to zero. The scaler makes the loss larger, and so gradients,
-    # and divides the gradients again before the update. With other dtypes it does nothing.
+    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and with it the
+    # gradients, and divides them again before the update. With other dtypes it does nothing.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     # A checkpoint stores the states of these objects, besides the weights.
     stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
@@ -148,7 +148,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        # Each save logs first. Then the check behind the log ends the run before it saves NaN.
+        # A step that saves also logs, because `if log_now` looks for NaN before it is saved.
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
@@ -319,6 +319,7 @@ def build_model(args, device):
     # In each pass, Transformers looks for samples that hold several texts, and this search makes
     # Python wait for the GPU. Here, a sample counts as one text. So replace the search by None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # This is the class of all decoder layers, with activation checkpointing and without.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -351,8 +352,8 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        # Mark a copy, because the model may also use the tensor itself. A model that scales its
-        # logits makes a new tensor without the mark, and loss_of_batch() refuses it.
+        # This mark tells loss_of_batch() that the model has not changed the output of the head: a
+        # change makes a new tensor without it. The input keeps no mark, so mark a copy.
         hidden_states = hidden_states.clone()
         hidden_states.from_head = True
         return hidden_states
@@ -771,7 +772,7 @@ def new_folder(folder):
     yield temporary
     if RANK > 0:
         return
-    # Only their owner may read files of safetensors. So give them the permissions of another file.
+    # safetensors lets only the owner read its files. Give them the permissions of another file.
     for file in temporary.glob("*.safetensors"):
         shutil.copymode(temporary / "tokenizer_config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name
