@@ -192,7 +192,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        # A step that saves also logs, because `if log_now` looks for NaN before it is saved.
+        # A step that saves also logs: `if log_now` below exits on NaN, before a checkpoint has it.
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
@@ -370,8 +370,8 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        # This mark tells loss_of_batch() that the model has not changed the output of the head: a
-        # change makes a new tensor without it. The input keeps no mark, so mark a copy.
+        # loss_of_batch() looks for this mark: if the model changes the output of the head, the
+        # result is a new tensor, without the mark. Clone first, so that the input gets no mark.
         hidden_states = hidden_states.clone()
         hidden_states.from_head = True
         return hidden_states
