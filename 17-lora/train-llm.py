@@ -615,20 +615,15 @@ def load_documents(args):
 
 def read_files(file_format, files, args):
     """The documents of local files."""
-    csv = {}
-    if file_format == "csv":
-        # CHAT: Cells are text. Otherwise, pandas reads 007 as 7, and NA as null.
-        with suppress(Exception):  # a broken file, which `read` cannot read either
-            header = pandas.read_csv(files[0], nrows=0).columns
-            features = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
-            csv = {"features": features, "keep_default_na": False}
     # Without this option, `datasets` replaces the columns of agents' traces with its own.
     options = {"parse_agent_traces": False} if file_format == "json" else {}
 
     def read(names):
+        cells = text_cells(names[0]) if file_format == "csv" else {}  # CHAT: also numbers are text
         names = [escape(name) for name in names]  # `datasets` takes names as patterns
-        # CHAT: with the options of CSV files
-        return datasets.load_dataset(file_format, data_files=names, split="train", **options, **csv)
+        return datasets.load_dataset(
+            file_format, data_files=names, split="train", **options, **cells
+        )
 
     with suppress(Exception):
         return read(files)  # fast, if all files are whole and have the same columns
@@ -655,9 +650,15 @@ def texts_of(messages, tools, tokenizer, options, size):
         whole = render(messages[: n + 1])
         if not whole.startswith(prompt):
             raise ValueError(f"an answer does not begin where its prompt ends: {prompt[-60:]!r}")
+        answer = whole[len(prompt) :].rstrip()  # without the line end behind it
         # CHAT 7: Each is tokenized apart. In one text, a token could have characters of both.
-        prompt_ids = encode(prompt, tokenizer)
-        answer_ids = encode_answer(whole[len(prompt) :].rstrip(), tokenizer)  # no line end
+        # SentencePiece puts a space before a text. So tokenize the answer behind a line end, and
+        # cut off the tokens of both.
+        prompt_ids, line_end, answer_ids = encode([prompt, "\n", "\n" + answer], tokenizer)
+        if answer_ids[: len(line_end)] == line_end:
+            answer_ids = answer_ids[len(line_end) :]
+        else:  # the answer begins with a line end, too
+            [answer_ids] = encode([answer], tokenizer)
         texts[0]["answers"] += 1
         # Whole answers only, because a cut answer does not teach to stop.
         if len(prompt_ids) + len(answer_ids) > size:
@@ -678,20 +679,16 @@ def new_text(refusal=""):
     return {"input_ids": [], "labels": [], "stop_tokens": [], "answers": 0, "refusal": refusal}
 
 
-def encode(text, tokenizer):
-    """Token ids of a text, or of each text of a list."""
+def encode(texts, tokenizer):
+    """The token ids of each text."""
     # The template writes the begin-of-text token. The tokenizer must not add another one.
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-
-
-def encode_answer(answer, tokenizer):
-    """Token ids of an answer, which has text before it."""
-    # SentencePiece puts a space before a text. So tokenize the answer behind a line end, and cut
-    # off the tokens of both.
-    line_end, ids = encode(["\n", "\n" + answer], tokenizer)
-    if ids[: len(line_end)] != line_end:  # the answer begins with a line end, too
-        return encode(answer, tokenizer)
-    return ids[len(line_end) :]
+    if not tokenizer.is_fast:  # written in Python
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    # The same ids, in less time, because this does not find the place of each token in its text
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # which the files of a tokenizer may ask for
+    backend.no_padding()
+    return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def tokenize_split(documents, tokenizer, args):
@@ -1148,6 +1145,13 @@ def say(message):
 # CHAT: The roles of ShareGPT, and their names in templates.
 ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 PAIRS = [("prompt", "completion"), ("prompt", "response"), ("instruction", "output")]
+
+
+def text_cells(file):
+    """Options to read the cells of CSV files as text. Otherwise, 007 becomes 7, and NA null."""
+    header = pandas.read_csv(file, nrows=0).columns
+    features = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
+    return {"features": features, "keep_default_na": False}
 
 
 def look_at_first(documents, tokenizer, args):

@@ -375,8 +375,11 @@ def test_answers_of_sentencepiece(chat):
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.add_special_tokens(["<end>"])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for answer, expected in (("ab", ["a", "b"]), (" ab", ["▁a", "b"]), ("\na", ["\n", "a"])):
-        ids = chat.encode_answer(answer + "<end>", tokenizer)
+        row = {"prompt": ["a"], "response": [answer + "<end>"]}
+        [labels] = chat.tokenize(row, tokenizer, {}, 99)["labels"]
+        ids = [label for label in labels if label >= 0]
         assert tokenizer.convert_ids_to_tokens(ids) == [*expected, "<end>"]
 
 
