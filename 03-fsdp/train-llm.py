@@ -117,11 +117,7 @@ def main():
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
     scheduler = get_scheduler(
-        args.lr_scheduler,
-        optimizer,
-        num_warmup_steps=args.warmup_steps,
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_options,
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
     # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and with it the
     # gradients, and divides them again before the update. With other dtypes it does nothing.

@@ -25,7 +25,6 @@ from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from glob import escape, glob
 from pathlib import Path
 
@@ -134,11 +133,7 @@ def main():
     if args.max_steps:
         total_steps = min(total_steps, args.max_steps)
     scheduler = get_scheduler(
-        args.lr_scheduler,
-        optimizer,
-        num_warmup_steps=args.warmup_steps,
-        num_training_steps=total_steps,
-        scheduler_specific_kwargs=args.lr_scheduler_options,
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
     # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and with it the
     # gradients, and divides them again before the update. With other dtypes it does nothing.
@@ -562,11 +557,10 @@ def read_files(file_format, files, args):
     options = {"parse_agent_traces": False} if file_format == "json" else {}
 
     def read(names):
-        cells = text_cells(names[0]) if file_format == "csv" else {}  # CHAT: also numbers are text
+        if file_format == "csv":
+            options.update(cells_as_text(names[0]))  # CHAT: 007 would become 7, and NA null
         names = [escape(name) for name in names]  # `datasets` takes names as patterns
-        return datasets.load_dataset(
-            file_format, data_files=names, split="train", **options, **cells
-        )
+        return datasets.load_dataset(file_format, data_files=names, split="train", **options)
 
     with suppress(Exception):
         return read(files)  # fast, if all files are whole and have the same columns
@@ -582,15 +576,15 @@ def read_files(file_format, files, args):
 
 def texts_of(messages, tools, tokenizer, options, size):
     """One or more texts of a conversation, with the answers that fit into `size` tokens."""
-    render = partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+    options = {"tokenize": False, "tools": tools, **options}
     texts = [new_text()]
     for n, message in enumerate(messages):
         has_loss = 0 not in (message.get("weight"), message.get("train"))  # False is 0, too
         if message["role"] != "assistant" or n == 0 or not has_loss:
             continue  # an answer needs a prompt
         # CHAT 6: The answer begins where the prompt ends, because a server sends this prompt.
-        prompt = render(messages[:n], add_generation_prompt=True)
-        whole = render(messages[: n + 1])
+        prompt = tokenizer.apply_chat_template(messages[:n], add_generation_prompt=True, **options)
+        whole = tokenizer.apply_chat_template(messages[: n + 1], **options)
         if not whole.startswith(prompt):
             raise ValueError(f"an answer does not begin where its prompt ends: {prompt[-60:]!r}")
         answer = whole[len(prompt) :].rstrip()  # without the line end behind it
@@ -612,6 +606,7 @@ def texts_of(messages, tools, tokenizer, options, size):
             texts.append(new_text())
         text = texts[-1]
         text["labels"] += [-100] * (len(prompt_ids) - len(text["labels"])) + answer_ids
+        text["labels"][0] = -100  # nothing predicts the first token, even if the prompt is empty
         text["input_ids"] = prompt_ids + answer_ids
         text["stop_tokens"] += answer_ids[-1:]
     return texts
@@ -624,13 +619,11 @@ def new_text(refusal=""):
 
 def encode(texts, tokenizer):
     """The token ids of each text."""
-    # The template writes the begin-of-text token. The tokenizer must not add another one.
-    if not tokenizer.is_fast:  # written in Python
-        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    # The same ids, in less time, because this does not find the place of each token in its text
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()  # which the files of a tokenizer may ask for
     backend.no_padding()
+    # "Fast" does not find the place of each token in its text. The template writes the
+    # begin-of-text token, so the tokenizer must not add another one.
     return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
 
@@ -666,8 +659,6 @@ def tokenize(batch, tokenizer, options, size):
             texts.append(new_text(refusal=str(error) or repr(error)))
     for text in texts:
         labels = text["labels"]
-        if labels:
-            labels[0] = -100  # nothing predicts the first token, even if the prompt is empty
         text["position_ids"] = np.arange(len(labels))
         text["answer_tokens"] = len(labels) - labels.count(-100)
     return {name: [text[name] for text in texts] for name in COLUMNS}
@@ -1082,8 +1073,8 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 PAIRS = [("prompt", "completion"), ("prompt", "response"), ("instruction", "output")]
 
 
-def text_cells(file):
-    """Options to read the cells of CSV files as text. Otherwise, 007 becomes 7, and NA null."""
+def cells_as_text(file):
+    """Options to read the cells of a CSV file as text. Otherwise, pandas guesses their types."""
     header = pandas.read_csv(file, nrows=0).columns
     features = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
     return {"features": features, "keep_default_na": False}

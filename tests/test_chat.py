@@ -374,6 +374,8 @@ def test_answers_of_sentencepiece(chat):
     )
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.add_special_tokens(["<end>"])
+    backend.enable_truncation(2)  # as in the files of some tokenizers
+    backend.enable_padding(length=9)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for answer, expected in (("ab", ["a", "b"]), (" ab", ["▁a", "b"]), ("\na", ["\n", "a"])):
@@ -453,8 +455,15 @@ FILES = {
 LISTS = ("input_ids", "labels")
 
 
-def test_a_column_of_two_types(chat, tmp_path):
-    """The libraries do not name the file. Nor is there one with another ending."""
+def test_files_that_differ(chat, tmp_path):
+    """Other columns are read. Where a column has another type, the libraries do not name the file.
+
+    Nor is there a file with another ending.
+    """
+    for name, more in ("a", {}), ("b", {"source": "x"}):
+        write_file(tmp_path / f"{name}.csv", [{"prompt": "q", "response": "007"} | more])
+    args = SimpleNamespace(dataset_name=f"{tmp_path}/*.csv", dataset_subset=None)
+    assert chat.load_documents(args)["train"]["response"][:] == ["007", "007"]
     for name, label in ("a", 1), ("b", "one"):
         write_rows(tmp_path / f"{name}.jsonl", [TURN | {"label": label}])
     args = SimpleNamespace(dataset_name=f"{tmp_path}/*.jsonl", dataset_subset=None)
