@@ -460,7 +460,7 @@ def test_files_that_differ(chat, tmp_path):
 
     Nor is there a file with another ending.
     """
-    for name, more in ("a", {}), ("b", {"source": "x"}):
+    for name, more in ("a", {"source": "x"}), ("b", {}):
         write_file(tmp_path / f"{name}.csv", [{"prompt": "q", "response": "007"} | more])
     args = SimpleNamespace(dataset_name=f"{tmp_path}/*.csv", dataset_subset=None)
     assert chat.load_documents(args)["train"]["response"][:] == ["007", "007"]
