@@ -906,7 +906,7 @@ def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
 
 def join_process_group():
     """Meets the other ranks, and returns the device of this rank."""
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
         sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
     # DDP: A shell may still have RANK and WORLD_SIZE of an earlier job. Nobody else would come.
     hint = f"RANK is {RANK} of WORLD_SIZE {WORLD_SIZE}, and others are missing. Alone? Unset both."

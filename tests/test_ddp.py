@@ -224,8 +224,10 @@ def test_variables_of_an_earlier_job(tmp_path, monkeypatch):
     run.process.kill()
 
 
-def test_without_torchrun(tmp_path):
-    run = Run(CHAPTER_2, ["--demo"], tmp_path / "output")
+@pytest.mark.parametrize("env", [{}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_without_torchrun(tmp_path, env):
+    """Also if the shell still has variables of an earlier job."""
+    run = Run(CHAPTER_2, ["--demo"], tmp_path / "output", env=env)
     assert run.wait() == 1
     command = f"torchrun --standalone --nproc-per-node 2 {CHAPTER_2}"
     assert_one_sentence(run.output, command)
