@@ -19,9 +19,7 @@ def run(tmp_path):
 
     def call(script, *arguments, status=0, before="") -> str:
         before += "import forking\nforking.patch()\n"
-        # These forks have imported Comet before the chapters' setting that keeps it out of PyTorch.
-        env = {"COMET_AUTO_LOG_DISABLE": "true"}
-        options = {"before": before, "timeout": 500, "env": env}
+        options = {"before": before, "timeout": 500}
         found, output = outcome(tmp_path, BENCHMARKS / script, *arguments, **options)
         assert found == status, output
         return output

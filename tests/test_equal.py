@@ -167,7 +167,7 @@ def described(folder, name, number, model, batch, more) -> dict:
     flags += ["-d", folder / "text.jsonl", "-s", 32, "-b", batch, "--lr", 1e-4, "--log-freq", 1]
     flags += ["--max-steps", STEPS, "--eval-freq", STEPS // 2, "--ckpt-freq", 99, *more]
     (folder / name).mkdir()
-    env = {"MASTER_PORT": str(free_port()), "COMET_AUTO_LOG_DISABLE": "true"}
+    env = {"MASTER_PORT": str(free_port())}
     case = {"name": name, "script": str(script), "env": env, "folder": str(folder / name)}
     return case | {"flags": [str(flag) for flag in flags]}
 

@@ -182,7 +182,7 @@ def values_of(records):
 
 @pytest.mark.rest
 def test_comet(run, tmp_path):
-    output = export(run, "--to", "comet", "-o", tmp_path / "out", COMET_AUTO_LOG_DISABLE="true")
+    output = export(run, "--to", "comet", "-o", tmp_path / "out")
     (archive,) = re.findall("^comet upload (.*[.]zip)$", output, re.MULTILINE)
     assert read_archive(archive) == (("my-run", "my-project"), values_of(RECORDS), PARAMETERS)
 

@@ -22,7 +22,6 @@ def tool():
 def record(folder, script, *flags, processes=0, steps=2, before="", **env):
     """Runs the first steps of a script, and returns the folder of the recording."""
     env |= {"FIRST_DIFFERENCE": str(folder), "FIRST_DIFFERENCE_STEPS": str(steps)}
-    env |= {"COMET_AUTO_LOG_DISABLE": "true"}
     options = {"env": env, "before": WATCH + before}
     output = folder.with_suffix(".txt")
     if processes:

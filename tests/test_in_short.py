@@ -250,7 +250,7 @@ def test_single_trains_as_chapter_1(short, single, tmp_path):
     flags = ["-e", "run", "--save-dir", tmp_path, "-m", tmp_path / "model"]
     flags += ["-s", SEQ_LENGTH, "-b", BATCH_SIZE, "--max-steps", STEPS]
     flags += ["--lr", LR, "--log-freq", 1, *OFF]
-    run = Run(script, flags, tmp_path / "output", env={"COMET_AUTO_LOG_DISABLE": "true"})
+    run = Run(script, flags, tmp_path / "output")
     assert run.wait() == 0, run.output
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     columns = [[record[name] for record in records] for name in ("loss", "grad_norm")]

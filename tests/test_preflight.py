@@ -277,7 +277,9 @@ def test_held_out_documents_of_the_training(tool, capsys):
 @pytest.mark.rest
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_demos_are_clean(look, tmp_path, chapter):
-    status, output = look("--demo", "--save-dir", tmp_path, chapter=chapter)
+    """The text is the same in all chapters but the last, so most look at little of it."""
+    little = [] if chapter in ("01", "16") else ["-d", REPOSITORY / "tools" / "*.py"]
+    status, output = look("--demo", *little, "--save-dir", tmp_path, chapter=chapter)
     assert (status, output.splitlines()[-1]) == (0, "0 errors, 0 warnings"), output
 
 

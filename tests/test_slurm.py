@@ -65,7 +65,7 @@ class Slurm:
         conf.write_text(CONFIG.format(folder=folder, **facts))
         # A session inside a job of another Slurm has its variables.
         self.env = {name: x for name, x in (CLEAN | ACTIVE).items() if not name.startswith("SLURM")}
-        self.env |= {"SLURM_CONF": str(conf), "COMET_AUTO_LOG_DISABLE": "true"}
+        self.env |= {"SLURM_CONF": str(conf)}
         self.env |= {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
 
     def start(self) -> None:

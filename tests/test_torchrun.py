@@ -23,7 +23,6 @@ class Launch(Folder):
 
     def __init__(self, trainer, output: str, command: list, *flags, name="run", env=None):
         self.folder, self.file = trainer.folder / name, trainer.folder / output
-        env = (env or os.environ) | {"COMET_AUTO_LOG_DISABLE": "true"}
         command = [*command, *trainer.defaults(name), *flags]
         with self.file.open("w") as file:
             self.process = subprocess.Popen(
@@ -68,10 +67,9 @@ class Forking(Launch):
 
     def __init__(self, trainer, output: str, command: list, *flags, name="run", **options):
         self.folder, self.file = trainer.folder / name, trainer.folder / output
-        env = {"COMET_AUTO_LOG_DISABLE": "true"} | options.pop("env", {})
         arguments = [*command, *trainer.defaults(name), *flags]
         self.file.touch()
-        self.process = Run(FORKING, arguments, self.file, env=env, **options).process
+        self.process = Run(FORKING, arguments, self.file, **options).process
 
     @property
     def status(self) -> int | None:

@@ -292,7 +292,7 @@ def test_no_number_is_read_between_logged_steps(trainer, number):
         flags.remove("--from-scratch")
         flags += ["--rank", 4]
     output = trainer.folder / "output.txt"
-    options = {"before": COUNT_READS, "env": {"COMET_AUTO_LOG_DISABLE": "true"}}
+    options = {"before": COUNT_READS}
     processes = 2 if READS[number] else 1
     kind = partial(Job, processes=2) if processes == 2 else Run
     run = kind(CHAPTERS_BY_NUMBER[number], flags, output, **options)
