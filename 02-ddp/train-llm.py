@@ -58,6 +58,7 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of i
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+LOSS_CHUNK = 1024  # tokens; their logits take 0.5 GB in fp32 if the vocabulary has 128,000 tokens
 received_signals = []  # the handler of signals appends to this list, and the loop reads it
 
 
@@ -278,10 +279,9 @@ def check_flags(args, device):
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    # Paged attentions, such as paged|eager, have no causal mask. On CPUs, flex_attention has no
-    # backward pass.
-    unfit = ("paged", "flex_attention") if device.type == "cpu" else ("paged",)
-    if args.attention and args.attention.startswith(unfit):
+    # Attentions such as paged|eager see the future. On CPUs, flex_attention has no backward pass.
+    no_backward = args.attention == "flex_attention" and device.type == "cpu"
+    if no_backward or "paged" in str(args.attention):
         sys.exit(f"error: --attention {args.attention} cannot train here: choose another one")
     try:
         with torch.device("meta"):  # a model without memory for its weights
@@ -297,8 +297,7 @@ def check_flags(args, device):
 
 def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
-    model = load_model(args, checkpoint)
-    model.to(device)
+    model = load_model(args, checkpoint).to(device)
     # Weights stay in fp32. Autocast computes matrix products in bf16, which is faster, and keeps
     # sums that need more precision (norms, softmax, the loss) in fp32.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
@@ -328,9 +327,6 @@ def build_model(args, device, checkpoint):
     return model
 
 
-LOSS_CHUNK = 1024  # tokens; their logits take 0.5 GB in fp32 if the vocabulary has 128,000 tokens
-
-
 def use_chunked_loss(model):
     """From now on, the model computes logits and loss of LOSS_CHUNK tokens at a time.
 
@@ -342,15 +338,14 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        # loss_of_batch() looks for this mark: if the model changes the output of the head, the
-        # result is a new tensor, without the mark. Clone first, so that the input gets no mark.
-        hidden_states = hidden_states.clone()
+        # loss_of_batch() looks for this mark. A model that changes its logits makes a new tensor.
+        hidden_states = hidden_states.clone()  # a new tensor, as from any head
         hidden_states.from_head = True
         return hidden_states
 
-    def loss_of_chunk(hidden_states, shift_labels, options):
+    def sum_of_chunk(hidden_states, labels, vocab_size):
         logits = compute_logits(hidden_states)
-        return compute_loss(logits, labels=None, shift_labels=shift_labels, **options)
+        return compute_loss(logits, None, vocab_size, num_items_in_batch=1, shift_labels=labels)
 
     def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
         hidden_states = logits  # because pass_on() is in place of the head
@@ -359,18 +354,17 @@ def use_chunked_loss(model):
         if shift_labels is None:
             # Each token has the next one as its label. -100 says that the last one has no label.
             shift_labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        if num_items_in_batch is None:  # the number that the sum of all losses is divided by
+        if num_items_in_batch is None:
             num_items_in_batch = (shift_labels != -100).sum()
-        options = {"vocab_size": vocab_size, "num_items_in_batch": num_items_in_batch}
         hidden_chunks = hidden_states.flatten(0, 1).split(LOSS_CHUNK)
         label_chunks = shift_labels.flatten().split(LOSS_CHUNK)
-        loss = 0.0
+        loss_sum = 0.0
         for hidden_chunk, label_chunk in zip(hidden_chunks, label_chunks, strict=True):
             # checkpoint() forgets the logits. The backward pass computes them a second time.
-            loss += torch.utils.checkpoint.checkpoint(
-                loss_of_chunk, hidden_chunk, label_chunk, options, use_reentrant=False
+            loss_sum += torch.utils.checkpoint.checkpoint(
+                sum_of_chunk, hidden_chunk, label_chunk, vocab_size, use_reentrant=False
             )
-        return loss
+        return loss_sum / num_items_in_batch
 
     head.forward = pass_on
     model.loss_function = loss_of_batch
@@ -390,11 +384,9 @@ def load_model(args, checkpoint=None):
         model.apply(model._init_weights)
         return model
     source = checkpoint or args.model_name
-    model, report = AutoModelForCausalLM.from_pretrained(
-        source, output_loading_info=True, **options
-    )
-    if report["missing_keys"]:  # Transformers fills these tensors with random numbers
-        sys.exit(f"error: the files of {source} lack the tensors {report['missing_keys']}")
+    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    if info["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
     return model
 
 
@@ -486,11 +478,7 @@ def read_files(file_format, files, args):
 
 
 def read_text(files, versions):
-    """The documents of text files. Some files, such as TinyStories, have <|endoftext|> after each.
-
-    A document that is too long is split. \ufffd stands for a character that cannot be decoded.
-    `versions` serves the cache alone.
-    """
+    """The documents of text files: whole files, or parts that end with <|endoftext|>."""
     for file in files:
         open_file = gzip.open if file.endswith(".gz") else open
         undecoded = 0
@@ -500,7 +488,7 @@ def read_text(files, versions):
                 while piece := stream.read(LONGEST_DOCUMENT):
                     if piece.startswith("\ufffd\ufffd"):  # UTF-16 begins so
                         raise ValueError("convert it to UTF-8")
-                    undecoded += piece.count("\ufffd")
+                    undecoded += piece.count("\ufffd")  # in place of what cannot be decoded
                     *documents, unfinished = (unfinished + piece).split("<|endoftext|>")
                     if len(unfinished) >= LONGEST_DOCUMENT:
                         documents.append(unfinished)
@@ -615,10 +603,9 @@ def open_run(args, train_samples):
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
     checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
-    if not checkpoint:
-        return run_folder, None, state
-    say(f"Continuing from {checkpoint}")
-    state = RunState(**json.loads((checkpoint / "state.json").read_text()))
+    if checkpoint:
+        say(f"Continuing from {checkpoint}")
+        state = RunState(**json.loads((checkpoint / "state.json").read_text()))
     for name, before in state.lasting.items():
         now = lasting.get(name)
         if now != before:
@@ -840,8 +827,7 @@ def say(message):
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# --demo takes two minutes on two CPU cores. Its text is the source of Python's own library. The
-# pattern [a-z]* leaves out files such as _sysconfigdata.py, which differ between machines.
+# Files such as _sysconfigdata.py differ between machines, so the pattern [a-z]* leaves them out.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/models/tiny-llama",
