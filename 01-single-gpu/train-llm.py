@@ -434,7 +434,7 @@ def read_text(files, versions):
         try:
             with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as stream:
                 while piece := stream.read(LONGEST_DOCUMENT):
-                    if piece.startswith("\ufffd\ufffd"):  # UTF-16 begins so
+                    if piece.startswith("\ufffd\ufffd") or "\0" in piece[:2]:  # as UTF-16 does
                         raise ValueError("convert it to UTF-8")
                     undecoded += piece.count("\ufffd")  # in place of what cannot be decoded
                     *documents, unfinished = (unfinished + piece).split("<|endoftext|>")

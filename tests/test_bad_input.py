@@ -31,7 +31,8 @@ CASES = {
     "no column in one file": (["-d", "{tmp}/[a-f]*.csv"], "else.csv: Column name ['text']"),
     "no Parquet": (["-d", "{tmp}/*.parquet"], "cut.parquet: Parquet file size is 4 bytes"),
     "cut archive": (["-d", "{tmp}/*.txt.gz"], "cut.txt.gz: Compressed file ended before"),
-    "UTF-16": (["-d", "{tmp}/wide.txt"], "wide.txt: convert it to UTF-8"),
+    "UTF-16": (["-d", "{tmp}/utf-16.txt"], "utf-16.txt: convert it to UTF-8"),
+    "UTF-16 without mark": (["-d", "{tmp}/utf-16-le.txt"], "convert it to UTF-8"),
     "too small": (["-d", "{tmp}/small.txt"], "too little text"),
     "no weights": (["--no-from-scratch"], "no file named model.safetensors"),
     "beyond the positions": (["-s", 129], "the model has 128 positions"),
@@ -56,7 +57,8 @@ def files(tmp_path_factory):
     (folder / "else.csv").write_text("txt,date\na,b\n")
     (folder / "cut.parquet").write_bytes(b"PAR1")
     (folder / "cut.txt.gz").write_bytes(gzip.compress(b"some text " * 99)[:-9])
-    (folder / "wide.txt").write_text("some text", "utf-16")
+    for encoding in ("utf-16", "utf-16-le"):  # with its mark, and without
+        (folder / f"{encoding}.txt").write_text("some text", encoding)
     (folder / "unknown.yaml").write_text("batchsize: 8")
     config = json.loads((TINY_LLAMA / "tokenizer_config.json").read_text())
     config.pop("eos_token")
