@@ -331,7 +331,7 @@ def build_model(args, device):
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
     # In each pass, Transformers looks for samples that hold several texts, and this search makes
-    # Python wait for the GPU. Here, a sample counts as one text. So replace the search by None.
+    # Python wait for the GPU. Unpacked, a sample is one text. So replace the search by None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     if args.packing:
         # CHAT 4: A token attends only to its own conversation, whose tokens have the same number.
@@ -507,7 +507,8 @@ def load_samples(args, tokenizer):
         numbers = np.cumsum(train_split.data.column("answers").to_numpy() > 0)
         fitting = np.unique(numbers[train_split.data.column("answer_tokens").to_numpy() > 0])
         held_out = fitting[-max(1, len(fitting) // 100) :]
-        begin = np.searchsorted(numbers, held_out.min(initial=len(numbers)))
+        # If no answer fits, main() ends the run.
+        begin = np.searchsorted(numbers, held_out[0]) if len(held_out) else 0
         eval_split = train_split.select(range(begin, len(train_split)))
         train_split = train_split.select(range(begin))
     packing = {"size": args.seq_length, "several": args.packing}
@@ -544,6 +545,13 @@ def load_documents(args):
     return {split: read_files(file_format, names, args) for split, names in splits.items()}
 
 
+def cells_as_text(files):
+    """Options to read the cells of CSV files as text. Otherwise, pandas guesses their types."""
+    columns = [name for file in files for name in pandas.read_csv(file, nrows=0).columns]
+    features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
+    return {"features": features, "keep_default_na": False}
+
+
 def read_files(file_format, files, args):
     """The documents of local files."""
     # Without this option, `datasets` replaces the columns of agents' traces with its own.
@@ -551,14 +559,14 @@ def read_files(file_format, files, args):
 
     def read(names):
         if file_format == "csv":
-            options.update(cells_as_text(names[0]))  # CHAT: 007 would become 7, and NA null
+            options.update(cells_as_text(names))  # CHAT: 007 would become 7, and NA null
         names = [escape(name) for name in names]  # `datasets` takes names as patterns
         return datasets.load_dataset(file_format, data_files=names, split="train", **options)
 
     with suppress(Exception):
         return read(files)  # fast, if all files are whole and have the same columns
     parts = []
-    for file in files:  # slow, but an error names its file, and other columns do not matter
+    for file in files:  # slow, but an error names its file, and files may lack columns
         try:
             parts.append(read([file]))  # CHAT: all columns
             datasets.concatenate_datasets(parts)  # CHAT: fails if a column has another type
@@ -587,7 +595,7 @@ def texts_of(messages, tools, tokenizer, options, size):
         prompt_ids, line_end, answer_ids = encode([prompt, "\n", "\n" + answer], tokenizer)
         if answer_ids[: len(line_end)] == line_end:
             answer_ids = answer_ids[len(line_end) :]
-        else:  # the answer begins with a line end, too
+        else:  # the answer begins with white space, which joins the line end
             [answer_ids] = encode([answer], tokenizer)
         texts[0]["answers"] += 1
         # Whole answers only, because a cut answer does not teach to stop.
@@ -626,7 +634,7 @@ def tokenize_split(documents, tokenizer, args):
     texts = with_json_as_text(documents).map(
         tokenize,
         batched=True,
-        batch_size=32,  # documents; the longest ones then need 1 GB of memory
+        batch_size=32,  # conversations
         fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
         remove_columns=documents.column_names,  # CHAT: COLUMNS take their place
         features=datasets.Features(COLUMNS),
@@ -663,15 +671,15 @@ def find_stop_token(tokenizer, args, batch=None):
     found = tokenize(batch, tokenizer, args.template_options, size=math.inf)
     problem = "no conversation has an answer, of the role 'assistant' and behind a question"
     for text in rows_of(found):
-        answers = [token for token in text["labels"] if token >= 0]
+        answer_ids = [token for token in text["labels"] if token >= 0]
         if text["refusal"]:
             problem = f"the chat template refuses a conversation: {text['refusal']}"
-        elif answers and answers == text["stop_tokens"]:  # nothing but these
+        elif answer_ids and answer_ids == text["stop_tokens"]:  # one token each
             problem = "the chat template leaves out the answers"
-        elif answers and answers[-1] not in tokenizer.added_tokens_decoder:
-            problem = f"an answer ends with {tokenizer.decode(answers[-9:])!r}, no special token"
-        elif answers:
-            return answers[-1]
+        elif answer_ids and answer_ids[-1] not in tokenizer.added_tokens_decoder:
+            problem = f"an answer ends with {tokenizer.decode(answer_ids[-9:])!r}, no special token"
+        elif answer_ids:
+            return answer_ids[-1]
     sys.exit(f"error: {problem}")
 
 
@@ -756,7 +764,7 @@ def evaluate(model, eval_set, args, device):
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
     samples = len(eval_set)
-    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all answers.
     for begin in range(0, samples, WORLD_SIZE * args.batch_size):
         first = begin + RANK * args.batch_size
         indices = range(first, min(first + args.batch_size, samples))
@@ -1065,13 +1073,6 @@ ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 PAIRS = [("prompt", "completion"), ("prompt", "response"), ("instruction", "output")]
 
 
-def cells_as_text(file):
-    """Options to read the cells of a CSV file as text. Otherwise, pandas guesses their types."""
-    header = pandas.read_csv(file, nrows=0).columns
-    features = datasets.Features(dict.fromkeys(header, datasets.Value("string")))
-    return {"features": features, "keep_default_na": False}
-
-
 def look_at_first(documents, tokenizer, args):
     """Names what is not read, and returns a stop token. Ends the run if no answer is good."""
     batch = with_json_as_text(documents)[:100]
@@ -1082,19 +1083,20 @@ def look_at_first(documents, tokenizer, args):
     keys = {key for messages, _ in conversations for message in messages for key in message}
     keys |= {"tools" for _, tools in conversations if tools}
     in_template = {*re.findall(r"\w+", str(tokenizer.chat_template))}
-    unread = columns | keys - in_template - {"role", "content", "weight", "train"}
+    unread = columns | (keys - in_template - {"role", "content", "weight", "train"})
     if unread:
         say(f"columns, and keys of messages, that are not read: {', '.join(sorted(unread))}")
     return find_stop_token(tokenizer, args, batch)
 
 
 def with_json_as_text(documents):
-    """Columns of JSON as text, which `conversation_of` parses. Nulls in it are the user's own."""
+    """Lists of JSON as text, which `conversation_of` parses. Nulls in it are the user's own."""
     text = datasets.Json(decode=False)
     for name, kind in documents.features.items():
-        if kind in (datasets.Json(), datasets.List(datasets.Json())):  # keys differ between rows
-            as_text = text if kind == datasets.Json() else datasets.List(text)
-            documents = documents.cast_column(name, as_text)
+        if kind == datasets.List(datasets.Json()):  # keys differ between rows
+            documents = documents.cast_column(name, datasets.List(text))
+        elif kind == datasets.Json() and name in ("messages", "conversations", "tools", "history"):
+            documents = documents.cast_column(name, text)
     return documents
 
 
@@ -1156,6 +1158,9 @@ def message_of(message, column="the row"):
     if not isinstance(message, dict):
         sys.exit(f"error: {column} must have roles and contents, not {str(message)[:60]!r}")
     message = {key: value for key, value in message.items() if value not in (None, [])}
+    if "tool_calls" in message:
+        calls = parsed(message["tool_calls"], "tool_calls") or []
+        message["tool_calls"] = [parsed(call, "tool_calls") for call in calls]
     role = message.pop("from", message.get("role"))
     content = message.pop("value", message.get("content"))
     if content is None and "tool_calls" in message:

@@ -181,6 +181,8 @@ FORMS = [
     # In JSON text, a null is meant. In fields of `datasets`, the row does not have the key.
     ({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}, [CALLS]),
     ({"messages": json.dumps([{"role": "assistant", "tool_calls": [PARSED]}])}, [CALLS]),
+    ({"messages": [{"role": "assistant", "tool_calls": json.dumps([PARSED])}]}, [CALLS]),
+    ({"messages": [{"role": "assistant", "tool_calls": [json.dumps(PARSED)]}]}, [CALLS]),
     (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [FILLED]}]},
         [CALLS | {"tool_calls": [{"function": {"name": "f", "arguments": {"b": 3}}}]}],
@@ -404,6 +406,7 @@ def write_file(file, rows) -> None:
 
 
 TURN = {"messages": [Q, A]}
+PAIR = {"prompt": "q", "response": "a"}
 LONG = {"messages": [Q, A | {"content": "a " * 99}]}
 REFUSED_ROW = {"messages": [Q | {"content": "No"}, A]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
@@ -416,7 +419,7 @@ FILES = {
     "messages as text": ("jsonl", [{"messages": json.dumps([Q, A])}] * 99, PLAIN),
     "messages in a table": ("csv", [{"messages": json.dumps([Q, A])}] * 99, PLAIN),
     "ShareGPT": ("parquet", [SHAREGPT] * 99, PLAIN),
-    "responses": ("csv", [{"prompt": "q", "response": "a"}] * 99, PLAIN),
+    "responses": ("csv", [PAIR] * 99, PLAIN),
     "an empty table": ("csv", [], "an empty table.csv: No columns to parse from file"),
     "codes": ("csv", CODES[1:], "user\nq\n\n000<|im_end|>\n<|im_start|>assistant\n«NA"),
     "empty cells": ("csv", CODES, PLAIN),
@@ -434,6 +437,9 @@ FILES = {
         [{"messages": [Q | {"mood": 1}, A], "score": 3}] * 99,
         "columns, and keys of messages, that are not read: mood, score",
     ),
+    # This column has two types, so `datasets` keeps it as JSON text.
+    "a number": ("jsonl", [PAIR] * 99 + [PAIR | {"response": 7}], "error: role and content of"),
+    "a list": ("jsonl", [PAIR] * 99 + [PAIR | {"prompt": [Q], "response": [A]}], PLAIN),
     "a long one at the end": ("jsonl", [TURN] * 50 + [LONG] * 2, PLAIN),
     "few refused": (
         "jsonl",
@@ -460,10 +466,11 @@ def test_files_that_differ(chat, tmp_path):
 
     Nor is there a file with another ending.
     """
-    for name, more in ("a", {"source": "x"}), ("b", {}):
+    for name, more in ("a", {"source": "x"}), ("b", {"system": "s"}):
         write_file(tmp_path / f"{name}.csv", [{"prompt": "q", "response": "007"} | more])
     args = SimpleNamespace(dataset_name=f"{tmp_path}/*.csv", dataset_subset=None)
-    assert chat.load_documents(args)["train"]["response"][:] == ["007", "007"]
+    rows = chat.load_documents(args)["train"]
+    assert (rows["response"][:], rows["system"][:]) == (["007", "007"], [None, "s"])
     for name, label in ("a", 1), ("b", "one"):
         write_rows(tmp_path / f"{name}.jsonl", [TURN | {"label": label}])
     args = SimpleNamespace(dataset_name=f"{tmp_path}/*.jsonl", dataset_subset=None)
@@ -475,6 +482,16 @@ def test_files_that_differ(chat, tmp_path):
         SystemExit, match=r"no files for .*: give existing .* end in \.json, \.jsonl"
     ):
         chat.load_documents(args)
+
+
+def test_no_answer_fits(chat, tmp_path, capsys):
+    """One is refused, too. Nothing is left to train on, and main() says so."""
+    file = write_rows(tmp_path / "rows.jsonl", [LONG] * 30 + [REFUSED_ROW])
+    args = SimpleNamespace(dataset_name=str(file), dataset_subset=None, template_options={})
+    args = SimpleNamespace(**vars(args), seq_length=64, packing=False)
+    train, _ = chat.load_samples(args, tokenizer_with(STRICT + TOOLS))
+    assert len(train) == 0
+    assert "31 conversations, 30 answers: 0 fit into -s 64" in capsys.readouterr().out
 
 
 def test_files_of_conversations(chat, tmp_path, capsys):
