@@ -331,11 +331,11 @@ def build_model(args, device):
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
     # In each pass, Transformers looks for samples that hold several texts, and this search makes
-    # Python wait for the GPU. Unpacked, a sample is one text. So replace the search by None.
+    # Python wait for the GPU. Here, a sample counts as one text. So replace the search by None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     if args.packing:
-        # CHAT 4: A token attends only to its own conversation, whose tokens have the same number.
-        # With packing, positions restart where a conversation begins. So count the zeros.
+        # CHAT 4: Packed, a sample holds several conversations. A token attends only to its own, whose
+        # tokens have the same number. Positions restart where a conversation begins: count zeros.
         transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
     # This is the class of all decoder layers, with activation checkpointing and without.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
