@@ -334,8 +334,8 @@ def build_model(args, device):
     # Python wait for the GPU. Here, a sample counts as one text. So replace the search by None.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     if args.packing:
-        # CHAT 4: Packed, a sample holds several conversations. A token attends only to its own, whose
-        # tokens have the same number. Positions restart where a conversation begins: count zeros.
+        # CHAT 4: A token attends only to its own conversation, whose tokens have the same number.
+        # Packed, a sample has several, and positions restart where each begins. So count the zeros.
         transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
     # This is the class of all decoder layers, with activation checkpointing and without.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
