@@ -603,7 +603,8 @@ def load_documents(args):
 
 
 def cells_as_text(files):
-    """Options to read the cells of CSV files as text. Otherwise, pandas guesses their types."""
+    """Options to read CSV files."""
+    # CHAT: All cells are text. Otherwise, pandas guesses types: 007 becomes 7, and NA null.
     columns = [name for file in files for name in pandas.read_csv(file, nrows=0).columns]
     features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
     return {"features": features, "keep_default_na": False}
@@ -616,7 +617,7 @@ def read_files(file_format, files, args):
 
     def read(names):
         if file_format == "csv":
-            options.update(cells_as_text(names))  # CHAT: 007 would become 7, and NA null
+            options.update(cells_as_text(names))  # CHAT: with all columns
         names = [escape(name) for name in names]  # `datasets` takes names as patterns
         return datasets.load_dataset(file_format, data_files=names, split="train", **options)
 
