@@ -822,7 +822,7 @@ def evaluate(model, eval_set, args, device):
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
     samples = len(eval_set)
-    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all answers.
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
     for begin in range(0, samples, WORLD_SIZE * args.batch_size):
         first = begin + RANK * args.batch_size
         indices = range(first, min(first + args.batch_size, samples))
