@@ -466,7 +466,7 @@ def test_files_that_differ(chat, tmp_path):
 
     Nor is there a file with another ending.
     """
-    for name, more in ("a", {"source": "x"}), ("b", {"system": "s"}):
+    for name, more in ("a", {}), ("b", {"system": "s"}):
         write_file(tmp_path / f"{name}.csv", [{"prompt": "q", "response": "007"} | more])
     args = SimpleNamespace(dataset_name=f"{tmp_path}/*.csv", dataset_subset=None)
     rows = chat.load_documents(args)["train"]
