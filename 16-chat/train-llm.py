@@ -545,16 +545,15 @@ def load_documents(args):
     return {split: read_files(file_format, names, args) for split, names in splits.items()}
 
 
-def cells_as_text(files):
-    """Options to read CSV files."""
-    # CHAT: All cells are text. Otherwise, pandas guesses types: 007 becomes 7, and NA null.
-    columns = [name for file in files for name in pandas.read_csv(file, nrows=0).columns]
-    features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
-    return {"features": features, "keep_default_na": False}
-
-
 def read_files(file_format, files, args):
     """The documents of local files."""
+
+    def cells_as_text(names):
+        # CHAT: In CSV files, all cells are text. Otherwise, 007 would become 7, and NA null.
+        columns = [name for file in names for name in pandas.read_csv(file, nrows=0).columns]
+        features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
+        return {"features": features, "keep_default_na": False}
+
     # Without this option, `datasets` replaces the columns of agents' traces with its own.
     options = {"parse_agent_traces": False} if file_format == "json" else {}
 
@@ -567,7 +566,7 @@ def read_files(file_format, files, args):
     with suppress(Exception):
         return read(files)  # fast, if all files are whole and have the same columns
     parts = []
-    for file in files:  # slow, but an error names its file, and files may lack columns
+    for file in files:  # slow, but an error names its file, and other columns do not matter
         try:
             parts.append(read([file]))  # CHAT: all columns
             datasets.concatenate_datasets(parts)  # CHAT: fails if a column has another type
@@ -635,7 +634,7 @@ def tokenize_split(documents, tokenizer, args):
     texts = with_json_as_text(documents).map(
         tokenize,
         batched=True,
-        batch_size=32,  # conversations
+        batch_size=32,  # documents; the longest ones then need 1 GB of memory
         fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
         remove_columns=documents.column_names,  # CHAT: COLUMNS take their place
         features=datasets.Features(COLUMNS),
@@ -1206,11 +1205,11 @@ def parse_args():
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     # CHAT: A chat model, which has a chat template.
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B-Instruct", help="Hub id or folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
     add("--chat-template", type=str, help="a Jinja file, in place of the model's own template")
     add("--template-options", type=dict, default={}, help="such as '{enable_thinking: false}'")
     add("--packing", action=switch, default=True, help="several conversations in a sample")
-    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=PositiveInt, default=8, help="samples per forward pass")
