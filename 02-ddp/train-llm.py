@@ -489,7 +489,8 @@ def read_text(files, versions):
                     if piece.startswith("\ufffd\ufffd") or "\0" in piece[:2]:  # as UTF-16 does
                         raise ValueError("convert it to UTF-8")
                     undecoded += piece.count("\ufffd")  # in place of what cannot be decoded
-                    *documents, unfinished = (unfinished + piece).split("<|endoftext|>")
+                    documents = (unfinished + piece).split("<|endoftext|>")
+                    unfinished = documents.pop()
                     if len(unfinished) >= LONGEST_DOCUMENT:
                         documents.append(unfinished)
                         unfinished = ""

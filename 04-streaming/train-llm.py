@@ -614,7 +614,8 @@ def read_text(files):
                 while piece := stream.read(LONGEST_DOCUMENT):
                     if piece.startswith("\ufffd\ufffd") or "\0" in piece[:2]:  # as UTF-16 does
                         raise ValueError("convert it to UTF-8")
-                    *documents, unfinished = (unfinished + piece).split("<|endoftext|>")
+                    documents = (unfinished + piece).split("<|endoftext|>")
+                    unfinished = documents.pop()
                     if len(unfinished) >= LONGEST_DOCUMENT:
                         documents.append(unfinished)
                         unfinished = ""
