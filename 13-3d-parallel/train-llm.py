@@ -189,7 +189,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        # A step that saves also logs: `if log_now` below exits on NaN, before a checkpoint has it.
+        # A step that saves also logs: `if log_now` below exits on NaN, so no checkpoint has NaN.
         log_now = step % args.log_freq == 0 or save_now
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
@@ -626,13 +626,14 @@ def use_chunked_loss(model):
     compute_loss = model.loss_function
 
     def pass_on(hidden_states):  # in place of the head's forward
-        # loss_of_batch() looks for this mark. A model that changes its logits makes a new tensor.
-        hidden_states = hidden_states.clone()  # a new tensor, as from any head
+        # loss_of_batch() looks for this mark. If the model changes the logits, the mark is lost.
+        hidden_states = hidden_states.clone()  # without a copy, the input would have the mark
         hidden_states.from_head = True
         return hidden_states
 
     def sum_of_chunk(hidden_states, labels, vocab_size):
         logits = compute_logits(hidden_states)
+        # compute_loss() adds up the losses, and divides by the number of items. So 1 gives the sum.
         return compute_loss(logits, None, vocab_size, num_items_in_batch=1, shift_labels=labels)
 
     def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
@@ -776,7 +777,7 @@ FORMATS |= {".csv": "csv", ".parquet": "parquet"}
 TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
 # The names of files that are held out, such as chats_dev.csv or validation.jsonl
 HELD_OUT = re.compile(r"(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])", re.IGNORECASE)
-LONGEST_DOCUMENT = 250_000  # characters; a longer text is split, because it takes much memory
+LONGEST_DOCUMENT = 250_000  # characters; text files are read in pieces of this size, to save memory
 
 
 def load_tokens(args, tokenizer):
@@ -829,7 +830,7 @@ def read_files(file_format, files, args):
         versions = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
         arguments = {"files": files, "versions": versions}
         return datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
-    # Without this option, `datasets` replaces the columns of agents' traces with its own.
+    # Without this option, `datasets` replaces the columns of files that look like logs of agents.
     options = {"parse_agent_traces": False} if file_format == "json" else {}
 
     def read(names):
@@ -922,7 +923,7 @@ def read_batch(tokens, indices, args, device):
     batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
         batch = batch.pin_memory()  # the GPU copies from pinned memory, while Python goes on
-    return batch.to(device, non_blocking=batch.is_pinned()).long()  # int64, as embeddings want it
+    return batch.to(device, non_blocking=batch.is_pinned()).long()  # int64, as the loss wants it
 
 
 @torch.no_grad()
@@ -1177,7 +1178,7 @@ def timed(phase, times, wait):
 
 
 def memory_metrics(device):
-    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without a GPU, memory of the process."""
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without CUDA, memory of the process."""
     if device.type != "cuda":
         return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
     return {
