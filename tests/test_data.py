@@ -203,10 +203,10 @@ print("result", len(train) + len(held_out), (after - before) / 1e6)
 
 @pytest.mark.rest
 def test_memory_of_a_large_text_file(tmp_path, tokenizer):
-    """50 MB, half of them one document, and half of them many, take less than 1 GB."""
+    """25 MB, half of them one document, and half of them many, take less than 1 GB."""
     file = tmp_path / "large.txt"
     story = "def story(self):\n    return 'once upon a time' + self.end\n" * 20
-    count = 25_000_000 // len(story)
+    count = 12_500_000 // len(story)
     file.write_text((story + "<|endoftext|>") * count + story * count)
     done = python("-c", PEAK, CHAPTER_1, "-m", TINY_LLAMA, "-d", file, cwd=tmp_path)
     _, tokens, memory = done.stdout.splitlines()[-1].split()

@@ -11,7 +11,6 @@ import pytest
 from conftest import assert_one_sentence
 from runner import (
     CHAPTER_1,
-    CHAPTER_4,
     CHAPTER_10,
     CHAPTER_13,
     CHAPTER_14,
@@ -140,8 +139,8 @@ def test_demo_and_the_commands_after_it(tmp_path):
         launch = f"torchrun --standalone --nproc-per-node {processes} {script.parent.name}/"
         assert (launch in command) == (script != CHAPTER_1)
         flags = ["--save-dir", tmp_path, "--max-steps", 3, "--log-freq", 1]
-        if script in (CHAPTER_4, CHAPTER_10):
-            flags += ["--eval-documents", 9]
+        if script != CHAPTER_1:
+            flags += ["--eval-freq", 0]
         if script == CHAPTER_10:
             run(command_with("write-mds.py"), "--processes", 1)
             flags += ["-d", tmp_path / "mds"]
