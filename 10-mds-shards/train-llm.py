@@ -191,9 +191,8 @@ def main():
         label_count = sum(gather(labels_here))
         token_sum += label_count + global_batch
         # MDS 3: Divide by the labels per rank, because FSDP averages over the ranks.
-        # A tensor, because the loss would be compiled a second time for Python numbers.
         # At least 1, because a step may consist of rows with a single token, whose loss is 0.
-        labels_per_rank = torch.full((), max(label_count, 1) / WORLD_SIZE, device=device)
+        labels_per_rank = max(label_count, 1) / WORLD_SIZE
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # MDS: read_step has chosen the rows. This number only seeds the dropout masks.
@@ -213,8 +212,12 @@ def main():
                 # MDS 4: The label of padding is -100, and this label has no loss.
                 # Padding comes last, so no other token attends to padding. So padding needs no
                 # mask, and may have any token id.
-                options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
+                options = {"use_cache": False, "num_items_in_batch": 1}  # a sum, divided by 1
                 loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
+                # After this division, the losses (and their gradients) of all micro-batches add up
+                # to the mean over the global batch.
+                # MDS: Not in the model: FSDP casts all floats that the model gets to bf16.
+                loss = loss / labels_per_rank
             with timed("backward", times, wait):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph

@@ -190,8 +190,7 @@ def main():
         # Each rank knows the samples of all ranks, so it counts N without a message. FSDP averages
         # the gradients over the ranks, so each rank divides its sum of losses by N / WORLD_SIZE.
         batch_tokens = answer_tokens[order[state.samples : state.samples + global_batch]].sum()
-        # A tensor, because a compiled loss would be compiled again for each Python number.
-        tokens_per_rank = torch.full((), batch_tokens / WORLD_SIZE, device=device)
+        tokens_per_rank = batch_tokens / WORLD_SIZE
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
@@ -209,9 +208,12 @@ def main():
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
                 # A cache of keys and values serves generation. In training it only takes memory.
-                # CHAT: The sum over the answers of this micro-batch, divided by `tokens_per_rank`.
-                # So each answer token of the global batch counts the same.
-                loss = model(**batch, num_items_in_batch=tokens_per_rank, use_cache=False).loss
+                # CHAT: With 1 item, the loss is the sum over the answers of this micro-batch.
+                loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
+                # After this division, the losses (and their gradients) of all micro-batches add up
+                # to the mean over the global batch.
+                # CHAT: Not in the model: FSDP casts all floats that the model gets to bf16.
+                loss = loss / tokens_per_rank
             with timed("backward", times, wait):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph

@@ -1,11 +1,13 @@
-"""Peak memory and CPU time of head and loss: usual, with --chunked-loss, and PyTorch's own.
+"""Peak memory and time of head and loss: usual, with --chunked-loss, and PyTorch's own.
 
     python benchmarks/chunked-loss.py --tokens 2048 4096 --vocabulary 32000 128256
+    python benchmarks/chunked-loss.py --device cuda --compile --hidden 2048 --tokens 8192 32768
 
 It takes the loss of chapter 1 in a Llama of one layer with random weights, forward and backward
-pass. The three ways take turns; times are medians of CPU seconds of one thread. The peak is that of
-PyTorch's MemTracker, without the weights. PyTorch's own way is `linear_cross_entropy` (2.13) with
-`LinearCrossEntropyOptions()`.
+pass. The ways take turns; times are medians. On a CPU, they are seconds of one thread, and the peak
+is that of PyTorch's MemTracker. On a GPU, they are seconds by the clock, until the GPU is done. The
+peak is without weights and gradients. PyTorch's own way is `linear_cross_entropy` (2.13) with
+`LinearCrossEntropyOptions()`. `--compile` compiles the loss function, as the chapters do.
 """
 
 import argparse
@@ -23,8 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.append(str(REPOSITORY / "tools"))
 from models import load_chapter, table  # noqa: E402
 
-WAYS = ["usual", "chunked", "linear_cross_entropy"]
-HIDDEN = 512
+WAYS = ["usual", "chunked"]
+WAYS += ["linear_cross_entropy"] if hasattr(F, "linear_cross_entropy") else []
 
 
 def use_linear_cross_entropy(model):
@@ -42,16 +44,19 @@ def use_linear_cross_entropy(model):
     model.loss_function = loss
 
 
-def make_model(way: str, vocabulary: int, dtype: torch.dtype):
+def make_model(way: str, vocabulary: int, args):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=vocabulary,
-        hidden_size=HIDDEN,
-        intermediate_size=HIDDEN,
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden,
         num_hidden_layers=1,
         num_attention_heads=8,
     )
-    model = transformers.LlamaForCausalLM(config).to(dtype)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
+    model = transformers.LlamaForCausalLM(config).to(args.device, dtype)
+    if args.compile:
+        model.loss_function = torch.compile(model.loss_function)
     if way == "chunked":
         load_chapter(1).use_chunked_loss(model)
     if way == "linear_cross_entropy":
@@ -59,37 +64,51 @@ def make_model(way: str, vocabulary: int, dtype: torch.dtype):
     return model
 
 
-def measure(model, ids) -> tuple[float, float, float]:
-    """The loss, CPU seconds, and the peak in GB above the weights."""
-    begin = time.process_time()
+def train(model, ids):
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
-    seconds = time.process_time() - begin
-    model.zero_grad()
-    tracker = MemTracker()
-    tracker.track_external(model)
-    with tracker:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    peak = tracker.get_tracker_snapshot("peak")[ids.device]["Total"]
-    model.zero_grad()
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    return loss.item(), seconds, (peak - weights) / 1e9
+    return loss.item()  # waits for the GPU
+
+
+def measure(model, ids) -> tuple[float, float, float]:
+    """The loss, seconds, and the peak in GB above weights and gradients."""
+    on_gpu = ids.device.type == "cuda"
+    clock = time.perf_counter if on_gpu else time.process_time
+    train(model, ids)  # compiles, and makes the gradients
+    begin = clock()
+    loss = train(model, ids)
+    seconds = clock() - begin
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        train(model, ids)
+        peak = torch.cuda.max_memory_allocated() - before
+    else:
+        tracker = MemTracker()
+        tracker.track_external(model)
+        with tracker:
+            train(model, ids)
+        peak = tracker.get_tracker_snapshot("peak")[ids.device]["Total"]
+        peak -= 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+    return loss, seconds, peak / 1e9
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 4096])
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32000, 128256])
+    parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.dtype]
     rows = []
     for vocabulary in args.vocabulary:
-        models = {way: make_model(way, vocabulary, dtype) for way in WAYS}
+        models = {way: make_model(way, vocabulary, args) for way in WAYS}
         for tokens in args.tokens:
-            ids = torch.randint(vocabulary, (1, tokens))
+            ids = torch.randint(vocabulary, (1, tokens), device=args.device)
             rounds = [
                 {way: measure(model, ids) for way, model in models.items()}
                 for _ in range(args.rounds)
@@ -97,9 +116,9 @@ def main():
             for way in WAYS:
                 loss, _, peak = rounds[0][way]
                 seconds = statistics.median(result[way][1] for result in rounds)
-                numbers = [f"{loss:.5f}", f"{peak:.3f}", f"{seconds:.1f}"]
+                numbers = [f"{loss:.5f}", f"{peak:.3f}", f"{seconds:.3f}"]
                 rows += [[f"{tokens:,}", f"{vocabulary:,}", way, *numbers]]
-    print(table(f"tokens | vocabulary | {args.dtype} | loss | peak, GB | CPU seconds", rows))
+    print(table(f"tokens | vocabulary | {args.dtype} | loss | peak, GB | seconds", rows))
 
 
 if __name__ == "__main__":

@@ -112,8 +112,8 @@ class Contender:
         return [result[name] for result in self.results]
 
 
-METHODS = ("chapters", "comet", "trainer", "trainer-tuned", "trainer-fsdp", "accelerate")
-METHODS += ("lightning", "transformers-tp")
+METHODS = ("chapters", "comet", "trainer", "trainer-tuned", "trainer-liger", "trainer-fsdp")
+METHODS += ("accelerate", "lightning", "transformers-tp")
 # Of peers that are not in Transformers alone. A peer without its package has no row.
 PACKAGES = {name: "accelerate" for name in METHODS if name.startswith("trainer")}
 PACKAGES |= {"accelerate": "accelerate", "lightning": "lightning", "transformers-tp": "accelerate"}
@@ -160,11 +160,13 @@ def contenders(args) -> list[Contender]:
             add("chapter 1, Comet offline", CHAPTERS[0], "--no-compile", comet=True)
         if "trainer" in args.methods:
             add(f"Trainer{ddp}", PEERS / "trainer.py")
-        liger = ["--liger"] if ON_GPU and find_spec("liger_kernel") else []
         if "trainer-tuned" in args.methods:
-            add(f"Trainer{ddp}, tuned", PEERS / "trainer.py", "--tuned", *liger)
+            add(f"Trainer{ddp}, tuned", PEERS / "trainer.py", "--tuned")
+        # Liger 0.8.5 does not compile with PyTorch 2.11
+        if "trainer-liger" in args.methods and ON_GPU and find_spec("liger_kernel"):
+            add(f"Trainer{ddp}, Liger", PEERS / "trainer.py", "--liger")
         if "trainer-fsdp" in args.methods and sharded and ON_GPU:  # on CPUs it would be DDP
-            add("Trainer FSDP, tuned", PEERS / "trainer.py", "--tuned", "--fsdp", *liger)
+            add("Trainer FSDP, tuned", PEERS / "trainer.py", "--tuned", "--fsdp")
         flag, name = ("--compile", ", compiled") if args.compile else ("--no-compile", "")
         if "accelerate" in args.methods:
             add(f"Accelerate{ddp}{name}", PEERS / "accelerate_loop.py", flag)

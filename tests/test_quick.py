@@ -103,6 +103,21 @@ if os.environ.get("RANK") == "1":
     torch.save = slow
 """
 WATCH_SAVES = WATCH_DISK + SLOW_RANK_1
+# With --dtype bf16, FSDP rounds each float that the model gets, such as a number of tokens.
+NO_FLOATS = """
+import torch
+
+def check_floats(model, args, kwargs):
+    floats = [name for name, x in kwargs.items() if torch.is_tensor(x) and x.is_floating_point()]
+    assert not floats, f"FSDP would round {floats}"
+
+def to_empty_and_check(self, **options):
+    self.register_forward_pre_hook(check_floats, with_kwargs=True)
+    return to_empty_alone(self, **options)
+
+to_empty_alone = torch.nn.Module.to_empty
+torch.nn.Module.to_empty = to_empty_and_check
+"""
 
 
 def script_of(chapter: str):
@@ -184,7 +199,7 @@ def rows_job(trainer, chapter, weights, corpus, data, monkeypatch, before="") ->
 
     def train(name):
         options = {"script": script_of(chapter), "env": {"SAVES": str(trainer.folder)}}
-        return watched(trainer, *flags, name=name, before=before + WATCH_SAVES, **options)
+        return watched(trainer, *flags, name=name, before=before + WATCH_SAVES + NO_FLOATS, **options)
 
     run = train("run")
     assert_synced(run.run.ranks[0].output, ["step-00000003", "step-00000006", "final"])
@@ -221,8 +236,8 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     flags += ["--eval-freq", 2, "--ckpt-freq", 2, "--keep-checkpoints", 9]
 
     def train(name):
-        options = {"script": script_of(chapter), "processes": 2, "before": WATCH_SAVES}
-        options["env"] = {"SAVES": str(trainer.folder)}
+        options = {"script": script_of(chapter), "processes": 2}
+        options |= {"before": WATCH_SAVES + NO_FLOATS, "env": {"SAVES": str(trainer.folder)}}
         return trainer(*flags, name=name, **options)
 
     run = train("run")

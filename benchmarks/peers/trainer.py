@@ -25,9 +25,9 @@ class StepClock(transformers.TrainerCallback):
 
 def main() -> None:
     own, args, dataset, model, clock = set_up("--tuned", "--fsdp", "--liger")
-    settings = {}
+    settings = {"use_liger_kernel": own.liger}
     if own.tuned:  # its defaults have the fused AdamW already, and SDPA
-        settings |= {"torch_compile": True, "use_liger_kernel": own.liger}
+        settings["torch_compile"] = True
         if args.device == "cuda":
             settings |= {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     if own.fsdp:
