@@ -154,7 +154,8 @@ CHAPTERS = {
         "flags": ["-b", 4, "--shard-size", 2],
         "needs": ("mosaicml-streaming", "torchvision"),
     },
-    14: {"ranks": 0, "flags": ["-b", 8]},
+    14: {"ranks": 1, "flags": ["-b", 8]},
+    "14, two ranks": {"ranks": 2, "flags": ["-b", 4], "same": 14},
     "15, two replicas": {"ranks": 2, "flags": ["-b", 4, "--replicas", 2, "--inner-steps", 2]},
     # With another optimizer
     18: {"ranks": 1, "flags": ["-b", 8]},
