@@ -57,7 +57,7 @@ HALF = f"--dtype bf16 {CHECKPOINT}"
 CASES = [
     ("chapter 1", 1, {}, CHECKPOINT),
     ("DDP", 2, {}, ACCUMULATE),
-    ("FSDP", 2, {}, HALF),
+    ("chat", 2, {}, HALF),
     ("chapter 1", 1, {"vocab_size": 8192}, "-s 1024 --chunked-loss"),
     ("FSDP", 2, TIED, "-s 16 -b 1"),  # at its fullest, shards and a buffer on its way
     ("no reshard", 2, {}, f"--dtype bf16 {ACCUMULATE}"),
@@ -89,17 +89,17 @@ def test_what_the_chapters_allocate(tmp_path, method, devices, config, flags):
     known = tool.METHODS[method]
     (chapter,) = REPOSITORY.glob(f"{known.chapter:02}-*/train-llm.py")
     size = {"HSDP": 1, "sparse low-rank": 8, "LoRA": 8}.get(method, 2)
-    has_size = known.chapter > 3 and method != "Muon"
+    has_size = known.chapter > 3 and method not in ("Muon", "chat")
     group = [part for flag in known.flags for part in (flag, size)] if has_size else []
     options = [*map(str, ["-m", folder, "-b", 2, "-s", 64, *flags.split(), *group])]
 
-    of_muon = ["--muon"] if method == "Muon" else []
-    args = tool.parse_args([*options, *of_muon, "--device", "cpu"])
+    own = {"Muon": ["--muon"], "chat": ["--packing"]}.get(method, [])
+    args = tool.parse_args([*options, *own, "--device", "cpu"])
     traces = tool.Traces(AutoConfig.from_pretrained(folder), args)
     foretold, moments = tool.step(traces, known, devices, args.batch_size)
 
     text = ["-d", REPOSITORY / "0*" / "*.py"]
-    if method == "LoRA":
+    if method in ("chat", "LoRA"):
         chat = REPOSITORY / "models" / "tiny-chat"
         text = ["-d", chat / "stdlib.jsonl", "--chat-template", chat / "template.jinja"]
     options += ["--max-steps", 6, "--eval-freq", 0]

@@ -199,7 +199,8 @@ def rows_job(trainer, chapter, weights, corpus, data, monkeypatch, before="") ->
 
     def train(name):
         options = {"script": script_of(chapter), "env": {"SAVES": str(trainer.folder)}}
-        return watched(trainer, *flags, name=name, before=before + WATCH_SAVES + NO_FLOATS, **options)
+        options["before"] = before + WATCH_SAVES + NO_FLOATS
+        return watched(trainer, *flags, name=name, **options)
 
     run = train("run")
     assert_synced(run.run.ranks[0].output, ["step-00000003", "step-00000006", "final"])

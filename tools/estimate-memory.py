@@ -83,7 +83,7 @@ def numel(shapes, devices: int = 1, even: bool = False) -> int:
 
 
 # Chapters that change the model of chapter 1: what each is called, and the flag of its group
-PLAIN, TENSOR, CONTEXT, EXPERTS, LOW_RANK, LORA, MUON = 1, 6, 11, 12, 14, 17, 18
+PLAIN, TENSOR, CONTEXT, EXPERTS, LOW_RANK, CHAT, LORA, MUON = 1, 6, 11, 12, 14, 16, 17, 18
 GROUPS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel", EXPERTS: "expert_parallel"}
 
 
@@ -106,7 +106,7 @@ def join_group(ranks: int) -> None:
 def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
     """The model on fake tensors, as this chapter changes it; of several ranks, that of the first.
 
-    `kind` is one of `PLAIN`, `TENSOR`, `CONTEXT`, `EXPERTS`, `LOW_RANK` and `LORA`.
+    `kind` is one of `PLAIN`, `TENSOR`, `CONTEXT`, `EXPERTS`, `LOW_RANK`, `CHAT` and `LORA`.
     """
     changes = chapter(kind) if kind != PLAIN else {}
     config = deepcopy(config)  # the model changes it, for example its implementation of experts
@@ -423,7 +423,7 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: 
             f"{sharding}._propagate_tensor_meta_non_cached": unseen,
             # Looks for position ids that restart within a row. Only chapter 17 has some.
             "transformers.masking_utils.find_packed_sequence_indices": (
-                lambda ids: (ids == 0).cumsum(-1) if kind == LORA else None
+                lambda ids: (ids == 0).cumsum(-1) if kind in (CHAT, LORA) else None
             ),
             # PyTorch refuses fake tensors in fp32 there; the way around it takes as much memory.
             "transformers.integrations.moe._can_use_grouped_mm": lambda x, w, _: w.itemsize == 2,
@@ -474,7 +474,7 @@ def loss_of(model, ids: torch.Tensor, flags, kind: int) -> torch.Tensor:
     if kind == TENSOR:
         positions = torch.arange(flags.seq_length)[None]
         return model(**inputs, position_ids=positions).loss.full_tensor()
-    if kind == LORA:
+    if kind in (CHAT, LORA):  # packed conversations have a mask
         inputs["position_ids"] = torch.zeros_like(ids)
     return model(**inputs).loss
 
@@ -598,7 +598,7 @@ class Method:
         sizes = [getattr(flags, flag.strip("-").replace("-", "_"), 1) for flag in self.flags]
         if None in sizes:
             return None
-        return math.prod(sizes) if self.kind not in (LOW_RANK, LORA) else 1
+        return math.prod(sizes) if self.kind not in (LOW_RANK, CHAT, LORA) else 1
 
     def copy_ranks(self, devices: int, flags) -> int:
         """How many of the devices hold a copy of the weights together, or of their part of them.
@@ -626,6 +626,7 @@ METHODS = [
     Method("expert parallel", 12, ("--expert-parallel",), EXPERTS),
     Method("pipeline × tensor", 13, ("--pipeline-parallel", "--tensor-parallel"), TENSOR),
     Method("sparse low-rank", 14, ("--rank",), LOW_RANK),
+    Method("chat", CHAT, ("--packing",), CHAT),
     Method("LoRA", 17, ("--lora-rank",), LORA),
     Method("Muon", MUON, ("--muon",)),
 ]
@@ -927,7 +928,7 @@ LEGEND = f"""
 - pipeline × tensor: chapter 13, the fullest rank, with both flags
 - context parallel: chapter 11; expert parallel: chapter 12, if all ranks get equally many tokens
 - sparse low-rank: chapter 14 with --rank
-- LoRA: chapter 17 with --lora-rank
+- chat: chapter 16 with --packing; LoRA: chapter 17 with --lora-rank, also packed
 - Muon: chapter 18, with --muon. Of its temporary tensors, only the two of the exchange are counted
 - In chapters 6, 11 and 13, a batch is that of a group of devices."""
 
@@ -963,6 +964,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--rank", type=count, help="also chapter 14: columns of B, and rows of A")
     add("--density", type=float, default=0.03, help="of chapter 14: the share of values of S")
     add("--muon", action="store_true", default=None, help="also chapter 18")
+    add("--packing", action="store_true", default=None, help="also chapter 16, packed")
     add("--lora-rank", type=count, help="also chapter 17: rows of A, and columns of B")
     add("--lora-targets", default="all-linear", help="of chapter 17: or a pattern")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
