@@ -1115,12 +1115,15 @@ def without_nulls(value):
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
-def parsed(value, name):
-    """The value of JSON text. Other values stay."""
+def parsed(value, name, kind=object):
+    """The value of JSON text. Other values stay. It must be of this kind, or null."""
     try:
-        return json.loads(value or "null") if isinstance(value, str) else value
+        value = json.loads(value or "null") if isinstance(value, str) else value
     except json.JSONDecodeError:
         sys.exit(f"error: {name} must be JSON, not the text {value[:60]!r}")
+    if not isinstance(value, kind | None):
+        sys.exit(f"error: {name} must be a {kind.__name__}, not {str(value)[:60]!r}")
+    return value
 
 
 def conversation_of(row):
@@ -1132,15 +1135,12 @@ def conversation_of(row):
     name = next((name for name in ("messages", "conversations") if name in row), None)
     pair = next((names for names in PAIRS if row.keys() >= {*names}), None)
     if name and (row[name] is not None or not pair):  # null in rows of another form
-        turns = parsed(row.pop(name), name) or []
-        if not isinstance(turns, list):
-            sys.exit(f"error: {name} must be a list of messages, not {str(turns)[:60]!r}")
-        messages += [message_of(turn, name) for turn in turns]
+        messages += [message_of(turn, name) for turn in parsed(row.pop(name), name, list) or []]
     elif pair and isinstance(row[pair[0]], list):  # two lists of messages, as TRL has them
         messages += [message_of(m) | {"weight": 0} for m in row.pop(pair[0])]
         messages += [message_of(m) for m in row.pop(pair[1])]
     elif pair:
-        pairs = parsed(row.pop("history", None), "history") or []
+        pairs = parsed(row.pop("history", None), "history", list) or []
         if not all(isinstance(turn, list) and len(turn) == 2 for turn in pairs):
             sys.exit(f"error: history must be a list of pairs, not {str(pairs)[:60]!r}")
         # A cell may be 0, which is false, but is no empty cell.
@@ -1151,19 +1151,17 @@ def conversation_of(row):
             messages.append(message_of({"role": "assistant", "content": answer}))
     else:
         sys.exit(f"error: the columns are {[*row]}: rename them to messages, or to one of {PAIRS}")
-    tools = [parsed(tool, "tools") for tool in parsed(row.pop("tools", None), "tools") or []]
+    tools = [parsed(tool, "tools") for tool in parsed(row.pop("tools", None), "tools", list) or []]
     return messages, tools or None
 
 
 def message_of(message, column="the row"):
     """A message as templates read it: a role, a content, and calls of tools as dictionaries."""
-    message = parsed(message, column)
-    if not isinstance(message, dict):
-        sys.exit(f"error: {column} must have roles and contents, not {str(message)[:60]!r}")
+    message = parsed(message, f"a message of {column}", dict) or {}
     message = {key: value for key, value in message.items() if value not in (None, [])}
     if "tool_calls" in message:
-        calls = parsed(message["tool_calls"], "tool_calls") or []
-        message["tool_calls"] = [parsed(call, "tool_calls") for call in calls]
+        calls = parsed(message["tool_calls"], "tool_calls", list) or []
+        message["tool_calls"] = [parsed(call, "a call of a tool", dict) or {} for call in calls]
     role = message.pop("from", message.get("role"))
     content = message.pop("value", message.get("content"))
     if content is None and "tool_calls" in message:
@@ -1172,7 +1170,7 @@ def message_of(message, column="the row"):
     if not isinstance(role, str) or not isinstance(content, str):
         sys.exit(f"error: role and content of a message must be text, perhaps empty: {message}")
     for call in message.get("tool_calls", []):
-        function = call.get("function", call)
+        function = parsed(call.get("function", call), "the function of a call", dict) or {}
         if isinstance(function.get("arguments"), str):  # servers parse this text, too
             function["arguments"] = parsed(function["arguments"], "arguments") or {}
     return message | {"role": ROLES.get(role, role), "content": content}

@@ -57,7 +57,7 @@ KINDS = {
     "momentum": ("18-muon", 2, []),
     "adapters": ("17-lora", 2, ["-b", 2, "-s", 128, *CHAT]),
 }
-KILLS = 5
+KILLS = 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -80,7 +80,7 @@ def test_a_kill_while_saving_loses_nothing(trainer, pretrained, kind):
         run = trainer(*flags, name="killed", before=KILL, status=None, **options)
         killed += run.status == -signal.SIGKILL
     del options["env"]
-    assert killed >= 3
+    assert killed >= 2
     again = trainer(*flags, name="killed", **options)
     assert "Continuing from" in again.output
     assert exact(again.records) == exact(whole.records)

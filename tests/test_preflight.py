@@ -247,7 +247,7 @@ def test_conversations(look):
     assert status == 0, output
     for messages, part in (
         ([question, answer | {"role": "model"}], "no conversation has an answer, of the role 'ass"),
-        ("[3]", "messages must have roles and contents, not '3'"),
+        ("[3]", "a message of messages must be a dict, not '3'"),
     ):
         flags = [*jsonl([messages], f"{part[0]}.jsonl", "messages"), *template]
         status, output = look(*flags, chapter="16")
