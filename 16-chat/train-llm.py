@@ -31,7 +31,7 @@ from pathlib import Path
 # Libraries read these variables when they are imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
-os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # no network: wait 20 s
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
 import comet_ml
 import datasets
 import numpy as np
@@ -171,7 +171,7 @@ def main():
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
-        stop_signal = max(received_signals, default=0)  # 0: none. A signal makes this step the last
+        stop_signal = max(received_signals, default=0)  # 0: none. Any signal ends the run
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
         stop = torch.tensor(stop_signal)  # on the CPU: nobody waits for the GPU
         dist.all_reduce(stop, dist.ReduceOp.MAX)
@@ -291,14 +291,15 @@ def main():
 def check_flags(args, device):
     """Finds flags that do not fit the model, before the data is read."""
     config = AutoConfig.from_pretrained(args.model_name)
-    # Configs of models with images have a text config inside, and those of encoders with decoders
-    # have the attribute `decoder_layers`.
-    if config.get_text_config() is not config or hasattr(config, "decoder_layers"):
-        sys.exit(f"error: {args.model_name} is more than a decoder of text: choose another model")
+    # Configs of models with images have a text config inside, and those of encoder-decoders have
+    # `decoder_layers`. Encoders such as BERT see the next tokens, unless their config forbids it.
+    is_encoder = not getattr(config, "is_decoder", True) and "gpt_neox" not in config.model_type
+    if config.get_text_config() is not config or hasattr(config, "decoder_layers") or is_encoder:
+        sys.exit(f"error: {args.model_name} is no plain decoder of text: choose another model")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and args.seq_length > longest:
         sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    # Attentions such as paged|eager see the future. On CPUs, flex_attention has no backward pass.
+    # The attentions named paged have no causal mask. On CPUs, flex_attention has no backward pass.
     no_backward = args.attention == "flex_attention" and device.type == "cpu"
     if no_backward or "paged" in str(args.attention):
         sys.exit(f"error: --attention {args.attention} cannot train here: choose another one")
@@ -332,14 +333,14 @@ def build_model(args, device):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks for samples that hold several texts, and this search makes
-    # Python wait for the GPU. Here, a sample counts as one text. So replace the search by None.
+    # In each pass, Transformers looks for the borders of texts in a sample, and this search makes
+    # Python wait for the GPU. Here, attention may cross borders, so this function finds none.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     if args.packing:
         # CHAT 4: A token attends only to its own conversation, whose tokens have the same number.
         # Packed, a sample has several, and positions restart where each begins. So count the zeros.
         transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
-    # This is the class of all decoder layers, with activation checkpointing and without.
+    # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     attention = model.config._attn_implementation
     say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
@@ -347,8 +348,8 @@ def build_model(args, device):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile layer by layer. Compiled as a whole, the model would build a causal mask, and the
-        # fast kernels of attention take no mask. Layers of one kind also share their compiled code.
+        # Compile layer by layer. Compiled as a whole, the model would build a causal mask, but fast
+        # kernels of attention get a flag in its place. Layers of one kind also share their code.
         for layer in layers:
             layer.compile()
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -370,7 +371,6 @@ def use_chunked_loss(model):
 
     def pass_on(hidden_states):  # in place of the head's forward
         # loss_of_batch() looks for this mark. If the model changes the logits, the mark is lost.
-        hidden_states = hidden_states.clone()  # without a copy, the input would have the mark
         hidden_states.from_head = True
         return hidden_states
 
@@ -784,7 +784,7 @@ def evaluate(model, eval_set, args, device):
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must keep the values of these flags. Others would make it another training.
+# A resumed run must keep these flags. Other values would make it another training.
 LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
 LASTING += ["template_hash", "template_options"]  # CHAT: the text depends on them
 LASTING += ["seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]

@@ -38,8 +38,9 @@ CASES = {
     "beyond the positions": (["-s", 129], "the model has 128 positions"),
     "no end of text": (["-m", "{tmp}/endless"], "has no end-of-text token"),
     "outside the vocabulary": (["-m", "{tmp}/few"], "is outside the vocabulary of"),
-    "images": (["-m", "{tmp}/images"], "more than a decoder of text"),
-    "half of a model": (["-m", "{tmp}/bart"], "more than a decoder of text"),
+    "images": (["-m", "{tmp}/images"], "no plain decoder of text"),
+    "half of a model": (["-m", "{tmp}/bart"], "no plain decoder of text"),
+    "encoder": (["-m", "{tmp}/bert"], "no plain decoder of text"),
     "a tensor lacks": (["-m", "{tmp}/lacks", "--no-from-scratch"], "1.mlp.up_proj.weight"),
     "not finite": (["--lr", 1e30, "--max-grad-norm", 0], "is not finite: lower --lr"),
     "unwritable": (["--save-dir", "{tmp}/small.txt/x"], "small.txt/x"),
@@ -68,7 +69,8 @@ def files(tmp_path_factory):
     few = write_model(folder / "few", **LLAMA) / "config.json"
     few.write_text(json.dumps(json.loads(few.read_text()) | {"vocab_size": 1000}))
     write_model(folder / "images", model_type="gemma3", text_config={}, vision_config={})
-    write_model(folder / "bart", model_type="bart")
+    for encoder in ("bart", "bert"):
+        write_model(folder / encoder, model_type=encoder)
     lacks = save_weights(write_model(folder / "lacks", **LLAMA)) / "model.safetensors"
     tensors = load_file(lacks)
     tensors.pop("model.layers.1.mlp.up_proj.weight")

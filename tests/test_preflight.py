@@ -152,7 +152,7 @@ def unfit(**changes):
 
 
 # What somebody has, and what the tool says of it
-ROFORMER = {"model_type": "roformer", "embedding_size": 32, "hidden_size": 32}
+XLM = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4}
 CASES = {
     "pointers": (
         lambda: written("x.txt", b"version https://git-lfs.github.com/spec/v1\noid"),
@@ -202,10 +202,10 @@ CASES = {
         lambda: ["--lr-scheduler", "reduce_lr_on_plateau"],
         "metrics",
     ),
-    "an encoder": (lambda: ["-m", model(**ROFORMER)], "choose a decoder"),
+    "an encoder": (lambda: ["-m", model(**XLM)], "choose a decoder"),
     "images": (
         lambda: ["-m", model(model_type="gemma3", text_config={}, vision_config={})],
-        "more than a decoder of text",
+        "no plain decoder of text",
     ),
     "a home in quotes": (lambda: ["-m", "~/model"], "write the whole path"),
     "no folder": (lambda: ["-e", "run", "--save-dir", "/proc/x"], "cannot"),
