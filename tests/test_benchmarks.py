@@ -152,17 +152,17 @@ def test_ways_to_compute_the_loss(run):
 
 @pytest.mark.rest
 def test_gpu_rehearsal(run, tmp_path):
-    """Each part runs, and its rows are in the file and in the table."""
+    """Losses and resumes of two chapters: the rows are in the file and in the table."""
     file = tmp_path / "rows.jsonl"
-    output = run("gpu.py", "--rehearse", "-o", file, "--chapters", 1, 3)
+    output = run("gpu.py", "--rehearse", "-o", file, "--chapters", 1, 3, "--part", 1, 3)
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     titles = load(BENCHMARKS / "gpu.py").TITLES
-    assert {row["part"] for row in rows} == titles.keys()
+    assert {row["part"] for row in rows} == {1, 3}
     assert not [row for row in rows if "error" in row]
     assert all(row["exact"] for row in rows if row["part"] == 3)
     assert all(row["same"] for row in rows if "same" in row)
     assert "same" in rows[1]
-    assert all(title in output for title in titles.values())
+    assert all(titles[part] in output for part in (1, 3))
 
 
 RECORDS = {path: " ".join(path.read_text().split()) for path in BENCHMARKS.glob("records/*.md")}
