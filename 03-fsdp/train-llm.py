@@ -213,7 +213,7 @@ def main():
         progress.update()
 
         if log_now:
-            # `.item()` waits until the GPU has computed the number, so only logged steps call it.
+            # `.item()` waits until the GPU has computed the number, so not every step calls it.
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
             mean_loss = loss_sum.item() / (step - logged_step)
@@ -267,8 +267,8 @@ def main():
 def check_flags(args, device):
     """Finds flags that do not fit the model, before the data is read."""
     config = AutoConfig.from_pretrained(args.model_name)
-    # Configs of models with images have a text config inside, and those of encoder-decoders have
-    # `decoder_layers`. Encoders such as BERT see the next tokens, unless their config forbids it.
+    # Configs of models with images have a text config inside, those of encoder-decoders have
+    # `decoder_layers`, and those of encoders a false `is_decoder`, as GPT-NeoX has, a decoder.
     is_encoder = not getattr(config, "is_decoder", True) and "gpt_neox" not in config.model_type
     if config.get_text_config() is not config or hasattr(config, "decoder_layers") or is_encoder:
         sys.exit(f"error: {args.model_name} is no plain decoder of text: choose another model")
@@ -310,7 +310,7 @@ def build_model(args, device):
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
     # In each pass, Transformers looks for the borders of texts in a sample, and this search makes
-    # Python wait for the GPU. Here, attention may cross borders, so this function finds none.
+    # Python wait for the GPU. Here, attention may cross borders, so replace it: None is no border.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -320,8 +320,8 @@ def build_model(args, device):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile layer by layer. Compiled as a whole, the model would build a causal mask, but fast
-        # kernels of attention get a flag in its place. Layers of one kind also share their code.
+        # Compile layer by layer: attention then gets a causal flag, as its fast kernels need it. A
+        # model that is compiled as a whole builds a mask. Layers of one kind also share their code.
         for layer in layers:
             layer.compile()
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -563,7 +563,7 @@ def tokenize_split(documents, tokenizer, column):
     tokenized = documents.map(
         tokenize,
         batched=True,
-        batch_size=32,  # documents; the longest ones then need 1 GB of memory
+        batch_size=32,  # documents; those of text files need 1 GB of memory at most
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
