@@ -191,6 +191,7 @@ def main():
         label_count = sum(gather(labels_here))
         token_sum += label_count + global_batch
         # MDS 3: Divide by the labels per rank, because FSDP averages over the ranks.
+        # No tensor: FSDP would cast a tensor of floats to bf16, and so round this number.
         # At least 1, because a step may consist of rows with a single token, whose loss is 0.
         labels_per_rank = max(label_count, 1) / WORLD_SIZE
         # Several small passes need less memory than one large pass, and their gradients add up.
@@ -212,12 +213,8 @@ def main():
                 # MDS 4: The label of padding is -100, and this label has no loss.
                 # Padding comes last, so no other token attends to padding. So padding needs no
                 # mask, and may have any token id.
-                options = {"use_cache": False, "num_items_in_batch": 1}  # a sum, divided by 1
+                options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
                 loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
-                # After this division, the losses (and their gradients) of all micro-batches add up
-                # to the mean over the global batch.
-                # MDS: Not in the model: FSDP casts all floats that the model gets to bf16.
-                loss = loss / labels_per_rank
             with timed("backward", times, wait):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
@@ -306,7 +303,8 @@ def check_flags(args, device):
     config = AutoConfig.from_pretrained(args.model_name)
     # Configs of models with images have a text config inside, those of encoder-decoders have
     # `decoder_layers`, and those of encoders a false `is_decoder`, as GPT-NeoX has, a decoder.
-    is_encoder = not getattr(config, "is_decoder", True) and "gpt_neox" not in config.model_type
+    may_encode = hasattr(type(config), "is_decoder") and "gpt_neox" not in config.model_type
+    is_encoder = may_encode and not config.is_decoder
     if config.get_text_config() is not config or hasattr(config, "decoder_layers") or is_encoder:
         sys.exit(f"error: {args.model_name} is no plain decoder of text: choose another model")
     longest = getattr(config, "max_position_embeddings", None)

@@ -524,7 +524,8 @@ def check_flags(args, device):
     config = AutoConfig.from_pretrained(args.model_name)
     # Configs of models with images have a text config inside, those of encoder-decoders have
     # `decoder_layers`, and those of encoders a false `is_decoder`, as GPT-NeoX has, a decoder.
-    is_encoder = not getattr(config, "is_decoder", True) and "gpt_neox" not in config.model_type
+    may_encode = hasattr(type(config), "is_decoder") and "gpt_neox" not in config.model_type
+    is_encoder = may_encode and not config.is_decoder
     if config.get_text_config() is not config or hasattr(config, "decoder_layers") or is_encoder:
         sys.exit(f"error: {args.model_name} is no plain decoder of text: choose another model")
     longest = getattr(config, "max_position_embeddings", None)

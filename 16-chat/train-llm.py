@@ -190,7 +190,8 @@ def main():
         # Each rank knows the samples of all ranks, so it counts N without a message. FSDP averages
         # the gradients over the ranks, so each rank divides its sum of losses by N / WORLD_SIZE.
         batch_tokens = answer_tokens[order[state.samples : state.samples + global_batch]].sum()
-        tokens_per_rank = batch_tokens / WORLD_SIZE
+        # No tensor: FSDP would cast a tensor of floats to bf16, and so round this number.
+        tokens_per_rank = batch_tokens.item() / WORLD_SIZE
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
@@ -208,12 +209,9 @@ def main():
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
                 # A cache of keys and values serves generation. In training it only takes memory.
-                # CHAT: With 1 item, the loss is the sum over the answers of this micro-batch.
-                loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
-                # After this division, the losses (and their gradients) of all micro-batches add up
-                # to the mean over the global batch.
-                # CHAT: Not in the model: FSDP casts all floats that the model gets to bf16.
-                loss = loss / tokens_per_rank
+                # CHAT: The sum over the answers of this micro-batch, divided by `tokens_per_rank`.
+                # So each answer token of the global batch counts the same.
+                loss = model(**batch, num_items_in_batch=tokens_per_rank, use_cache=False).loss
             with timed("backward", times, wait):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
@@ -293,7 +291,8 @@ def check_flags(args, device):
     config = AutoConfig.from_pretrained(args.model_name)
     # Configs of models with images have a text config inside, those of encoder-decoders have
     # `decoder_layers`, and those of encoders a false `is_decoder`, as GPT-NeoX has, a decoder.
-    is_encoder = not getattr(config, "is_decoder", True) and "gpt_neox" not in config.model_type
+    may_encode = hasattr(type(config), "is_decoder") and "gpt_neox" not in config.model_type
+    is_encoder = may_encode and not config.is_decoder
     if config.get_text_config() is not config or hasattr(config, "decoder_layers") or is_encoder:
         sys.exit(f"error: {args.model_name} is no plain decoder of text: choose another model")
     longest = getattr(config, "max_position_embeddings", None)
@@ -1170,7 +1169,9 @@ def message_of(message, column="the row"):
     if not isinstance(role, str) or not isinstance(content, str):
         sys.exit(f"error: role and content of a message must be text, perhaps empty: {message}")
     for call in message.get("tool_calls", []):
-        function = parsed(call.get("function", call), "the function of a call", dict) or {}
+        if "function" in call:
+            call["function"] = parsed(call["function"], "the function of a call", dict) or {}
+        function = call.get("function", call)
         if isinstance(function.get("arguments"), str):  # servers parse this text, too
             function["arguments"] = parsed(function["arguments"], "arguments") or {}
     return message | {"role": ROLES.get(role, role), "content": content}

@@ -57,7 +57,7 @@ HALF = f"--dtype bf16 {CHECKPOINT}"
 CASES = [
     ("chapter 1", 1, {}, CHECKPOINT),
     ("DDP", 2, {}, ACCUMULATE),
-    ("chat", 2, {}, HALF),
+    ("chat", 2, {}, f"{HALF} -s 256"),
     ("chapter 1", 1, {"vocab_size": 8192}, "-s 1024 --chunked-loss"),
     ("FSDP", 2, TIED, "-s 16 -b 1"),  # at its fullest, shards and a buffer on its way
     ("no reshard", 2, {}, f"--dtype bf16 {ACCUMULATE}"),

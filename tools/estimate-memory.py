@@ -421,7 +421,7 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: 
         call = marked(numbers, recorder)
         patches = {
             f"{sharding}._propagate_tensor_meta_non_cached": unseen,
-            # Looks for position ids that restart within a row. Only chapter 17 has some.
+            # Looks for position ids that restart within a row. Only packed conversations have some.
             "transformers.masking_utils.find_packed_sequence_indices": (
                 lambda ids: (ids == 0).cumsum(-1) if kind in (CHAT, LORA) else None
             ),
