@@ -184,6 +184,10 @@ FORMS = [
     ({"messages": [{"role": "assistant", "tool_calls": json.dumps([PARSED])}]}, [CALLS]),
     ({"messages": [{"role": "assistant", "tool_calls": [json.dumps(PARSED)]}]}, [CALLS]),
     (
+        {"messages": [CALLS | {"tool_calls": [{"function": json.dumps(CALL["function"])}]}]},
+        [CALLS | {"tool_calls": [{"function": PARSED["function"]}]}],
+    ),
+    (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [FILLED]}]},
         [CALLS | {"tool_calls": [{"function": {"name": "f", "arguments": {"b": 3}}}]}],
     ),
