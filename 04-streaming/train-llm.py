@@ -165,9 +165,9 @@ def main():
         label_count = sum(gather(labels_here))
         token_sum += label_count + global_batch
         # STREAM 3: Divide by the labels per rank, because FSDP averages over the ranks.
-        # No tensor: FSDP would cast a tensor of floats to bf16, and so round this number.
+        # A Python number: FSDP rounds a tensor to bf16, and compiled losses take no NumPy number.
         # At least 1, because a step may consist of rows with a single token, whose loss is 0.
-        labels_per_rank = max(label_count, 1) / WORLD_SIZE
+        labels_per_rank = float(max(label_count, 1) / WORLD_SIZE)
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # STREAM: The stream has chosen the rows. This number only seeds the dropout masks.

@@ -193,8 +193,8 @@ def main():
         # Each rank knows the samples of all ranks, so it counts N without a message. FSDP averages
         # the gradients over the ranks, so each rank divides its sum of losses by N / WORLD_SIZE.
         batch_tokens = answer_tokens[order[state.samples : state.samples + global_batch]].sum()
-        # No tensor: FSDP would cast a tensor of floats to bf16, and so round this number.
-        tokens_per_rank = batch_tokens.item() / WORLD_SIZE
+        # A Python number: FSDP rounds a tensor to bf16, and compiled losses take no NumPy number.
+        tokens_per_rank = float(batch_tokens / WORLD_SIZE)
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
