@@ -74,7 +74,7 @@ def test_a_plain_loop_finds_the_same(pretrained, documents, held_out, measure):
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
-def test_files_are_read_as_chapter_4_reads_them(tool, pretrained, tmp_path):
+def test_files_are_read_as_prepare_data_reads_them(tool, pretrained, tmp_path):
     """Marks of encodings, names in brackets, archives, and several documents in a file."""
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
     text = "one<|endoftext|>two"
@@ -83,14 +83,15 @@ def test_files_are_read_as_chapter_4_reads_them(tool, pretrained, tmp_path):
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\n')
     (tmp_path / "wide.txt").write_text(text, "utf-16")
-    args = argparse.Namespace(text_column="text", eval_documents=9)
+    args = argparse.Namespace(dataset_subset=None, text_column="text", eval_documents=9)
     end = tokenizer.eos_token_id
     expected = [[*tokenizer(part)["input_ids"], end] for part in ("one", "two")]
     for name in ("a.txt", "p[8].txt", "b.txt.gz", "c.jsonl"):
-        documents = tool.load_held_out(str(tmp_path / name), None)
-        assert tool.tokenized(documents, tokenizer, args) == expected, name
+        args.dataset_name = str(tmp_path / name)
+        assert tool.tokenized(tool.load_held_out(args), tokenizer, args) == expected, name
+    args.dataset_name = str(tmp_path / "wide.txt")
     with pytest.raises(OSError, match=r"wide\.txt: convert it to UTF-8"):
-        tool.tokenized(tool.load_held_out(str(tmp_path / "wide.txt"), None), tokenizer, args)
+        tool.tokenized(tool.load_held_out(args), tokenizer, args)
 
 
 def test_a_tokenizer_of_another_model(measure, held_out, tmp_path):

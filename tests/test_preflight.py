@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import datasets
 import pyarrow as pa
@@ -91,8 +92,7 @@ def changed_at_the_same_time():
     for number in (10, 20):
         flags = jsonl(MANY[:number])
         os.utime("data.jsonl", (1.7e9, 1.7e9))
-        options = {"split": "train", "parse_agent_traces": False}
-        datasets.load_dataset("json", data_files=["data.jsonl"], **options)
+        datasets.load_dataset("json", data_files="data.jsonl")
     return flags
 
 
@@ -111,13 +111,17 @@ def tokenizer(edit):
 
 
 def with_begin(backend, path):
-    begin = AutoTokenizer.from_pretrained(path).eos_token
-    special = [(begin, backend.token_to_id(begin))]
+    edited(path, "tokenizer_config.json", bos_token="a")
     backend.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $A", special_tokens=special
+        single="a $A", special_tokens=[("a", backend.token_to_id("a"))]
     )
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps(config | {"bos_token": begin}))
+
+
+def with_end(backend, path):
+    end = AutoTokenizer.from_pretrained(path).eos_token
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, backend.token_to_id(end))]
+    )
 
 
 def of_qwen2():
@@ -140,6 +144,30 @@ def stale_shards():
     path = model(weights=True)
     shutil.copy(path / "model.safetensors", path / "model-00001-of-00002.safetensors")
     return ["-m", path, "--no-from-scratch"]
+
+
+def prepared(split=""):
+    os.mkdir("p")
+    pq.write_table(pa.table({"text": MANY}), "p/train-00000.parquet")
+    return ["-d", f"p{split}"]
+
+
+def untied():
+    path = edited(model(weights=True, tie_word_embeddings=False), tie_word_embeddings=True)
+    return ["-m", path, "--no-from-scratch"]
+
+
+def begun(**changes):
+    """A run whose checkpoint has other parameters, or none."""
+    folder = Path("runs", "run", "step-00000001")
+    folder.mkdir(parents=True)
+    flags = ["-m", TINY_LLAMA, "--from-scratch", "-s", 32, "-e", "run", "--save-dir", "runs"]
+    flags = [*map(str, flags), *jsonl(MANY)]
+    if changes:
+        with mock.patch.object(sys, "argv", ["train-llm.py", *flags]):
+            parameters = load(CHAPTERS_BY_NUMBER["01"]).parse_args().as_dict()
+        (folder / "parameters.json").write_text(json.dumps(parameters | changes))
+    return flags
 
 
 def other_shapes():
@@ -166,6 +194,20 @@ CASES = {
         lambda: written("x.jsonl", '{"text": "caf\u00e9"}'.encode("latin-1")),
         "not UTF-8",
     ),
+    "a byte order mark": (
+        lambda: written("x.txt", "\ufefftext".encode() * 30),
+        "becomes a token",
+    ),
+    "large text": (
+        lambda: written("x.txt", b"a text " * 3_000_000),
+        "python tools/prepare-data.py 'x.txt' -o FOLDER",
+    ),
+    "held out by name": (
+        lambda: [*jsonl(MANY, "test.jsonl"), *jsonl(MANY), "-d", "*.jsonl"],
+        "test.jsonl: trained on",
+    ),
+    "of another writer": (prepared, "has not written p"),
+    "no such split": (lambda: prepared(":sft"), "no split 'sft': choose one of ['train']"),
     "utf-16 rows": (lambda: written("x.csv", "text\na\n".encode("utf-16")), "UTF-16"),
     "binary": (lambda: written("x.txt", b"a\0b" * 99), "zero bytes"),
     "linked twice": (linked, "a link leads there"),
@@ -174,7 +216,7 @@ CASES = {
     "semicolons": (lambda: written("x.csv", b"id;text\n1;a\n"), "has no commas"),
     "hidden": (hidden, "1 hidden files: .cache/x.txt"),
     "save_to_disk": (saved_to_disk, "to_parquet"),
-    "a folder": (folder, "-d 'a/**/*.txt' (1 files)"),
+    "a folder": (folder, "python tools/prepare-data.py 'a/**/*.txt' -o FOLDER"),
     "stale cache": (changed_at_the_same_time, "`touch` the files"),
     "missing cells": (lambda: written("x.csv", b"text,n\nNone,1\nNA,2\nwords,3\n"), "2 cells"),
     "zeros in front": (
@@ -188,20 +230,29 @@ CASES = {
     "another column": (lambda: jsonl(MANY, column="story"), "no column 'text'"),
     "empty documents": (lambda: jsonl(["", *MANY]), "2% of the documents are empty"),
     "copies": (lambda: jsonl(["a", "a", "b"]), "copies"),
-    "special tokens": (lambda: jsonl(["a <|endoftext|> b"]), "special tokens"),
-    "twice begun": (lambda: [*tokenizer(with_begin), *jsonl(["<|endoftext|>a"])], "twice"),
+    "special tokens": (lambda: [*tokenizer(with_begin), *jsonl(["b a b"])], "special tokens"),
+    "twice begun": (lambda: [*tokenizer(with_begin), *jsonl(["a"])], "twice"),
+    "twice ended": (lambda: tokenizer(with_end), "documents end with two"),
     "another class": (of_qwen2, "other tokens than tokenizer.json"),
     "another end": (unfit(eos_token_id=5), "does not stop there"),
     "outside": (unfit(vocab_size=100), "outside the embeddings"),
     "biases": (biases, "tensors that the model does not use"),
     "stale shards": (stale_shards, "model-00001-of-00002.safetensors in"),
     "other shapes": (other_shapes, "tensors of another shape"),
+    "an untied head": (untied, "set tie_word_embeddings to false"),
     "quantized": (unfit(quantization_config={"quant_method": "fp8"}), "is quantized"),
     "positions": (lambda: ["-s", 4096], "positions"),
     "a scheduler that needs a metric": (
         lambda: ["--lr-scheduler", "reduce_lr_on_plateau"],
-        "metrics",
+        "is no function of the step",
     ),
+    "a scheduler's option": (
+        lambda: ["--lr-scheduler", "warmup_stable_decay"],
+        "'num_decay_steps'",
+    ),
+    "attention of servers": (lambda: ["--attention", "paged|eager"], "cannot train"),
+    "no backward pass": (lambda: ["--attention", "flex_attention"], "no backward pass on CPUs"),
+    "half of a model": (lambda: ["-m", model(model_type="bart")], "no plain decoder of text"),
     "an encoder": (lambda: ["-m", model(**XLM)], "choose a decoder"),
     "images": (
         lambda: ["-m", model(model_type="gemma3", text_config={}, vision_config={})],
@@ -209,9 +260,14 @@ CASES = {
     ),
     "a home in quotes": (lambda: ["-m", "~/model"], "write the whole path"),
     "no folder": (lambda: ["-e", "run", "--save-dir", "/proc/x"], "cannot"),
-    "a wrong file": (lambda: ["-d", "none.txt"], "no files for none.txt"),
+    "a wrong file": (lambda: ["-d", "none.txt"], "none.txt"),
+    "a run of other flags": (lambda: begun(seed=1), "seed was 1, and is 0 now"),
+    "a run of another rate": (lambda: begun(lr=1), "lr was 1, and is 3e-05 now"),
+    "an old run": (begun, "has no parameters.json"),
 }
-WARNINGS = {"latin-1 text", "linked twice", "hidden", "missing cells", "empty documents"}
+WARNINGS = {"a byte order mark", "held out by name", "of another writer", "twice ended"}
+WARNINGS |= {"no backward pass", "a run of another rate"}
+WARNINGS |= {"linked twice", "hidden", "missing cells", "empty documents"}
 WARNINGS |= {"another class", "copies", "zeros in front", "special tokens", "twice begun"}
 WARNINGS |= {"another end", "biases", "stale shards"}
 
@@ -307,13 +363,15 @@ def test_nodes_are_compared(tmp_path):
     """By torchrun; rank 1 has another clock and no shared folder."""
     flags = ["-m", TINY_LLAMA, "--from-scratch", "-s", 32, "--save-dir", "runs"]
     (tmp_path / "data.txt").write_text("text " * 99)
-    before = "import os, time\n"
+    before = "import os, sys, time\n"
     before += "if os.environ.get('RANK') == '1':\n"
     before += "    clock = time.time\n    time.time = lambda: clock() + 100\n"
     before += "    os.makedirs('other', exist_ok=True)\n"
     before += "    os.chdir('other')\n"
+    before += "    sys.argv += ['--seed', '1']\n"
     flags += ["-d", tmp_path / "data.txt"]
     job = Job(TOOL, ["02", *flags], tmp_path / "output", 2, before=before, cwd=tmp_path)
     assert job.wait() == 1
     assert "not all nodes see" in job.ranks[0].output
+    assert "error: nodes differ in seed: " in job.ranks[0].output
     assert "the clocks of the nodes differ by 1" in job.ranks[0].output

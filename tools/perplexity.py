@@ -1,19 +1,19 @@
-"""Measures the perplexity of a model on held-out documents, as chapter 4 logs `eval/perplexity`.
+"""Measures the perplexity of a model on held-out documents.
 
     python tools/perplexity.py outputs/my-run/final -d roneneldan/TinyStories -s 512
     python tools/perplexity.py outputs/my-run/step-00000500 -d "held-out/*.jsonl"
     python tools/perplexity.py Qwen/Qwen3-0.6B -d allenai/c4 --dataset-subset en -b 2
 
-The model is one that tools/generate.py reads. The documents are the first ones of the split
-`validation`. Without such a split they come from `test`, without both from `train`. Each document
-ends with an end-of-text token and is cut into rows of its own. The loss is the mean over all tokens
-but the first of each row, in fp32 and in nats. Figures compare only at the same `--seq-length`,
-since the first tokens of a row have little context, and for the same tokenizer.
+The model is one that tools/generate.py reads, and the dataset one that tools/prepare-data.py reads.
+The documents are the first ones of the split `validation`. Without such a split they come from
+`test`, without both from `train`. Each document ends with an end-of-text token and is cut into rows
+of its own. The loss is the mean over all tokens but the first of each row, in fp32 and in nats.
+Figures compare only at the same `--seq-length`, since the first tokens of a row have little
+context, and for the same tokenizer.
 """
 
 import argparse
 import math
-import os
 import sys
 from itertools import islice
 
@@ -23,16 +23,17 @@ import transformers
 from generate import load
 from torch.nn.functional import cross_entropy
 
-from models import load_chapter, positive
+from models import REPOSITORY, load_chapter, load_script, positive
 
-chapter = load_chapter(4)
+chapter = load_chapter(1)
+prepare_data = load_script(REPOSITORY / "tools" / "prepare-data.py")
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Perplexity of a model on held-out documents.")
     add, count = parser.add_argument, positive(int)
     add("model", help="a run's final/ or step-* folder, another folder, or a Hub id")
-    add("-d", "--dataset-name", required=True, help="Hub id, file, folder, glob or address")
+    add("-d", "--dataset-name", required=True, help="Hub id, file, pattern or address")
     add("--dataset-subset", help="configuration name on the Hub")
     add("--text-column", default="text", help="the column to read [%(default)s]")
     add("--eval-documents", type=count, default=1000, help="how many, the first ones [%(default)s]")
@@ -44,22 +45,16 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def load_held_out(name: str, subset: str | None):
-    """The held-out split of files, a folder, an address or of the Hub, as chapter 4 reads it."""
-    if os.path.isdir(name):
-        splits = datasets.load_dataset(name, streaming=True)
-    else:
-        splits = chapter.load_documents(name, subset)
-    held_out = [splits[split] for split in ("validation", "test", "train") if split in splits]
-    if not held_out:
-        sys.exit(f"error: {name} has splits of other names only: {', '.join(splits)}")
-    return held_out[0]
+def load_held_out(args: argparse.Namespace):
+    """The held-out split of all that tools/prepare-data.py reads."""
+    name = args.dataset_name
+    splits = prepare_data.load_documents([name], args.dataset_subset, args.text_column)
+    return splits.get("validation") or splits.get("test") or splits["train"]
 
 
 def tokenized(documents, tokenizer, args: argparse.Namespace) -> list[list[int]]:
     """The token ids of the first documents, without those that are empty."""
-    chapter.check_column(documents, args)
-    texts = [document[args.text_column] for document in islice(documents, args.eval_documents)]
+    texts = [document["text"] for document in islice(documents, args.eval_documents)]
     return chapter.tokenize({"text": texts}, tokenizer, "text")["input_ids"]
 
 
@@ -95,7 +90,7 @@ def measure(args: argparse.Namespace) -> tuple[float, int, int]:
         sys.exit(f"error: {args.model} has {positions} positions only: lower --seq-length")
 
     try:
-        documents = load_held_out(args.dataset_name, args.dataset_subset)
+        documents = load_held_out(args)
         token_ids = tokenized(documents, tokenizer, args)
     except Exception as error:
         sys.exit(f"error: cannot load the dataset {args.dataset_name} ({error!r:.300})")

@@ -6,11 +6,12 @@
 Give the chapter and all flags of the run. The tool reads files, tokenizes some of the documents,
 and computes with a small copy of the model. It trains nothing, and writes only into the cache of
 `datasets`. The exit status is 1 after an error, and 0 otherwise. A warning names something that
-trains, but perhaps not as you think.
+trains, but perhaps not as you think. tools/prepare-data.py mends most faults of data.
 """
 
 import codecs
 import glob
+import hashlib
 import io
 import itertools
 import json
@@ -23,20 +24,30 @@ import time
 from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from unittest import mock
 
 import charset_normalizer
 import datasets
 import pandas
+import pyarrow
 import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
 from filelock import FileLock
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from safetensors import safe_open
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    get_scheduler,
+)
 from transformers.utils import cached_file
 
-from models import REPOSITORY, load_script
+from models import REPOSITORY, check_length, load_script
 
+prepare_data = load_script(REPOSITORY / "tools" / "prepare-data.py")
 SAMPLE = 2000  # documents to look at, evenly over the dataset
 FILES = 200  # files whose bytes are looked at, evenly over all files
 BYTES = 10_000_000  # of each of these files
@@ -51,6 +62,7 @@ class Report:
 
     def __init__(self):
         self.errors = self.warnings = 0
+        self.facts = {}
 
     @contextmanager
     def section(self, title: str, subject: str):
@@ -67,6 +79,7 @@ class Report:
             self.error(f"{subject}: {first_line}")
 
     def fact(self, name: str, value) -> None:
+        self.facts[name] = value
         print(f"  {name:<22}{value}")
 
     def warn(self, message: str) -> None:
@@ -107,8 +120,13 @@ def load_chapter(name: str):
 def find_files(args, formats: dict, report: Report) -> list[str]:
     """The local files that the run reads, and what lies there besides. None of a Hub dataset."""
     name = os.path.expanduser(args.dataset_name)
-    if os.path.isdir(name):
+    prepared = f"{glob.escape(name)}/*-[0-9]*.parquet"
+    if os.path.isdir(name) and not glob.glob(prepared):
         advise_folder(name, formats)
+    if os.path.isdir(name):
+        if not os.path.exists(f"{name}/{prepare_data.REPORT}"):
+            report.warn(f"tools/prepare-data.py has not written {name}: is all of it text?")
+        name = prepared
     files = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
     if files and Path(name.removesuffix(".gz")).suffix not in formats:
         report.error(f"no chapter reads {some(files)}: convert them to one of {', '.join(formats)}")
@@ -148,23 +166,29 @@ def advise_folder(name: str, formats: dict) -> None:
         sys.exit(f"error: {folder} is a folder of save_to_disk, so write a file for -d: {code}")
     patterns = [f"{glob.escape(name)}/**/*{ending}{gz}" for ending in formats for gz in ("", ".gz")]
     counts = {pattern: len(glob.glob(pattern, recursive=True)) for pattern in patterns}
-    known = [f"-d '{pattern}' ({number:,} files)" for pattern, number in counts.items() if number]
-    remedy = " or ".join(known) or f"none of its files ends in {', '.join(formats)}"
-    sys.exit(f"error: -d {name} is a folder, and a chapter reads files: {remedy}")
+    known = " ".join(f"'{pattern}'" for pattern, number in counts.items() if number)
+    if known and ".txt" in formats:
+        remedy = f"python tools/prepare-data.py {known} -o FOLDER"
+    elif known:  # conversations
+        remedy = f"-d {known}"
+    else:
+        remedy = f"none of its files ends in {', '.join(formats)}"
+    sys.exit(f"error: tools/prepare-data.py has not written the folder {name}: {remedy}")
 
 
 def check_bytes(files: list[str], report: Report) -> None:
     """Pointers of git-lfs, and bytes that are not UTF-8."""
-    wrong, damaged = defaultdict(list), []
+    wrong, damaged, marked = defaultdict(list), [], []
     is_text = Path(files[0].removesuffix(".gz")).suffix in (".txt", ".md", ".py")
     for path in evenly(files, FILES):
         with open(path, "rb") as stream:
             data = stream.read(BYTES)
         if data.startswith(b"version https://git-lfs.github.com/spec"):
             wrong["pointers of git-lfs and not the text, so run `git lfs pull`"].append(path)
-        has_mark = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        if path.endswith((".gz", ".parquet")) or (is_text and has_mark):
+        if path.endswith((".gz", ".parquet")):
             continue
+        if is_text and data.startswith(codecs.BOM_UTF8):
+            marked.append(path)
         if b"\0" in data[:10_000]:
             wrong["zero bytes, so no text, or UTF-16: remove the file, or run iconv"].append(path)
             continue
@@ -178,8 +202,21 @@ def check_bytes(files: list[str], report: Report) -> None:
     for problem, paths in wrong.items():
         report.error(f"{some(paths)}: {problem}")
     if damaged:
-        tell = report.warn if is_text else report.error
-        tell(f"{some(damaged)}: not UTF-8, so run `iconv -f ENCODING -t utf-8`")
+        report.error(f"{some(damaged)}: not UTF-8, so run `iconv -f ENCODING -t utf-8`")
+    if marked:
+        mark = "a byte order mark, which becomes a token"
+        report.warn(f"{some(marked)}: {mark}: tools/prepare-data.py leaves it out")
+
+
+def check_names(files: list[str], args, report: Report) -> None:
+    """Large texts, and names that say "held out": the chapters leave both to prepare-data."""
+    remedy = f"python tools/prepare-data.py '{args.dataset_name}' -o FOLDER"
+    is_text = Path(files[0].removesuffix(".gz")).suffix in (".txt", ".md", ".py")
+    if large := [file for file in files if is_text and os.path.getsize(file) > 20e6]:
+        report.error(f"{some(large)}: above 20 MB, and a chapter reads a file at once: {remedy}")
+    held_out = prepare_data.hold_out(files).get("validation", [])
+    if held_out and glob.has_magic(args.dataset_name):
+        report.warn(f"{some(held_out)}: trained on, like all files of a pattern: {remedy}")
 
 
 def check_csv(files: list[str], documents, column: str, report: Report) -> None:
@@ -191,7 +228,9 @@ def check_csv(files: list[str], documents, column: str, report: Report) -> None:
         lost = Counter(c for c, text in zip(cells, texts, strict=True) if c not in ("", text))
         if lost:
             cells = f"{lost.total():,} cells, such as {some(lost)}"
-            report.warn(f"{path}: {cells}: read as missing or as numbers, so write JSONL")
+            report.warn(
+                f"{path}: {cells}: read as missing or as numbers: use tools/prepare-data.py"
+            )
         rows += len(cells)
         if rows >= ROWS:
             return
@@ -203,7 +242,7 @@ REMEDIES = {
     "List": "join its parts: dataset.map(lambda row: {{'text': ' '.join(row[{column!r}])}})",
     "binary": "decode it: dataset.map(lambda row: {{'text': row[{column!r}].decode()}})",
     "int": "write text such as 0000123 as JSONL, to keep its zeros; chapter 10 reads ids of tokens",
-    "string_view": "write the file again with large_string",
+    "string_view": "let tools/prepare-data.py read the file",
 }
 
 
@@ -300,6 +339,9 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: {args.model_name} has no end-of-text token: give its tokenizer one")
     report.fact("tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens")
+    adds_end = tokenizer("a")["input_ids"][-1:] == [tokenizer.eos_token_id]
+    if adds_end:
+        report.warn(f"the tokenizer writes {tokenizer.eos_token} itself, so documents end with two")
     documents = chapter.tokenize({"text": texts}, tokenizer, "text")["input_ids"]
     tokens = list(itertools.chain.from_iterable(documents))
     size = sum(len(text.encode()) for text in texts)
@@ -311,7 +353,7 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
     begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
     if begin is not None and any(ids[:2] == [begin, begin] for ids in documents):
         report.warn(f"documents begin with {tokenizer.bos_token} twice: remove it from the text")
-    if any(ids[-2:] == [end, end] for ids in documents):
+    if not adds_end and any(ids[-2:] == [end, end] for ids in documents):
         report.warn(f"documents end with {tokenizer.eos_token} twice: remove it from the text")
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     inside = Counter(t for ids in documents for t in ids[1:-1] if t in special)
@@ -365,13 +407,15 @@ def check_ends(tokenizer, config, args, report: Report) -> None:
 
 
 def check_model(args, chapter, report: Report) -> int:
-    """Files, family, and a small copy. Returns the number of parameters."""
-    chapter.check_flags(args, torch.device("cuda"))  # the run may find a GPU where this finds none
+    """Flags, files, family, and a small copy. Returns the number of parameters."""
     config = AutoConfig.from_pretrained(args.model_name)
+    check_decoder(args, config, report)
     if getattr(config, "quantization_config", None):
         sys.exit(f"error: {args.model_name} is quantized: choose the files that it was made from")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    with torch.device("meta"):  # a model without memory for its weights
+        model = AutoModelForCausalLM.from_config(config, **options)
+    check_scheduler(args, model)
     parameters = model.num_parameters()
     from_scratch = getattr(args, "from_scratch", True)  # chapter 14 always does
     source = "random weights" if from_scratch else "the weights of its files"
@@ -387,10 +431,51 @@ def check_model(args, chapter, report: Report) -> int:
     return parameters
 
 
+def check_decoder(args, config, report: Report) -> None:
+    """Is the model a decoder, and does it take these samples and this attention?"""
+    # Configs of models with images have a text config inside, those of encoder-decoders have
+    # `decoder_layers`, and those of encoders a false `is_decoder`, as GPT-NeoX has, a decoder.
+    may_encode = hasattr(type(config), "is_decoder") and "gpt_neox" not in config.model_type
+    is_encoder = may_encode and not config.is_decoder
+    if config.get_text_config() is not config or hasattr(config, "decoder_layers") or is_encoder:
+        sys.exit(f"error: {args.model_name} is no plain decoder of text: choose another model")
+    check_length(config, args.seq_length)
+    if "paged" in str(args.attention):  # these have no causal mask
+        sys.exit(f"error: --attention {args.attention} cannot train: choose another one")
+    if args.attention == "flex_attention" and not torch.cuda.is_available():
+        report.warn("--attention flex_attention has no backward pass on CPUs: train on a GPU")
+
+
+def check_scheduler(args, model) -> None:
+    """Is the learning rate a function of the step, with these options?"""
+    name, options = args.lr_scheduler, args.lr_scheduler_options
+    optimizer = torch.optim.SGD(model.parameters())  # any will do
+    try:
+        scheduler = get_scheduler(name, optimizer, args.warmup_steps, 9, options)
+        scheduler.lr_lambdas[0](0)
+    except AttributeError:
+        sys.exit(f"error: --lr-scheduler {name} is no function of the step: choose another one")
+    except (TypeError, ValueError) as error:
+        sys.exit(f"error: --lr-scheduler {name} --lr-scheduler-options {options}: {error}")
+
+
+def check_head(model, folder: Path, report: Report) -> None:
+    """Is a head that config.json ties to the embeddings equal to them in the files?"""
+    for pair in model.all_tied_weights_keys.items():
+        rows = {}
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                for name in {*pair} & {*file.keys()}:
+                    rows[name] = file.get_slice(name)[:1000]  # training changes all of them
+        if len(rows) == 2 and not torch.equal(*rows.values()):
+            differ = f"{' and '.join(pair)} differ in the files, and config.json ties them"
+            report.error(f"{differ}: set tie_word_embeddings to false")
+
+
 def check_files(args, report: Report) -> None:
     """Tensors of the files and of the model, by name and shape. The meta device reads no values."""
     options = {"output_loading_info": True, "device_map": "meta", "ignore_mismatched_sizes": True}
-    _, found = AutoModelForCausalLM.from_pretrained(args.model_name, **options)
+    model, found = AutoModelForCausalLM.from_pretrained(args.model_name, **options)
     whose = "is config.json the one of these files?"
     if found["missing_keys"]:
         report.error(f"the files lack tensors: {some(found['missing_keys'])}: {whose}")
@@ -400,7 +485,8 @@ def check_files(args, report: Report) -> None:
     if found["mismatched_keys"]:
         shapes = [f"{n} {tuple(a)}, not {tuple(b)}" for n, a, b in found["mismatched_keys"]]
         report.error(f"tensors of another shape than config.json says: {some(shapes)}: {whose}")
-    folder = Path(args.model_name)
+    folder = Path(cached_file(args.model_name, "config.json")).parent
+    check_head(model, folder, report)
     used = {"model.safetensors"}
     index = folder / "model.safetensors.index.json"
     if index.exists() and not (folder / "model.safetensors").exists():
@@ -445,7 +531,23 @@ def check_small(args, report: Report) -> None:
 # -- Machine and run -------------------------------------------------------------------------------
 
 
-def check_machine(args, parameters: int, report: Report) -> None:
+def check_resume(args, checkpoint: Path, chapter, report: Report) -> None:
+    """Does the run go on with the flags of its checkpoint?"""
+    report.fact("goes on from", checkpoint)
+    file = checkpoint / "parameters.json"
+    if not file.exists():
+        report.error(f"{checkpoint} has no {file.name}, so it is too old: choose another -e")
+        return
+    before = json.loads(file.read_text())
+    flags = {name: value for name, value in args.as_dict().items() if name not in chapter.FREE}
+    flags["dtype"] = args.dtype or before["dtype"]  # by default, the device decides
+    for name in [name for name in flags if flags[name] != before.get(name)]:
+        tell = report.error if name in chapter.LASTING else report.warn
+        change = f"{name} was {before.get(name)}, and is {flags[name]} now"
+        tell(f"{change}: keep it, or choose another -e")
+
+
+def check_machine(args, parameters: int, chapter, report: Report) -> None:
     versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets)}
     report.fact("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
     if args.model_name.startswith("~"):
@@ -455,7 +557,7 @@ def check_machine(args, parameters: int, report: Report) -> None:
     if args.experiment_name:
         folders["--save-dir"] = Path(args.save_dir).expanduser() / args.experiment_name
         if steps := sorted(folders["--save-dir"].glob("step-*")):
-            report.fact("goes on from", steps[-1])
+            check_resume(args, steps[-1], chapter, report)
     # In GB: weights and two moments in fp32 per checkpoint, one more while it is written, `final/`
     needed = {"--save-dir": (12 * (args.keep_checkpoints + 1) + 4) * parameters / 1e9}
     if hasattr(args, "lora_rank"):  # adapters are small
@@ -492,8 +594,13 @@ def check_memory(args, report: Report) -> None:
     report.fact("memory of a GPU", (done.stdout or done.stderr).strip().replace("\n", "\n  "))
 
 
+# Facts that must be equal on all nodes
+COMPARED = ["script", "versions", "files", "documents", "held out", "texts", "tokens", "model"]
+COMPARED += ["the first sample", "conversations", "rows", "the first row"]
+
+
 def check_nodes(args, report: Report) -> None:
-    """With torchrun: do all ranks see one folder, and the same time? The chapters compare flags."""
+    """With torchrun: have all ranks the same folder, time, flags, versions and data?"""
     save_dir = Path(args.save_dir).expanduser()
     save_dir.mkdir(parents=True, exist_ok=True)
     names = [None] * dist.get_world_size()
@@ -503,12 +610,17 @@ def check_nodes(args, report: Report) -> None:
         probe.touch()
     dist.barrier()
     mine = {"sees": probe.exists(), "time": time.time(), "host": os.uname().nodename}
+    mine["setup"] = args.as_dict() | {name: report.facts.get(name) for name in COMPARED}
     ranks = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     probe.unlink(missing_ok=True)
     report.fact("ranks", f"{len(ranks)} on {some({rank['host'] for rank in ranks})}")
     if not all(rank["sees"] for rank in ranks):
         report.error(f"not all nodes see {save_dir}: --save-dir must be on a shared disk")
+    setups = [rank["setup"] for rank in ranks]
+    differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
+    if differing:
+        report.error(f"nodes differ in {some(differing)}: start all alike, with the same files")
     times = [rank["time"] for rank in ranks]
     if max(times) - min(times) > 10:
         report.warn(f"the clocks of the nodes differ by {max(times) - min(times):.0f} s: use NTP")
@@ -517,22 +629,50 @@ def check_nodes(args, report: Report) -> None:
 # -- All together ----------------------------------------------------------------------------------
 
 
+def load_splits(args, chapter) -> dict:
+    """The splits that the chapter loads, before it makes tokens of them."""
+    splits, train = {}, []
+    load = datasets.load_dataset
+
+    def load_dataset(*names, **options):
+        splits.update(load(*names, **options))
+        return splits  # load_tokens() takes the documents to train on out of it
+
+    def tokenize_split(documents, *_):
+        train.append(documents)
+        return pyarrow.array([0])
+
+    with (
+        mock.patch.object(datasets, "load_dataset", load_dataset),
+        mock.patch.object(chapter, "tokenize_split", tokenize_split),
+    ):
+        try:
+            chapter.load_tokens(args, tokenizer=None)
+        except KeyError as split:
+            sys.exit(f"error: there is no split {split}: choose one of {[*splits]} with NAME:SPLIT")
+    return {**splits, "train": train[0]}
+
+
 def look_at_data(args, chapter, report: Report) -> list[str] | None:
     """Returns some texts, for the section about tokens. Conversations have their own."""
-    files = find_files(args, chapter.FORMATS, report)
+    has_conversations = hasattr(chapter, "texts_of")
+    files = find_files(args, chapter.READERS, report)
     if files and not report.errors:
         size = sum(map(os.path.getsize, files))
         names = some(map(os.path.basename, files))
         report.fact("files", f"{len(files):,}, {size / 1e6:,.1f} MB: {names}")
         check_bytes(files, report)
+        if not has_conversations:
+            check_names(files, args, report)
     if report.errors:
         return None
-    splits = chapter.load_documents(args)
+    splits = chapter.load_documents(args) if has_conversations else load_splits(args, chapter)
     # `datasets` knows a file by its name and time of change. Has its size changed since?
     sizes = [documents.info.download_size for documents in splits.values()]
-    if files and all(sizes) and sum(sizes) != size:
+    real_size = sum(map(os.path.getsize, {*map(os.path.realpath, files)}))
+    if files and all(sizes) and not {size, real_size} & {sum(sizes), *sizes}:
         sys.exit(f"error: `datasets` has cached an older content: `touch` the files: {some(files)}")
-    if hasattr(chapter, "texts_of"):
+    if has_conversations:
         check_conversations(splits["train"], args, chapter, report)
         return None
     texts = check_documents(splits, args, report)
@@ -552,7 +692,7 @@ def look_at_rows(args, chapter, report: Report) -> None:
     report.fact("rows", f"{count:,} of {args.seq_length} tokens, in {shards:,} shards")
     report.fact("the first row", repr(tokenizer.decode(tokens[tokens >= 0])[:200]))
     if args.eval_freq:
-        chapter.load_eval_rows(args, tokenizer)
+        chapter.load_eval_tokens(args, tokenizer)
 
 
 def main() -> None:
@@ -572,16 +712,19 @@ def main() -> None:
     except Exception as error:
         sys.exit(f"error: {error}")
     report = Report()
+    report.facts["script"] = Path(chapter.__file__).read_text()
     data = f"-d {args.dataset_name}"
     if hasattr(chapter, "MdsRows"):
         with report.section("Rows", f"{data}, which must be rows of tools/write-mds.py"):
             look_at_rows(args, chapter, report)
     else:
         # Chapter 4 reads while it trains, so look at its documents as chapter 1 does.
-        first = chapter if hasattr(chapter, "tokenize_split") else load_chapter("01")
+        knows_all = hasattr(chapter, "load_tokens") or hasattr(chapter, "texts_of")
+        first = chapter if knows_all else load_chapter("01")
         texts = None
         with report.section("Data", data):
             texts = look_at_data(args, first, report)
+        report.facts["texts"] = hashlib.sha256(repr(texts).encode()).hexdigest()
         if texts:
             with report.section("Tokens", f"the tokenizer of {args.model_name}"):
                 check_tokens(texts, args, first, report)
@@ -589,7 +732,7 @@ def main() -> None:
     with report.section("Model", args.model_name):
         parameters = check_model(args, chapter, report)
     with report.section("Machine and run", "this machine"):
-        check_machine(args, parameters, report)
+        check_machine(args, parameters, chapter, report)
     if several:
         check_nodes(args, report)
     print(f"\n{report.errors} errors, {report.warnings} warnings", flush=True)

@@ -21,7 +21,6 @@ import json
 import logging
 import multiprocessing
 import os
-import runpy
 import shutil
 import sys
 import sysconfig
@@ -42,7 +41,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from models import REPOSITORY, positive
+from models import REPOSITORY, load_script, positive
 
 DEMO = {
     "model_name": f"{REPOSITORY}/models/tiny-llama",
@@ -115,26 +114,17 @@ def read_mds(folder: str) -> Iterator[dict[str, str]]:
 
 
 def load_documents(args: argparse.Namespace) -> datasets.IterableDataset:
-    """The split `train` as a stream, which chapter 4 opens, or the samples of an MDS folder."""
+    """The split `train` as a stream with a column `text`, or the samples of an MDS folder."""
     name = args.dataset_name
+    prepare_data = load_script(REPOSITORY / "tools" / "prepare-data.py")
     if "://" in name and not Path(name).suffix:
         sys.exit(f"error: {name} is a folder: name its files of text, or copy MDS to a disk first")
     if os.path.exists(f"{name}/index.json"):
-        stream = datasets.IterableDataset.from_generator
-        splits = {"train": stream(read_mds, gen_kwargs={"folder": name})}
+        samples = datasets.IterableDataset.from_generator(read_mds, gen_kwargs={"folder": name})
+        documents = prepare_data.text_alone(samples, args.text_column)
     else:
-        chapter = runpy.run_path(f"{REPOSITORY}/04-streaming/train-llm.py")
-        splits = chapter["load_documents"](args.dataset_name, args.dataset_subset)
-    if "train" not in splits:
-        sys.exit(f"error: {args.dataset_name} has no split `train`, only {', '.join(splits)}")
-    documents = splits["train"]._resolve_features()
-    text_types = (datasets.Value("string"), datasets.Value("large_string"))
-    columns = [name for name, kind in documents.features.items() if kind in text_types]
-    if args.text_column not in columns:
-        remedy = "the dataset has none"
-        if columns:
-            remedy = f"choose --text-column among {', '.join(columns)}"
-        sys.exit(f"error: {args.text_column!r} is no column of text: {remedy}")
+        splits = prepare_data.load_documents([name], args.dataset_subset, args.text_column)
+        documents = splits["train"]
     if args.max_documents:
         documents = documents.take(args.max_documents)
     return documents
@@ -149,10 +139,10 @@ def start_process(model_name: str) -> None:
 def tokenize(texts: list[str]) -> list[list[int]]:
     """The token ids of each document that is not empty, with one end-of-text token at its end."""
     texts = [text for text in texts if text]
+    # Text files with many documents mark the end of each document like this.
+    texts = [part for text in texts for part in text.split("<|endoftext|>") if part]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-    end = tokenizer.eos_token_id
-    # Some tokenizers add an end-of-text token themselves.
-    return [ids if ids[-1] == end else [*ids, end] for ids in documents if ids]
+    return [[*ids, tokenizer.eos_token_id] for ids in documents]
 
 
 def to_rows(documents: list[list[int]], rest: list[int], packing: str, length: int):
@@ -184,10 +174,10 @@ def in_order(pool: Executor, batches: Iterator[tuple[list[str], dict]], ahead: i
         yield result.result(), place
 
 
-def batches_of(documents: datasets.IterableDataset, column: str) -> Iterator[tuple[list, dict]]:
+def batches_of(documents: datasets.IterableDataset) -> Iterator[tuple[list, dict]]:
     """Texts of some documents, and the place in the stream after them."""
     opened = iter(documents)
-    while texts := [document[column] for document in islice(opened, BATCH)]:
+    while texts := [document["text"] for document in islice(opened, BATCH)]:
         yield texts, documents.state_dict()
 
 
@@ -268,7 +258,7 @@ def write_rows(args: argparse.Namespace) -> int:
         executor as pool,
         tqdm(unit=" documents", initial=count, total=args.max_documents, unit_scale=True) as bar,
     ):
-        batches = batches_of(documents, args.text_column)
+        batches = batches_of(documents)
         for ids, position in in_order(pool, batches, 2 * args.processes):
             if ids:
                 more, rest = to_rows(ids, rest, args.packing, args.seq_length)
@@ -316,7 +306,7 @@ def main() -> None:
         count = write(args)
     except BrokenProcessPool:
         sys.exit("error: a process was killed, perhaps for memory: lower --processes, and go on")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     print(f"{count:,} rows of {args.seq_length} tokens in {args.output}")
 
