@@ -245,7 +245,36 @@ def nothing_is_imported(step: Step) -> Complaints:
                 yield node.lineno, "a chapter imports nothing of this project"
 
 
-RULES = [one_marker, changes_are_marked, comments_stay, ideas_are_numbered]
+# Set-up, files and logs, where RANK and WORLD_SIZE belong, and helpers of a chapter's technique
+WHOLE_JOB = {"join_process_group", "gather", "parse_args", "build_model", "shard_model"}
+WHOLE_JOB |= {"describe_run", "save_checkpoint"}
+WHOLE_JOB |= {"Compression", "own_chunks", "shard_experts"}  # of chapters 8, 11 and 12
+
+
+def shares_have_names(step: Step) -> Complaints:
+    """What is read, counted or divided uses dp_rank and dp_size, which `main` sets first.
+
+    RANK == 0 says who writes, and messages and names of files may have a number.
+    """
+    for part in ast.parse(step.new).body:
+        if not isinstance(part, ast.FunctionDef | ast.ClassDef) or part.name in WHOLE_JOB:
+            continue
+        nodes = [*ast.walk(part)]
+        writers = {id(n.left) for n in nodes if isinstance(n, ast.Compare)}
+        writers |= {id(n.value) for n in nodes if isinstance(n, ast.FormattedValue)}
+        names = [n for n in nodes if ast.unparse(n) in ("dp_rank", "dp_size")]
+        shares = [n.lineno for n in names if is_stored(n)]
+        for node in nodes:
+            is_whole = isinstance(node, ast.Name) and node.id in ("RANK", "WORLD_SIZE")
+            if is_whole and id(node) not in writers and node.lineno > max(shares, default=0):
+                yield node.lineno, f"{node.id} is that of the job: use dp_rank or dp_size"
+
+
+def is_stored(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+RULES = [one_marker, changes_are_marked, comments_stay, ideas_are_numbered, shares_have_names]
 RULES += [ideas_are_in_the_readme, borrowed_lines_stay, nothing_is_imported]
 
 
@@ -264,6 +293,38 @@ def test_the_stored_diff_is_new(name):
     before, after = (REPOSITORY / n / "train-llm.py" for n in (CONTINUES[name], name))
     if TREE.unified_diff(before, after) != after.with_name("changes.diff").read_text():
         pytest.fail(f"{name}/changes.diff is old: python maintain/diff-chapters.py", pytrace=False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size",
+        "for first in range(dp_rank * args.batch_size, samples, dp_size * args.batch_size):",
+    ],
+)
+def test_a_share_of_the_job_is_named(line):
+    """In main and in evaluate: the rule says where."""
+    text = read("02-ddp")
+    assert [*shares_have_names(step_to("02-ddp"))] == []
+    for name, whole in (("dp_size", "WORLD_SIZE"), ("dp_rank", "RANK")):
+        wrong = text.replace(line, line.replace(name, whole))
+        (complaint,) = shares_have_names(Step("01-single-gpu", "02-ddp", "", wrong))
+        assert wrong.splitlines()[complaint[0] - 1].strip() == line.replace(name, whole)
+
+
+# They may only become smaller: a line enters chapter 1 only if another leaves.
+LINES = {"01-single-gpu": 589, "02-ddp": 665, "03-fsdp": 743}
+CHANGED = {"02-ddp": 65, "03-fsdp": 85}
+CHANGED_LATER = 2024  # of all chapters that continue chapter 2, 3 or a later one
+
+
+def test_chapters_do_not_grow():
+    for name, limit in LINES.items():
+        assert len(read(name).splitlines()) <= limit, name
+    changed = {n: changed_code_lines(read(before), read(n)) for n, before in CONTINUES.items()}
+    for name, limit in CHANGED.items():
+        assert changed.pop(name) <= limit, name
+    assert sum(changed.values()) <= CHANGED_LATER, changed
 
 
 def test_the_tree_has_all_chapters():

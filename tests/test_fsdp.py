@@ -13,6 +13,7 @@ from conftest import (
     assert_one_sentence,
     assert_same_losses,
     exact,
+    in_step,
     resume,
     save_weights,
     write_model,
@@ -328,28 +329,26 @@ def test_resume_on_any_number_of_ranks(trainer, dropout_model):
     resumed = resume(origin, trainer, 4, *flags, name="same", processes=2, **FSDP)
     for name in ("step-00000008", "step-00000012"):
         assert_same_checkpoint(resumed.folder / name, origin.folder / name)
-    resumed = trainer(*flags, "--max-steps", 13, name="same", processes=2, **FSDP)
-    origin = trainer(*flags, "--max-steps", 13, name="dropout", processes=2, **FSDP)
+    # Another decay is applied. Chapter 1: test_resume.py
+    decay = 'print("decay", *[g["weight_decay"] for g in arguments[0].param_groups])'
+    options = {"processes": 2, "before": in_step(1, decay)} | FSDP
+    flags += ["--max-steps", 13, "--weight-decay", 0.5]
+    resumed = trainer(*flags, name="same", **options)
+    assert "warning: weight_decay was 0.01, and is 0.5 now" in resumed.output
+    assert "decay 0.5 0.0" in resumed.output
+    origin = trainer(*flags, name="dropout", processes=2, **FSDP)
     assert exact(resumed.records) == exact(origin.records)
 
 
-def test_files_with_a_head_that_the_config_ties(trainer, pretrained, tmp_path):
-    """Another head is refused, and a copy of the embeddings is read."""
-    tensors = load_file(pretrained / "model.safetensors")
-    embeddings = tensors["model.embed_tokens.weight"]
-    for name, head in (("equal", embeddings.clone()), ("other", embeddings.flip(0))):
-        shutil.copytree(pretrained, tmp_path / name)
-        file = tmp_path / name / "model.safetensors"
-        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
-    flags = ["--no-from-scratch", "--max-steps", 1, "--eval-freq", 0]
-    options = {"processes": 2} | FSDP
-    expected = trainer("-m", pretrained, *flags, name="expected", **options)
-    equal = trainer("-m", tmp_path / "equal", *flags, name="equal", **options)
-    assert exact(equal.records) == exact(expected.records)
-    other = trainer("-m", tmp_path / "other", *flags, name="other", status=1, **options)
-    sentence = "the files have an untied head: set tie_word_embeddings to false"
-    assert_one_sentence(other.run.ranks[0].output, sentence)
-    assert not (other.folder / "final").exists()
+def test_a_rank_that_does_not_see_the_folder(trainer):
+    """Say rank 1 is on a node with a disk of its own: the run ends at the first save."""
+    before = "import os, pathlib\nif os.environ['RANK'] == '1':\n"
+    before += "    there = os.path.exists\n"
+    before += "    pathlib.Path.exists = lambda p: p.name != 'incomplete' and there(p)\n"
+    options = {"before": before, "processes": 2, "status": 1} | FSDP
+    run = trainer("--max-steps", 2, "--ckpt-freq", 1, **options)
+    assert_one_sentence(run.output, "error: not all ranks see")
+    assert run.checkpoints == []
 
 
 # A scaler as in fp16, which runs on GPUs alone; once, rank 1 finds a gradient that is not finite.

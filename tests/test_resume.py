@@ -4,9 +4,10 @@ import json
 import re
 import shutil
 import signal
-import time
+import sys
 
 import pytest
+import torch
 from conftest import assert_one_sentence, assert_same_model, exact, in_step
 
 
@@ -32,23 +33,29 @@ def test_resume_is_exact(trainer, dropout_model):
 
 @pytest.mark.rest
 def test_stop_signals_save_and_the_run_goes_on_exactly(trainer, dropout_model):
-    flags = ["-m", dropout_model, "--max-steps", 150, "--eval-freq", 60]
+    """After this step, and at once: no evaluation takes the time that a launcher leaves."""
+    flags = ["-m", dropout_model, "--max-steps", 9, "--eval-freq", 3]
     whole = trainer(*flags, name="whole")
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        run = trainer.start(*flags, name=signum.name)
-        run.wait_for("step 30/150")
-        run.signal(signum)
+    kill = "os.kill(os.getpid(), signal.{})"
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        stop = kill.format(signum.name)
         if signum == signal.SIGTERM:  # a launcher may pass on what the process has already
-            time.sleep(0.01)
-            run.signal(signum)
-        assert run.wait(30) == 128 + signum
-        (checkpoint,) = (trainer.folder / signum.name).glob("step-*")
-        step = json.loads((checkpoint / "state.json").read_text())["step"]
-        assert f"Stopped after step {step}: with -e, the same command" in run.output
-        assert not (trainer.folder / signum.name / "final").exists()
-    resumed = trainer(*flags, name="SIGINT")
-    assert exact(resumed.records) == exact(whole.records)
+            stop += ";" + stop
+        options = {"name": signum.name, "before": in_step(3, stop, rank=0)}
+        run = trainer(*flags, status=128 + signum, **options)
+        assert run.checkpoints == ["step-00000003"]
+        assert "Stopped after step 3: with -e, the same command" in run.output
+        assert not (run.folder / "final").exists()
+        assert run.column("eval/loss") == []
+    # A signal in the last step leaves nothing to do.
+    at_end = in_step(6, kill.format("SIGTERM"), rank=0)
+    resumed = trainer(*flags, name="SIGINT", before=at_end)
+    assert resumed.column("loss") == whole.column("loss")
     assert_same_model(resumed, whole)
+    # The second Ctrl-C ends the run at once.
+    twice = in_step(3, ";".join([kill.format("SIGINT")] * 2), rank=0)
+    run = trainer(*flags, name="twice", before=twice, status=-signal.SIGINT)
+    assert run.checkpoints == []
 
 
 def test_batch_size_and_steps_may_change(trainer):
@@ -56,35 +63,65 @@ def test_batch_size_and_steps_may_change(trainer):
     trainer("--max-steps", 10, "-b", 8)
     state = json.loads((trainer.folder / "run" / "step-00000010" / "state.json").read_text())
     flags = ["--max-steps", 14, "-b", 2, "--gradient-accumulation-steps", 2]
+    flags += ["--weight-decay", 0.5, "--adam-beta2", 0.9]
     result = trainer(*flags)
-    assert "warning: the global batch has changed" in result.output
-    after = json.loads((trainer.folder / "run" / "step-00000014" / "state.json").read_text())
+    assert re.findall("^warning: .*", result.output, re.MULTILINE) == [
+        "warning: adam_beta2 was 0.999, and is 0.9 now",
+        "warning: weight_decay was 0.01, and is 0.5 now",
+        "warning: global_batch was 8, and is 4 now",
+    ]
+    checkpoint = trainer.folder / "run" / "step-00000014"
+    after = json.loads((checkpoint / "state.json").read_text())
     assert (state["samples"], after["samples"]) == (80, 80 + 4 * 4)
-    assert after["lasting"] == state["lasting"]
-    again = trainer("--max-steps", 15, *flags[2:])  # the batch has not changed since
-    assert "warning: the global batch" not in again.output
+    decay, _ = torch.load(checkpoint / "training_state.pt")["optimizer"]["param_groups"]
+    assert (decay["weight_decay"], decay["betas"]) == (0.5, (0.9, 0.9))
+    again = trainer("--max-steps", 15, *flags[2:])  # nothing has changed since
+    assert "warning" not in again.output
     # 4 steps of a cosine of 14, at the place where step 10 stands on it
     assert result.column("learning_rate")[10] == pytest.approx(0.00188255, rel=1e-4)
 
 
-CHANGES = {"--seed": 1, "--dtype": "bf16", "--lr-scheduler-options": "{num_cycles: 2}"}
+# What a resume says about a flag or fact that has changed. It warns of all others.
+REFUSED = "model_name dataset_name dataset_subset text_column dataset_tokens seq_length seed dtype"
+SILENT = """num_epochs max_steps eval_freq log_freq ckpt_freq keep_checkpoints batch_size
+gradient_accumulation_steps device config save_dir"""
+
+
+def test_changes_of_a_resume(chapter_1, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train-llm.py", "-e", "run"])
+    args = chapter_1.parse_args()
+    setup = args.as_dict() | {"global_batch": 8, "dataset_tokens": 9}
+    for name in {*setup} - {"experiment_name"}:
+        args.save_dir = f"{tmp_path}/{name}"
+        folder = tmp_path / name / "run" / "step-00000001"
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+        (folder / "parameters.json").write_text(json.dumps(setup | {name: "before"}, default=str))
+        said = f"{name} was before, and is {setup[name]} now"
+        if name in REFUSED.split():
+            with pytest.raises(SystemExit, match=f"error: {re.escape(said)}: keep it, or choose"):
+                chapter_1.open_run(args, setup)
+        else:
+            chapter_1.open_run(args, setup)
+            warned = f"warning: {said}" in capsys.readouterr().out
+            assert warned == (name not in SILENT.split()), name
 
 
 @pytest.mark.rest
-def test_another_training_under_the_same_name_is_refused(trainer, dropout_model, tmp_path):
-    before = trainer("--max-steps", 3)
-    changes = CHANGES | {"-m": dropout_model}
-    for flag, value in changes.items():
-        after = trainer("--max-steps", 3, flag, value, status=1)
-        assert_one_sentence(after.output, "keep it, or choose another -e")
+def test_another_training_under_the_same_name_is_refused(trainer, tmp_path):
+    before = trainer("--max-steps", 3, "--dtype", "bf16")
+    after = trainer("--max-steps", 3, "--dtype", "fp16", status=1)
+    assert_one_sentence(after.output, "keep it, or choose another -e")
     assert after.records == before.records
+    (before.folder / "step-00000003" / "parameters.json").unlink()  # as older versions
+    assert_one_sentence(trainer("--max-steps", 4, status=1).output, "parameters.json")
     # The same file with other text in it
     data = tmp_path / "same.txt"
     data.write_text("some words " * 5000)
     trainer("--max-steps", 3, "-d", data, name="data")
     data.write_text("some words " * 6000)
     output = trainer("--max-steps", 5, "-d", data, name="data", status=1).output
-    assert_one_sentence(output, "train_samples was")
+    assert_one_sentence(output, "dataset_tokens was")
 
 
 @pytest.mark.rest
@@ -95,6 +132,7 @@ def test_full_disk_while_saving(trainer):
     constant = [*flags, "--lr-scheduler", "constant"]
     for size in (50_000, 300_000):  # the model does not fit; the optimizer state does not fit
         result = trainer(*constant, name="full", status=1, largest_file=size)
+        assert "Traceback" in result.output  # an error in the loop keeps it
         assert "File too large" in result.output
         assert result.checkpoints == ["step-00000003"]
     assert trainer(*constant, name="full").checkpoints == whole.checkpoints
@@ -140,7 +178,7 @@ def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer):
 
 
 def test_links_in_place_of_folders(trainer):
-    """People move checkpoints to another disk. The links go, the run goes on."""
+    """People move checkpoints to another disk. The run goes on, and keeps the link."""
     flags = ["--ckpt-freq", 1, "--keep-checkpoints", 1, "--lr-scheduler", "constant"]
     run = trainer("--max-steps", 2, *flags)
     moved = trainer.folder / "moved"
@@ -150,7 +188,7 @@ def test_links_in_place_of_folders(trainer):
         (run.folder / name).symlink_to(moved / name)
     run = trainer("--max-steps", 4, *flags)
     assert "Continuing from" in run.output
-    assert run.checkpoints == ["step-00000004"]
+    assert run.checkpoints == ["step-00000002", "step-00000004"]
     assert not (run.folder / "final").is_symlink()
     assert (moved / "step-00000002" / "state.json").exists()
 
@@ -171,6 +209,7 @@ def test_two_runs_of_one_name(trainer):
         before = files()
         second = trainer(*flags, status=1)
         assert_one_sentence(second.output, "run/lock")
+        assert "Continuing from" not in second.output  # locked before it chooses a checkpoint
         assert files() == before
     finally:
         first.process.kill()
