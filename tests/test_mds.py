@@ -295,7 +295,6 @@ def test_one_shard_is_shuffled_within_windows():
 def test_a_rank_downloads_some_of_the_shards(world_size, batch_size):
     """Whatever the batch size, a rank reads the same few of the 64 parts in each step."""
     chapter = load(CHAPTER_10)
-    chapter.WORLD_SIZE = world_size
     sizes = [10] * 1280
     args = SimpleNamespace(batch_size=batch_size, gradient_accumulation_steps=3, seed=0)
     args.shuffle_window, args.num_epochs = 25, 1
@@ -303,11 +302,10 @@ def test_a_rank_downloads_some_of_the_shards(world_size, batch_size):
     samples = SimpleNamespace(read=lambda n: n)
     taken = []
     for rank in {0, 1, world_size - 1}:
-        chapter.RANK = rank
         rows = []
         step = world_size * batch_size * 3
         for first in range(0, sum(sizes) - step, step):
-            rows += chapter.read_step(samples, order, first, args)
+            rows += chapter.read_step(samples, order, first, args, rank, world_size)
         assert len({n // 10 for n in rows}) <= 1.1 * 1280 * max(1 / world_size, 1 / 64) + 2
         taken += rows
     assert len(set(taken)) == len(taken)

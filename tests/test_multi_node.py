@@ -22,10 +22,10 @@ from conftest import (
     write_documents,
     write_model,
 )
-from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, CHAPTER_8, load, run_tool
+from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, Run, free_port, load, run_tool
 from safetensors.torch import load_file
 from test_fsdp import FAMILIES, OFF, WATCH, assert_same_checkpoint, told
-from test_torchrun import OWN_STORE, nodes
+from test_torchrun import Forking, ending
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.rest
@@ -174,6 +174,7 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
     resumed = on_disk_0(train(*flags, **options))
     assert "Continuing from runs/run/rank-0/step-00000006" in resumed.output
     assert exact(resumed.records) == records
+    assert "Already complete" in train(*flags, **options).output
 
     # Killed in the first save, which only rank 0 has completed: the run begins anew
     for rank, left in enumerate(("step-00000003", "incomplete")):
@@ -185,7 +186,7 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
     assert exact(again.records) == records
 
     # The shards of two ranks do not fit on one
-    result = train(*flags, "-b", 8, processes=1, status=1, **options)
+    result = train(*flags, "-b", 8, "--max-steps", 12, processes=1, status=1, **options)
     assert "Size mismatch" in result.output
     # A new disk in place of the one of rank 1
     shutil.rmtree(disks[1] / "rank-1")
@@ -194,13 +195,16 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
 
 
 def test_a_folder_that_nodes_do_not_share(train, tmp_path):
-    """Noticed before the first step."""
+    """Noticed before the first step. Chapter 3 notices it when it saves."""
     options = {"before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}, "status": 1}
-    remedies = {CHAPTER_3: "--save-dir must be", CHAPTER_5: "share it"}
-    for script, remedy in (remedies | {CHAPTER_8: "--save-dir must be"}).items():
-        result = train("--max-steps", 1, "--save-dir", "runs", script=script, **options)
-        assert_one_sentence(result.output, f"not all nodes see runs/run: {remedy}")
-    assert not [*tmp_path.glob("disk-*/runs/run/*")]
+    flags = ["--max-steps", 1, "--save-dir", "runs"]
+    result = train(*flags, **options)
+    assert_one_sentence(result.output, "not all nodes see runs/run: share it")
+    assert not [*tmp_path.glob("disk-*/runs/run/step-*")]
+    result = train(*flags, script=CHAPTER_3, **options)
+    sentences = set(re.findall("^error: .*", result.output, re.MULTILINE))
+    assert len(sentences) == 1
+    assert "not all ranks see runs/run/incomplete: put --save-dir" in sentences.pop()
 
 
 def test_resume_dir(train, trainer):
@@ -382,7 +386,7 @@ def test_global_batch_size(train):
     one = train(*flags, "--gradient-accumulation-steps", 8, processes=1, name="one")
     two = train(*flags, "--global-batch-size", 16, name="two")
     assert_same_losses(one, two, 4, **OFF)
-    result = train(*flags, "--global-batch-size", 6, status=1)
+    result = train(*flags, "--global-batch-size", 6, status=2)
     assert_one_sentence(result.run.ranks[0].output, "a multiple of ranks × -b: 4")
 
 
@@ -400,7 +404,7 @@ def test_the_merge_with_chapter_4(train, trainer, texts, tmp_path):
     for n in range(2):
         write_documents(tmp_path / f"{n}.jsonl", texts[n * 100 : n * 100 + 100])
     flags = ["-d", f"{tmp_path}/*.jsonl", "--max-steps", 8, "--ckpt-freq", 4, "--eval-freq", 8]
-    flags += ["--eval-dataset", tmp_path / "0.jsonl", "--eval-documents", 9]
+    flags += ["--eval-dataset", tmp_path / "0.jsonl"]
     flags += ["--packing", "overflow", "--shuffle-window", 9, "--keep-checkpoints", 9]
     four = train(*flags, script=CHAPTER_4, name="chapter-4")
     both = {"script": merged, "before": WATCH}
@@ -414,17 +418,108 @@ def test_the_merge_with_chapter_4(train, trainer, texts, tmp_path):
     assert told(run, "all-reduces ") == [[str(8 * 3)]] * 2
     resume(run, trainer, 4, *flags, "--checkpoint-format", "local", again=train, **both)
     alone = train(*flags, "-b", 8, **both, name="resumed", processes=1, status=1)
-    assert_one_sentence(alone.output, "world_size was 2, and is 1")
+    assert_one_sentence(alone.output, "dp_size was 2, and is 1 now")
+
+
+# -- Nodes that differ -----------------------------------------------------------------------------
+
+DIFFERENCES = {
+    "script": "read = pathlib.Path.read_text; "
+    "pathlib.Path.read_text = lambda p, *a, **k: read(p, *a, **k) + '#' * (p.suffix == '.py')",
+    "transformers": "import transformers; transformers.__version__ = '5.0.0'",
+    "config": "import transformers.models.llama as llama; llama.LlamaConfig.to_json_string = "
+    "lambda *_: 'another'",
+    "tokens_hash": "sys.argv[sys.argv.index('-d') + 1] = os.environ['ANOTHER_ORDER']",
+}
+
+
+def test_nodes_that_differ_are_refused(train, trainer, texts):
+    """Say rank 1 is a node with another script, version, config or text of the same size."""
+    env = {"ANOTHER_ORDER": str(write_documents(trainer.folder / "other.jsonl", texts[::-1]))}
+    for name, difference in DIFFERENCES.items():
+        before = f"import os, pathlib, sys\nif os.environ['RANK'] == '1':\n    {difference}"
+        result = train("--max-steps", 2, status=1, name="run", before=before, env=env)
+        sentence = result.output[result.output.index("error: ranks differ in [") :]
+        assert f"'{name}'" in sentence.splitlines()[0]
+    assert not (trainer.folder / "run" / "metrics.jsonl").exists()
+
+
+# -- The start of a job ----------------------------------------------------------------------------
+
+
+def test_variables_of_an_earlier_job(tmp_path):
+    """Nobody else comes: after a minute, here a second, a line names the variables."""
+    before = "import threading\ntimer = threading.Timer\n"
+    before += "threading.Timer = lambda seconds, *rest: timer(seconds / 60, *rest)\n"
+    env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    run = Run(CHAPTER_5, ["--demo"], tmp_path / "output", before=before, env=env)
+    run.wait_for("RANK is 0 of WORLD_SIZE 2, and others are missing")
+    run.process.kill()
+    run = Run(CHAPTER_5, ["--demo"], tmp_path / "alone", env={"RANK": "0"})
+    assert run.wait() == 1
+    assert_one_sentence(run.output, f"torchrun --standalone --nproc-per-node 2 {CHAPTER_5}")
 
 
 # -- Nodes that come and go ------------------------------------------------------------------------
 
+# As launch/run.sh sets it: each restart has a store of its own. If the first node is lost, new
+# workers would otherwise look for its store (torch 2.13).
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+# Rank 1 ends in its first life before it has met rank 0, which waits, and does not fail. So the
+# two torchruns count different numbers of restarts.
+DYING_FIRST = """
+import os, signal
 
-def test_an_elastic_job_keeps_its_batch_and_its_losses(train, trainer, dataset):
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def nodes(trainer):
+    """Makes functions that start torchruns, which meet on this machine."""
+    started = []
+
+    def meet(count: str, *flags, name: str, scripts=(CHAPTER_5,)):
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+        meeting += ["--rdzv-id", "test", "--nnodes", count, "--local-addr", "localhost"]
+        meeting += ["--rdzv-conf", "last_call_timeout=1"]  # not 30 s for nodes that may still come
+        command = [*meeting, "--nproc-per-node", 1, "--max-restarts", 3, *scripts]
+
+        def start(**options):
+            """Starts one torchrun, with `Run`'s options."""
+            output = f"{name}-{len(started)}.txt"
+            started.append(Forking(trainer, output, command, *flags, name=name, **options))
+            return started[-1]
+
+        return start
+
+    yield meet
+    for node in started:
+        if node.status is None:  # the test has failed
+            for process in [*node.workers(), node.process]:
+                process.kill()
+
+
+def test_killed_workers_come_back(train, nodes, tmp_path):
+    """Twice, on two nodes whose torchruns share one store; the job goes on exactly."""
+    flags = ["--max-steps", 14, "--ckpt-freq", 4, "--eval-freq", 7, "--shard-size", 1]
+    undisturbed = train(*flags, name="undisturbed")
+    script = ending(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
+    script.write_text(DYING_FIRST + script.read_text())
+    start = nodes("2", *flags, "--lr", 1e-3, name="nodes", scripts=[script, CHAPTER_5])
+    both = [start(), start()]
+    assert [node.wait() for node in both] == [0, 0], "".join(node.output for node in both)
+    assert sum(node.output.count("Continuing from") for node in both) == 1
+    assert exact(both[0].records) == exact(undisturbed.records)
+    assert_same_model(both[0], undisturbed)
+
+
+def test_an_elastic_job_keeps_its_batch_and_its_losses(train, nodes, trainer, dataset):
     """One node, then two, then the second one is killed with its worker: as if alone all along."""
     flags = ["-d", dataset, "--eval-freq", 0, "--lr", 1e-3, "-b", 2, "--global-batch-size", 8]
     flags += ["--max-steps", 5000, "--num-epochs", 9999, "--ckpt-freq", 20]
-    start_node = nodes(trainer, "1:2", *flags, name="run", scripts=[CHAPTER_5])
+    start_node = nodes("1:2", *flags, name="run")
 
     def start(number: int):
         folder = trainer.folder / f"node-{number}"

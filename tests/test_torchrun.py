@@ -82,10 +82,14 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 ONE_NODE = ["--standalone", "--nproc-per-node", 2]
 FLAGS = ["--max-steps", 14, "--ckpt-freq", 4, "--eval-freq", 7, "--lr", 1e-3]
 RESTARTS = ["--max-restarts", 3]
-# In place of a chapter: rank 1 ends at its sixth step, with this code, in its first two lives.
+# In place of a chapter: rank 1 ends at its sixth step, with this code, in its first two lives. Then
+# it comes late, so that rank 0 would find the keys of the dead rank.
 ENDING = """
-import os, runpy, signal, sys, torch
+import os, runpy, signal, sys, time, torch
 
+restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+if os.environ["RANK"] == "1" and restarts:
+    time.sleep(2)
 calls = iter(range(10**9))
 step = torch.optim.AdamW.step
 
@@ -94,7 +98,7 @@ def step_or_end(*arguments, **options):
         CODE
     return step(*arguments, **options)
 
-if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
+if os.environ["RANK"] == "1" and restarts < 2:
     torch.optim.AdamW.step = step_or_end
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
@@ -124,7 +128,7 @@ def test_killed_workers_come_back(trainer, tmp_path):
     # So the two torchruns count different numbers of restarts.
     script.write_text(DYING_FIRST + script.read_text())
     start = nodes(trainer, "2", *FLAGS, name="nodes", scripts=[script, CHAPTER_2])
-    both = [start(), start()]
+    both = [start(env=OWN_STORE), start(env=OWN_STORE)]  # without it: chapter 5
     assert [node.wait() for node in both] == [0, 0], "".join(node.output for node in both)
     assert sum(node.output.count("Continuing from") for node in both) == 1
     for run in (launch, both[0]):
