@@ -1,13 +1,15 @@
-"""Peak memory and time of head and loss: usual, with --chunked-loss, and PyTorch's own.
+"""Peak memory and time of head and loss: usual, in chunks as in chapter 19, and PyTorch's own.
 
     python benchmarks/chunked-loss.py --tokens 2048 4096 --vocabulary 32000 128256
     python benchmarks/chunked-loss.py --device cuda --compile --hidden 2048 --tokens 8192 32768
 
-It takes the loss of chapter 1 in a Llama of one layer with random weights, forward and backward
-pass. The ways take turns; times are medians. On a CPU, they are seconds of one thread, and the peak
-is that of PyTorch's MemTracker. On a GPU, they are seconds by the clock, until the GPU is done. The
-peak is without weights and gradients. PyTorch's own way is `linear_cross_entropy` (2.13) with
-`LinearCrossEntropyOptions()`. `--compile` compiles the loss function, as the chapters do.
+It takes the loss in a Llama of one layer with random weights, forward and backward pass. The ways
+take turns; times are medians. On a CPU, they are seconds of one thread, and the peak is that of
+PyTorch's MemTracker. On a GPU, they are seconds by the clock, until the GPU is done. The peak is
+without weights and gradients. The error is that of the head's gradient, relative to the gradient
+with the same weights in fp32. PyTorch's own way is `linear_cross_entropy` (2.13) with
+`LinearCrossEntropyOptions()`. `--compile` compiles the loss function, as the chapters do, and
+`--chunk` changes the tokens of a chunk.
 """
 
 import argparse
@@ -58,7 +60,9 @@ def make_model(way: str, vocabulary: int, args):
     if args.compile:
         model.loss_function = torch.compile(model.loss_function)
     if way == "chunked":
-        load_chapter(1).use_chunked_loss(model)
+        chapter = load_chapter(19)
+        chapter.LOSS_CHUNK = args.chunk
+        chapter.use_chunked_loss(model)
     if way == "linear_cross_entropy":
         use_linear_cross_entropy(model)
     return model
@@ -70,11 +74,18 @@ def train(model, ids):
     return loss.item()  # waits for the GPU
 
 
-def measure(model, ids) -> tuple[float, float, float]:
-    """The loss, seconds, and the peak in GB above weights and gradients."""
+def gradient(model, ids) -> torch.Tensor:
+    """Of the head, after one forward and backward pass."""
+    model.zero_grad()
+    train(model, ids)
+    return model.get_output_embeddings().weight.grad.float()
+
+
+def measure(model, ids, expected) -> tuple[float, float, float, float]:
+    """The loss, seconds, the peak in GB above weights and gradients, and the error."""
     on_gpu = ids.device.type == "cuda"
     clock = time.perf_counter if on_gpu else time.process_time
-    train(model, ids)  # compiles, and makes the gradients
+    error = (gradient(model, ids) - expected).norm() / expected.norm()  # also compiles
     begin = clock()
     loss = train(model, ids)
     seconds = clock() - begin
@@ -90,7 +101,7 @@ def measure(model, ids) -> tuple[float, float, float]:
             train(model, ids)
         peak = tracker.get_tracker_snapshot("peak")[ids.device]["Total"]
         peak -= 2 * sum(p.numel() * p.element_size() for p in model.parameters())
-    return loss, seconds, peak / 1e9
+    return loss, seconds, peak / 1e9, error.item()
 
 
 def main():
@@ -101,24 +112,27 @@ def main():
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for vocabulary in args.vocabulary:
         models = {way: make_model(way, vocabulary, args) for way in WAYS}
+        in_fp32 = make_model("usual", vocabulary, args).float()  # the same, perhaps rounded weights
         for tokens in args.tokens:
             ids = torch.randint(vocabulary, (1, tokens), device=args.device)
+            expected = gradient(in_fp32, ids)
             rounds = [
-                {way: measure(model, ids) for way, model in models.items()}
+                {way: measure(model, ids, expected) for way, model in models.items()}
                 for _ in range(args.rounds)
             ]
             for way in WAYS:
-                loss, _, peak = rounds[0][way]
+                loss, _, peak, error = rounds[0][way]
                 seconds = statistics.median(result[way][1] for result in rounds)
-                numbers = [f"{loss:.5f}", f"{peak:.3f}", f"{seconds:.3f}"]
+                numbers = [f"{loss:.5f}", f"{peak:.3f}", f"{seconds:.3f}", f"{error:.1e}"]
                 rows += [[f"{tokens:,}", f"{vocabulary:,}", way, *numbers]]
-    print(table(f"tokens | vocabulary | {args.dtype} | loss | peak, GB | seconds", rows))
+    print(table(f"tokens | vocabulary | {args.dtype} | loss | peak, GB | seconds | error", rows))
 
 
 if __name__ == "__main__":
