@@ -8,35 +8,31 @@ ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-pp     # all GPUs of a node
-    torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
-        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-pp     # the same on two nodes
 """
 
+import atexit
 import copy
-import gzip
 import json
-import logging
 import math
 import os
-import re
 import shutil
 import signal
 import sys
 import sysconfig
-import threading
 import time
 import uuid
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from glob import escape, glob
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 # Libraries read these variables when they are imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
 import comet_ml
 import datasets
@@ -48,7 +44,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
-from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser
+from jsonargparse import ActionYesNo, ArgumentParser, typing
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
 from torch.distributed import pipelining as pp
 from torch.distributed.checkpoint import state_dict
@@ -67,7 +63,6 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of i
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LOSS_CHUNK = 1024  # tokens; their logits take 0.5 GB in fp32 if the vocabulary has 128,000 tokens
 received_signals = []  # the handler of signals appends to this list, and the loop reads it
 
 
@@ -80,89 +75,85 @@ def main():
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    accumulation = args.gradient_accumulation_steps
-    # PP 1: The ranks of a pipeline train on the same samples, so a pipeline counts as one device.
-    pipelines = WORLD_SIZE // args.pipeline_parallel
-    pipeline = RANK % pipelines  # with 2 pipelines, the even ranks are pipeline 0
-    global_batch = args.batch_size * accumulation * pipelines
     torch.manual_seed(args.seed)  # for all random numbers before the loop
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
-    args.layers_per_stage = split_layers(args)  # PP: before anything that takes time
 
-    # Data, model, optimizer.
-    check_flags(args, device)
+    # Data.
+    args.layers_per_stage = split_layers(args)  # PP: before anything that takes time
+    accumulation = args.gradient_accumulation_steps
+    # PP 1: The ranks of a pipeline train on the same samples, so a pipeline counts as one device.
+    dp_size = WORLD_SIZE // args.pipeline_parallel
+    dp_rank = RANK % dp_size  # with 2 pipelines, the even ranks are pipeline 0
+    global_batch = args.batch_size * accumulation * dp_size
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of each node tokenizes. The others wait, and then read its cache. The usual
-    # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
-    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    if LOCAL_RANK > 0:
-        dist.barrier(patient_group)  # until local rank 0 of each node calls it, below
-    train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
-    if LOCAL_RANK == 0:
-        dist.barrier(patient_group)  # the same barrier: now the others go on
+    # DDP: One rank of this torchrun tokenizes. The others wait, and then read its cache.
+    with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
+        train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
+    # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     order = sample_order(args, train_samples)  # of all epochs
-    run_folder, checkpoint, state = open_run(args, train_samples)
-    compare_ranks(args, state, train_tokens)  # DDP: all ranks must train alike
-    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So build_model() sets no autocast.
-    # Norms, softmax and the loss of Transformers convert to fp32 themselves.
+
+    # A run with -e continues from its newest checkpoint. How many steps are left?
+    setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
+    run_folder, checkpoint, state = open_run(args, setup)
+    # DDP: Other flags, text or checkpoints on one node would train wrong without a word.
+    setups = gather(setup | {"step of the checkpoint": state.step})
+    differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
+    if differing:
+        sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
+    total_steps = state.step + (len(order) - state.samples) // global_batch
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    if run_folder and state.step >= total_steps and (run_folder / "final").exists():
+        say(f"Already complete: choose another -e, or delete {run_folder}")
+        return
+
+    # Model and optimizer.
+    # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None
     # PP: `model` holds the weights of this rank. `stages` share the weights, and do the computing.
-    model, stages, tied_head = build_model(args, device)
-    # The embedding has `vocab_size` rows. A GPU would not say which token lacks a row.
+    model, stages, tied_head = build_model(args, device, whole)
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
-    if state.global_batch and state.global_batch != global_batch:
-        say("warning: the global batch has changed, so steps and learning rate change, too")
-    state.global_batch = global_batch
-    # The samples left give the steps left, even if a resumed run has another global batch.
-    samples_left = len(order) - state.samples
-    total_steps = state.step + samples_left // global_batch
-    if args.max_steps:
-        total_steps = min(total_steps, args.max_steps)
+    # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and with it the
-    # gradients, and divides them again before the update. With other dtypes it does nothing.
+    rate_factor = scheduler.lr_lambdas[0]  # this function alone: the scheduler never steps
+    # fp16 rounds gradients below 3e-8 to zero, so the scaler makes them larger for a while.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
-    # A checkpoint stores the states of these objects, besides the weights.
-    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        saved = sharded_state(model, stateful)  # its weights are the tensors of the model
-        dcp.load(saved, checkpoint_id=checkpoint)  # loads weights, scheduler and scaler in place
-        # The moments are only in `saved` so far, so hand them to the optimizer.
-        state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # The saved learning rate belongs to the old total_steps, which may have changed. So let the
-        # scheduler take its last step again.
-        scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
-        scheduler.step()
+        # sharded_state() has the tensors of model and AdamW themselves, so dcp.load() fills them.
+        dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
     # PP 2: A schedule tells each rank the order of the forward and backward passes of a step.
     schedule = SCHEDULES[args.schedule](
         stages if args.schedule in SEVERAL_STAGES else stages[0],
         n_microbatches=accumulation,
-        # After this division, the losses (and their gradients) of all micro-batches add up to the
-        # mean over the global batch.
-        loss_fn=lambda loss, target: loss / accumulation,  # the last stage returns the loss itself
+        # The last stage returns the loss. The micro-batches of a step then add up to a mean.
+        loss_fn=lambda loss, target: loss / accumulation,
         scale_grads=False,  # the gradients are already divided
     )
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
-        facts = describe_run(model, device)
-        facts["global_batch"] = global_batch
-        facts["dataset_samples"] = train_samples
-        facts["dataset_tokens"] = len(train_tokens)
-        run_log = RunLog(args, run_folder, checkpoint, state, facts)
+        parameters = setup | describe_run(model, device, train_samples)
+        run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
+    # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
+    # DDP: torchrun passes SIGUSR1 on with --signals-to-handle, and kills after --shutdown-timeout.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, remember_signal)
 
     # The training loop.
     loss_sum = torch.zeros((), device=device)
@@ -170,38 +161,30 @@ def main():
     logged_time = time.perf_counter()
     # disable=None: no bar where the output goes to a file
     progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
-    catch_stop_signals()
-    stop_signal = 0
+    stop_signal = 0  # none
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
-        stop_signal = max(received_signals, default=0)  # 0: none. Any signal ends the run
-        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(stop_signal)  # on the CPU: nobody waits for the GPU
-        dist.all_reduce(stop, dist.ReduceOp.MAX)
-        stop_signal = stop.item()
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
-        save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        # A step that saves also logs: `if log_now` below exits on NaN, so no checkpoint has NaN.
-        log_now = step % args.log_freq == 0 or save_now
+        save_now = step % args.ckpt_freq == 0 or at_end
+        log_now = step % args.log_freq == 0 or eval_now or save_now
         times = defaultdict(float)  # milliseconds of each phase
-        # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
+        # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
-        if wait:
-            torch.accelerator.synchronize()  # until the GPU has done the steps before
         # PP: The schedule gets all micro-batches of a step at once, so collect them first.
         batches = []
         for micro_step in range(accumulation):
             # PP 3: All ranks of a pipeline read the same batch, as inputs or as labels.
-            first = state.samples + (micro_step * pipelines + pipeline) * args.batch_size
+            first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             with timed("data", times, wait):
                 indices = order[first : first + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             batches.append(input_ids)
         # PP: Each rank of a pipeline has its own seed, because it drops other activations. One seed
         # per step is enough, because the forward passes of all micro-batches come after this loop.
-        seed = args.seed + first * args.pipeline_parallel + RANK // pipelines
+        place = stages[0].group_rank  # of this rank in its pipeline
+        seed = args.seed + first * args.pipeline_parallel + place
         torch.manual_seed(seed)  # the same dropout masks after a resume
         # PP: Forward and backward passes take turns, so they are timed together.
         with timed("schedule", times, wait):
@@ -215,14 +198,12 @@ def main():
             loss_sum += losses.detach().mean() * args.pipeline_parallel
         with timed("update", times, wait):
             tied_head.add_gradients()
-            # Undo the scaling of fp16. Then clip the gradient of the whole step, so that no bad
-            # batch spoils the weights.
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # fp16: divide the gradients by the scale
+            # Clip the gradient of the whole step, so that no bad batch spoils the weights.
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             # PP: This is the norm of the stages of this rank. Clipping comes below.
             grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-            # FSDP 3: Each rank has the norm of its shards, and full_tensor() joins these parts.
-            # So all ranks must call it.
+            # FSDP 3: Each rank has the norm of its shards, and full_tensor() joins all of them.
             grad_norm = grad_norm.full_tensor()
             # PP 4: The norm is over all stages, because all stages must be clipped alike.
             grad_norm.square_()
@@ -230,64 +211,72 @@ def main():
             dist.all_reduce(grad_norm, group=pipeline_group)
             grad_norm.sqrt_()
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
-            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            rate = args.lr * rate_factor(state.step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
-            scheduler.step()  # once per optimizer step, not per micro-batch
             optimizer.zero_grad()  # because backward() adds to the gradients
         state.step = step
         state.samples += global_batch
         state.epoch = state.samples / train_samples
         progress.update()
 
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop_signal = max(gather(max(received_signals, default=0)))
+        if stop_signal:  # a cluster waits some 30 s only, so save at once
+            eval_now = False
+            save_now = True
+            log_now = True
         if log_now:
-            # `.item()` waits until the GPU has computed the number, so not every step calls it.
             # PP: Average over all ranks. Only last stages have losses, hence the factor above.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            # `.item()` waits until the GPU has computed the number, so not every step calls it.
             mean_loss = loss_sum.item() / (step - logged_step)
             seconds = (time.perf_counter() - logged_time) / (step - logged_step)
-            tokens_per_second = global_batch * args.seq_length / seconds
             metrics = {
                 "loss": mean_loss,
-                "learning_rate": learning_rate,
+                "learning_rate": rate,
                 "grad_norm": grad_norm.item(),
-                "tokens_per_second": tokens_per_second,
+                "tokens_per_second": global_batch * args.seq_length / seconds,
                 "time/total_ms": 1e3 * seconds,  # mean per step since the last log
                 **times,  # phases of this step alone
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
-            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
-            say(f"step {step}/{total_steps}  {numbers}  {tokens_per_second:,.0f} tokens/s")
-            # In fp16 an infinite gradient is normal: the scaler skips that step.
+            numbers = f"loss {mean_loss:.4f}  lr {rate:.2e}  {metrics['tokens_per_second']:,.0f}"
+            say(f"step {step}/{total_steps}  {numbers} tokens/s")
+            if run_log:
+                run_log.log(state, metrics)
+            # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
             norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
             if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
-            if run_log:
-                run_log.log(state, metrics)
             loss_sum.zero_()
             logged_step = step
-            logged_time = time.perf_counter()
         if eval_now:
             tied_head.copy_weight()  # PP: the update has changed the weight
-            eval_loss = evaluate(model, schedule, eval_tokens, args, device)
+            eval_loss = evaluate(model, schedule, eval_tokens, args, device, dp_rank, dp_size)
             say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
-        if run_folder and save_now:
+        if save_now and run_folder:
             save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
+        if log_now:
+            logged_time = time.perf_counter()  # so evaluation and checkpoint do not count
 
-    if run_folder and not stop_signal:
+    if run_folder and state.step >= total_steps:
         # FSDP 4: Gather the model in CPU memory of rank 0, since other programs want it whole.
         # PP: They come from the checkpoint of the last step, because no rank has all stages.
-        weights = whole_weights(model, run_folder / f"step-{state.step:08d}")
+        weights = whole_weights(whole, run_folder / f"step-{state.step:08d}")
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                model.save_pretrained(folder, state_dict=weights)
+                whole.save_pretrained(folder, state_dict=weights)  # it has no weights itself
                 tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
+    gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
-    if stop_signal:
-        say(f"Stopped after step {step}: with -e, the same command continues the run")
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
 
 
@@ -467,43 +456,11 @@ def make_stages(model, unit_names, args, device, mesh):
     return stages, stage_modules, TiedHead(embeddings, head, group, DTYPES[args.dtype])
 
 
-def check_flags(args, device):
-    """Finds flags that do not fit the model, before the data is read."""
-    config = AutoConfig.from_pretrained(args.model_name)
-    # Configs of models with images have a text config inside, those of encoder-decoders have
-    # `decoder_layers`, and those of encoders a false `is_decoder`, as GPT-NeoX has, a decoder.
-    may_encode = hasattr(type(config), "is_decoder") and "gpt_neox" not in config.model_type
-    is_encoder = may_encode and not config.is_decoder
-    if config.get_text_config() is not config or hasattr(config, "decoder_layers") or is_encoder:
-        sys.exit(f"error: {args.model_name} is no plain decoder of text: choose another model")
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest and args.seq_length > longest:
-        sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    # The attentions named paged have no causal mask. On CPUs, flex_attention has no backward pass.
-    no_backward = args.attention == "flex_attention" and device.type == "cpu"
-    if no_backward or "paged" in str(args.attention):
-        sys.exit(f"error: --attention {args.attention} cannot train here: choose another one")
-    try:
-        with torch.device("meta"):  # a model without memory for its weights
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
-        # Try the scheduler, with any optimizer. Some schedulers fail in their first step only.
-        optimizer = torch.optim.SGD(model.parameters())
-        scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
-        optimizer.step()  # changes nothing, but PyTorch wants it before scheduler.step()
-        scheduler.step()
-    except (TypeError, ValueError) as error:
-        sys.exit(f"error: --attention {args.attention} --lr-scheduler {args.lr_scheduler}: {error}")
-
-
-def build_model(args, device):
+def build_model(args, device, whole):
     """The model on `device`, with its attention, and compiled if asked for."""
-    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
-    # So make the model of meta tensors, shard it, and let rank 0 send the values. A checkpoint is
-    # read later, by dcp.load.
-    whole = load_model(args) if RANK == 0 else None
+    # FSDP 5: Shard a model of meta tensors, because they take no memory while the model is whole.
+    # Then rank 0 sends the values. A checkpoint is read later, by dcp.load.
     config = AutoConfig.from_pretrained(args.model_name)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # load_model() has converted the weights to fp32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=args.attention
@@ -516,6 +473,7 @@ def build_model(args, device):
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp"))
     unit_names = [name for names in names_of_units(config) for name in names]
     stages, stage_modules, tied_head = make_stages(model, unit_names, args, device, mesh)
+    # FSDP: No autocast, because the policy in shard_model() casts the weights that FSDP gathers.
     shard_model(stage_modules, mesh, args, device)
     model.tie_weights()  # fully_shard has given the embeddings another weight than the head
     # PP: The weights of other ranks have never left the meta device. Here the model forgets them.
@@ -527,13 +485,11 @@ def build_model(args, device):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks for the borders of texts in a sample, and this search makes
-    # Python wait for the GPU. Here, attention may cross borders, so replace it: None is no border.
+    # Transformers looks for borders of texts in samples, and waits for the GPU. Let it find none.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    attention = model.config._attn_implementation
-    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
+    say(f"Attention {model.config._attn_implementation}, {args.dtype}, {len(layers)} layers")
     if args.activation_checkpointing:
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
@@ -545,52 +501,7 @@ def build_model(args, device):
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
         # PP: The last stage computes the loss, and is the last module of its rank.
         stage_modules[-1].part.loss_function = torch.compile(model.loss_function)
-    if args.chunked_loss and stage_modules[-1].is_last:
-        use_chunked_loss(stage_modules[-1].part)
     return model, stages, tied_head
-
-
-def use_chunked_loss(model):
-    """From now on, the model computes logits and loss of LOSS_CHUNK tokens at a time.
-
-    The logits of a whole batch, often the largest tensor of a step, never exist: the head passes
-    the hidden states on, and the loss function applies the head to one chunk after the other.
-    """
-    head = model.get_output_embeddings()
-    compute_logits = head.forward
-    compute_loss = model.loss_function
-
-    def pass_on(hidden_states):  # in place of the head's forward
-        # loss_of_batch() looks for this mark. If the model changes the logits, the mark is lost.
-        hidden_states.from_head = True
-        return hidden_states
-
-    def sum_of_chunk(hidden_states, labels, vocab_size):
-        logits = compute_logits(hidden_states)
-        # compute_loss() adds up the losses, and divides by the number of items. So 1 gives the sum.
-        return compute_loss(logits, None, vocab_size, num_items_in_batch=1, shift_labels=labels)
-
-    def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
-        hidden_states = logits  # because pass_on() is in place of the head
-        if not hasattr(hidden_states, "from_head"):
-            sys.exit("error: --chunked-loss: this model changes its logits before the loss")
-        if shift_labels is None:
-            # Each token has the next one as its label. -100 says that the last one has no label.
-            shift_labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        if num_items_in_batch is None:
-            num_items_in_batch = (shift_labels != -100).sum()
-        hidden_chunks = hidden_states.flatten(0, 1).split(LOSS_CHUNK)
-        label_chunks = shift_labels.flatten().split(LOSS_CHUNK)
-        loss_sum = 0.0
-        for hidden_chunk, label_chunk in zip(hidden_chunks, label_chunks, strict=True):
-            # checkpoint() forgets the logits. The backward pass computes them a second time.
-            loss_sum += torch.utils.checkpoint.checkpoint(
-                sum_of_chunk, hidden_chunk, label_chunk, vocab_size, use_reentrant=False
-            )
-        return loss_sum / num_items_in_batch
-
-    head.forward = pass_on
-    model.loss_function = loss_of_batch
 
 
 def split_layers(args):
@@ -614,26 +525,6 @@ def split_layers(args):
     return sizes
 
 
-def load_model(args, checkpoint=None):
-    """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
-    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
-    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
-    options = {"dtype": torch.float32, "attn_implementation": args.attention}
-    if args.from_scratch and not checkpoint:
-        config = AutoConfig.from_pretrained(args.model_name)
-        model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config() draws random numbers, and how many depends on the version of Transformers.
-        # So set the seed again, and draw all weights again: one seed, one model.
-        torch.manual_seed(args.seed)
-        model.apply(model._init_weights)
-        return model
-    source = checkpoint or args.model_name
-    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
-    if info["missing_keys"]:  # Transformers fills these tensors with random numbers
-        sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
-    return model
-
-
 def shard_model(stage_modules, mesh, args, device):  # PP: the stages of this rank
     """Gives each rank a shard of every parameter: memory, without values yet."""
     # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
@@ -654,29 +545,43 @@ def shard_model(stage_modules, mesh, args, device):  # PP: the stages of this ra
 
 def send_weights(whole, model, device):
     """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
-    weights = {}
-    if RANK == 0:
-        if whole.all_tied_weights_keys != model.all_tied_weights_keys:
-            sys.exit("error: the files have an untied head: set tie_word_embeddings to false")
-        weights = whole.state_dict()
-        # To save final/, Transformers needs the generation settings, the names of tensors in files,
-        # and the name of the class, which fully_shard has changed: copy them from `whole`.
-        model.generation_config = whole.generation_config
-        model._weight_conversions = getattr(whole, "_weight_conversions", None)
-        type(model).__name__ = type(whole).__name__
-        type(model).__module__ = type(whole).__module__
-    # Wait for rank 0, which has to read the files before.
+    # Wait for rank 0, which has read the files before. This may take longer than the usual limit.
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     # PP: Not strict, because the whole model has the parameters of other stages, too.
-    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
-    state_dict.set_model_state_dict(model, weights, options=how)
+    options = state_dict.StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, strict=False
+    )
+    weights = whole.state_dict() if RANK == 0 else {}
+    state_dict.set_model_state_dict(model, weights, options=options)
     # `weights` does not have all buffers, such as the rotary frequencies, so send them, too.
     # PP: Stages have different buffers, so all ranks get all of them, and keep their own.
     sent = [dict(whole.named_buffers()) if RANK == 0 else None]
     dist.broadcast_object_list(sent, src=0)
     for name, buffer in model.named_buffers():
         buffer.data = sent[0][name].to(device)
+    if RANK == 0:
+        model.generation_config = whole.generation_config
+        whole.to("meta")  # frees its weights. To save final/, the rest of it is enough
+
+
+def load_model(args, checkpoint):
+    """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
+    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    if args.from_scratch and not checkpoint:
+        config = AutoConfig.from_pretrained(args.model_name)
+        model = AutoModelForCausalLM.from_config(config, **options)
+        # How many random numbers from_config() takes depends on its version, so draw them again.
+        torch.manual_seed(args.seed)
+        model.apply(model._init_weights)
+        return model
+    source = checkpoint or args.model_name
+    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    if info["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
+    return model
 
 
 def parameter_groups(model, args):
@@ -689,147 +594,69 @@ def parameter_groups(model, args):
 
 # -- Data and evaluation ---------------------------------------------------------------------------
 
-# The endings of local files, and their formats. Files may also be compressed (.gz).
-FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-FORMATS |= {".csv": "csv", ".parquet": "parquet"}
-TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
-# The names of files that are held out, such as chats_dev.csv or validation.jsonl
-HELD_OUT = re.compile(r"(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])", re.IGNORECASE)
-TEXT_PIECE = 250_000  # characters of a text file that are read at once, to save memory
+READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+READERS |= {".csv": "csv", ".parquet": "parquet"}
+EVAL_SAMPLES = 1000  # held-out samples at most, because each evaluation takes time
 
 
 def load_tokens(args, tokenizer):
-    """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %.
-
-    All documents are joined, and cut into samples of `seq_length` tokens. So nothing is padding.
-    """
-    splits = load_documents(args)
-    train_tokens = tokenize_split(splits["train"], tokenizer, args.text_column)
+    """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
+    name, _, train_split = os.path.expanduser(args.dataset_name).partition(":")  # NAME:SPLIT
+    reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
+    if os.path.isdir(name):
+        if not glob(f"{escape(name)}/train-*.parquet"):
+            sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
+        splits = datasets.load_dataset("parquet", data_dir=name)
+    elif reader == "text":  # each file is one document
+        if any(os.path.getsize(file) > 20e6 for file in glob(name, recursive=True)):
+            sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
+        splits = datasets.load_dataset(reader, data_files=name, sample_by="document")
+    elif reader:
+        splits = datasets.load_dataset(reader, data_files=name)
+    else:  # a dataset on the Hub
+        splits = datasets.load_dataset(name, args.dataset_subset)
+    train_tokens = tokenize_split(splits.pop(train_split or "train"), tokenizer, args.text_column)
     eval_split = splits.get("validation") or splits.get("test")
     if eval_split:
-        return train_tokens, tokenize_split(eval_split, tokenizer, args.text_column)
+        eval_tokens = tokenize_split(eval_split, tokenizer, args.text_column)
+        return train_tokens, eval_tokens.slice(length=EVAL_SAMPLES * args.seq_length)
     samples = len(train_tokens) // args.seq_length
-    held_out = max(1, samples // 100)
+    held_out = min(max(1, samples // 100), EVAL_SAMPLES)
     end = max(0, samples - held_out) * args.seq_length
     return train_tokens.slice(length=end), train_tokens.slice(offset=end)
 
 
-def load_documents(args):
-    """The splits of local files, or of a dataset on the Hub: `train`, and maybe held-out ones."""
-    name = os.path.expanduser(args.dataset_name)
-    file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
-    is_local = file_format or "*" in name or os.path.exists(name)
-    if not is_local:
-        name, _, split = name.partition(":")  # a name on the Hub: NAME, or NAME:SPLIT
-        split = split or "train"
-        splits = datasets.load_dataset(name, args.dataset_subset)
-        if split not in splits:
-            sys.exit(f"error: choose one of the splits {[*splits]} with -d {name}:SPLIT")
-        splits["train"] = splits.pop(split)  # call the chosen split "train"
-        return splits
-    files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
-    if not files or not file_format:
-        sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
-    folder = os.path.commonpath(files)  # its name may have the word "test" without meaning it
-    held_out = [file for file in files if HELD_OUT.search(file.removeprefix(folder))]
-    train = [file for file in files if file not in held_out]
-    splits = {"train": files}
-    if train and held_out and not name.endswith(".py"):  # test_io.py is code to train on
-        splits = {"train": train, "validation": held_out}
-    for split, names in splits.items():
-        say(f"{name}: {len(names):,} files for {split}")
-    return {split: read_files(file_format, names, args) for split, names in splits.items()}
-
-
-def read_files(file_format, files, args):
-    """The documents of local files."""
-    if file_format == "text":
-        # `datasets` caches by the arguments. With `versions`, it reads a changed file again.
-        versions = [(os.stat(file).st_mtime, os.stat(file).st_size) for file in files]
-        arguments = {"files": files, "versions": versions}
-        return datasets.Dataset.from_generator(read_text, gen_kwargs=arguments)
-    # Without this option, `datasets` replaces the columns of files that look like logs of agents.
-    options = {"parse_agent_traces": False} if file_format == "json" else {}
-
-    def read(names):
-        names = [escape(name) for name in names]  # `datasets` takes names as patterns
-        return datasets.load_dataset(file_format, data_files=names, split="train", **options)
-
-    with suppress(Exception):
-        return read(files)  # fast, if all files are whole and have the same columns
-    parts = []
-    for file in files:  # slow, but an error names its file, and other columns do not matter
-        try:
-            parts.append(read([file]).select_columns(args.text_column))
-        except Exception as error:
-            sys.exit(f"error: {file}: {error.__cause__ or error}")
-    return datasets.concatenate_datasets(parts)
-
-
-def read_text(files, versions):
-    """The documents of text files: what is between <|endoftext|>, long documents in pieces."""
-    for file in files:
-        open_file = gzip.open if file.endswith(".gz") else open
-        undecoded = 0
-        unfinished = ""  # a document that may go on in the next piece of the file
-        try:
-            with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as stream:
-                while piece := stream.read(TEXT_PIECE):
-                    if piece.startswith("\ufffd\ufffd") or "\0" in piece[:2]:  # UTF-16
-                        raise ValueError("convert it to UTF-8")
-                    undecoded += piece.count("\ufffd")  # in place of what cannot be decoded
-                    documents = (unfinished + piece).split("<|endoftext|>")
-                    unfinished = documents.pop()
-                    if len(unfinished) >= TEXT_PIECE:
-                        documents.append(unfinished)
-                        unfinished = ""
-                    for document in documents:
-                        yield {"text": document}
-        except Exception as error:
-            raise OSError(f"{file}: {error}") from error
-        yield {"text": unfinished}
-        if undecoded:
-            say(f"warning: {file}: {undecoded:,} characters cannot be decoded: is it UTF-8?")
-
-
 def tokenize_split(documents, tokenizer, column):
     """All documents of a split as one array of token ids."""
-    columns = [name for name, kind in documents.features.items() if kind in TEXT_TYPES]
-    if column not in columns:
-        sys.exit(f"error: no text in column {column!r}: choose --text-column among {columns}")
+    if column not in documents.column_names:
+        sys.exit(f"error: no column {column!r}: choose --text-column of {documents.column_names}")
     tokenized = documents.map(
         tokenize,
         batched=True,
-        batch_size=32,  # documents; those of text files need 1 GB of memory at most
+        batch_size=1 if documents.info.builder_name == "text" else 32,  # files may be large
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
-        features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
     )
     # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
     tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
-    empty = len(documents) - len(tokenized)
-    say(f"{len(documents):,} documents, of which {empty:,} are empty: {len(tokens):,} tokens")
+    say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
     return tokens
 
 
 def tokenize(rows, tokenizer, column):
     """The token ids of each document that is not empty, with one end-of-text token at its end."""
     texts = [text for text in rows[column] if text]
-    if not texts:  # the tokenizer refuses an empty list
-        return {"input_ids": []}
-    documents = [ids for ids in tokenizer(texts, verbose=False)["input_ids"] if ids]
-    for ids in documents:
-        if ids[-1] != tokenizer.eos_token_id:  # some tokenizers add it themselves
-            ids.append(tokenizer.eos_token_id)
-    return {"input_ids": documents}
+    # Text files with many documents mark the end of each document like this.
+    texts = [part for text in texts for part in text.split("<|endoftext|>") if part]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
 
 
 def sample_order(args, train_samples):
     """The samples of all epochs in their order. The seed decides it, so a resume repeats it."""
     permutations = []
     for epoch in range(args.num_epochs):
-        # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
-        generator = np.random.RandomState((args.seed, epoch))
+        generator = np.random.RandomState((args.seed, epoch))  # equal in all versions of NumPy
         permutations.append(generator.permutation(train_samples))
     return np.concatenate(permutations)
 
@@ -845,7 +672,7 @@ def read_batch(tokens, indices, args, device):
 
 
 @torch.no_grad()
-def evaluate(model, schedule, tokens, args, device):  # PP: the schedule runs the stages
+def evaluate(model, schedule, tokens, args, device, dp_rank, dp_size):  # PP: runs the schedule
     """The mean loss over all held-out samples, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
@@ -859,11 +686,9 @@ def evaluate(model, schedule, tokens, args, device):  # PP: the schedule runs th
         actions = [action for action in actions if action.computation_type in kept]
         forward_schedule.pipeline_order_with_comms = {schedule.rank: actions}
     # PP: Each pipeline evaluates its share. A sum over ranks gives the mean over all samples.
-    pipelines = WORLD_SIZE // args.pipeline_parallel
-    pipeline = RANK % pipelines
     size = args.batch_size * args.gradient_accumulation_steps
-    for begin in range(0, samples, pipelines * size):
-        first = begin + pipeline * size
+    for begin in range(0, samples, dp_size * size):
+        first = begin + dp_rank * size
         indices = range(first, min(first + size, samples))
         # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
         # A rank without a batch evaluates sample 0, with weight 0.
@@ -879,59 +704,46 @@ def evaluate(model, schedule, tokens, args, device):  # PP: the schedule runs th
                 counted = indices[start : start + args.batch_size]
                 if counted:  # the mean loss of padding alone is NaN
                     loss_sum += loss * len(counted)
-    model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    model.train()  # dropout on again
     return loss_sum.item() / samples
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must keep these flags. Other values would make it another training.
-LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["text_column", "seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
-LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
-
-CHECKPOINT_NAMES = "step-????????"  # eight digits, so the names sort by step
-
-
-@dataclass
-class RunState:
-    """The position of a run. Every checkpoint stores it as `state.json`."""
-
-    lasting: dict  # flags, and the size of the dataset, which must not change
-    comet_key: str  # the id of its Comet experiment
-    global_batch: int | None = None  # of the last step
-    step: int = 0  # optimizer steps done
-    samples: int = 0  # samples read, over all epochs
-    epoch: float = 0.0
+# A resumed run must keep these flags and facts, because they decide what the samples are.
+LASTING = ["model_name", "dataset_name", "dataset_subset", "text_column", "dataset_tokens"]
+LASTING += ["seq_length", "seed", "dtype"]
+# These may change without a word. All others may change, too, with a warning.
+FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
+FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
+# PP: A checkpoint fits any number of stages.
+FREE += ["pipeline_parallel", "schedule", "stages_per_rank", "layers_per_stage"]
 
 
-def open_run(args, train_samples):
+def open_run(args, setup):
     """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
-    lasting = {name: getattr(args, name) for name in LASTING} | {"train_samples": train_samples}
-    state = RunState(lasting, comet_key=uuid.uuid4().hex)
+    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
         say("Without -e, this run saves no model, no checkpoints and no logs")
         return None, None, state
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
-    # FSDP: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
-    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
-    if RANK == 0:
-        probe.touch()
-    dist.barrier()
-    is_shared = all(gather(probe.exists()))
-    probe.unlink(missing_ok=True)
-    if not is_shared:
-        sys.exit(f"error: not all nodes see {run_folder}: --save-dir must be on a shared disk")
-    checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
+    lock = FileLock(run_folder / "lock")
+    if RANK == 0:  # DDP: one lock for all ranks
+        lock.acquire(timeout=0)  # fails if another process trains in this folder
+    atexit.register(lock.release)  # keeps the lock until this process ends
+    checkpoint = max(run_folder.glob("step-????????"), default=None)
     if checkpoint:
         say(f"Continuing from {checkpoint}")
-        state = RunState(**json.loads((checkpoint / "state.json").read_text()))
-    for name, before in state.lasting.items():
-        now = lasting.get(name)
-        if now != before:
-            sys.exit(f"error: {name} was {before}, and is {now}: keep it, or choose another -e")
+        state = SimpleNamespace(**json.loads((checkpoint / "state.json").read_text()))
+        before = json.loads((checkpoint / "parameters.json").read_text())
+        for name, now in setup.items():
+            change = f"{name} was {before.get(name)}, and is {now} now"
+            if now != before.get(name) and name in LASTING:
+                sys.exit(f"error: {change}: keep it, or choose another -e")
+            if now != before.get(name) and name not in FREE:
+                say(f"warning: {change}")
     return run_folder, checkpoint, state
 
 
@@ -945,18 +757,16 @@ def sharded_state(model, stateful):
     return stateful | {"model": weights, "optimizer": moments}
 
 
-def whole_weights(model, checkpoint):
+def whole_weights(whole, checkpoint):
     """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
     rank_0 = dist.new_group([0])
     if RANK > 0:
         return None
     # PP: No rank has all stages, but the newest checkpoint has them. Read it into CPU memory.
-    with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     weights = {n: torch.empty_like(x, device="cpu") for n, x in whole.state_dict().items()}
     dcp.load({"model": weights}, checkpoint_id=checkpoint, process_group=rank_0)
     # FSDP: A tied weight has two names. Transformers saves one of them.
-    return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
+    return {n: x for n, x in weights.items() if n not in whole.all_tied_weights_keys}
 
 
 @contextmanager
@@ -965,83 +775,55 @@ def new_folder(folder):
     temporary = folder.with_name("incomplete")
     # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
     if RANK == 0:
-        remove(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     dist.barrier()
+    if not all(gather(temporary.exists())):
+        sys.exit(f"error: not all ranks see {temporary}: put --save-dir on a shared disk")
     yield temporary
     if RANK > 0:
         return
-    # safetensors lets only the owner read its files. Give them the permissions of another file.
-    for file in temporary.glob("*.safetensors"):
+    for file in temporary.glob("*.safetensors"):  # so far, only the owner may read these
         shutil.copymode(temporary / "tokenizer_config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name
-    remove(folder)
-    temporary.rename(folder)
-
-
-def remove(folder):
-    """Removes a folder, or a link to a folder on another disk, if it exists."""
-    if folder.is_symlink():
+    if folder.is_symlink():  # to a folder on another disk
         folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
 
 
 def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     """Writes all that an exact resume needs, then removes old checkpoints."""
-    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
-        # FSDP 11: Each rank saves its shards, because none has room for all shards.
-        # dcp.save() returns when all ranks have written.
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
+        # FSDP 11: Each rank saves its shards, as none has room for all. It waits for all ranks.
         dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
         if RANK > 0:
             return  # rank 0 does the rest
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        (folder / "state.json").write_text(json.dumps(vars(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
-    for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
-        remove(old)
+        shutil.copy(run_folder / "parameters.json", folder)
+    for old in sorted(run_folder.glob("step-????????"))[: -args.keep_checkpoints]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
-# -- Processes -------------------------------------------------------------------------------------
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
 
 
 def join_process_group():
     """Meets the other ranks, and returns the device of this rank."""
-    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
-        sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
-    # DDP: A shell may still have RANK and WORLD_SIZE of an earlier job. Nobody else would come.
-    hint = f"RANK is {RANK} of WORLD_SIZE {WORLD_SIZE}, and others are missing. Alone? Unset both."
-    waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
-    waiting.daemon = True  # it does not keep a process alive
-    waiting.start()
-    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So rank 0 draws a new
-    # prefix for all keys of this attempt. The others cannot trust an old key to get it, so each
-    # writes a random key under "rank N", and rank 0 writes the prefix under this key.
-    store, _, _ = next(dist.rendezvous("env://"))
-    if RANK == 0:
-        prefix = uuid.uuid4().hex
-        others = [f"rank {rank}" for rank in range(1, WORLD_SIZE)]
-        for other in others:
-            store.delete_key(other)  # a dead rank may have asked
-        for other in others:
-            answer_key = store.get(other).decode()  # waits until the rank has written
-            store.set(answer_key, prefix)
-    else:
-        answer_key = uuid.uuid4().hex
-        while not store.check([answer_key]):  # until rank 0 has answered
-            store.set(f"rank {RANK}", answer_key)  # again, as rank 0 may delete an early one
-            time.sleep(0.1)
-        prefix = store.get(answer_key).decode()
-    store = dist.PrefixStore(prefix, store)
-    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next line, which else uses GPU 0
+        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next lines, which else use GPU 0
+    store, _, _ = next(dist.rendezvous("env://"))
+    # DDP: torchrun's store may have keys of ranks that died. So put the restart before each key.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
-    waiting.cancel()
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
 
 
@@ -1050,22 +832,6 @@ def gather(value):
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
-
-
-def compare_ranks(args, state, train_tokens):
-    """Another flag, script or text on one node would train wrong silently, so it ends the run."""
-    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
-    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    setup["script"] = Path(__file__).read_text()
-    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
-    # DDP: The data: the sum of all tokens, and some of them, which would show another order.
-    places = np.linspace(0, len(train_tokens) - 1, num=1000, dtype=int).tolist()
-    some_tokens = [train_tokens[place].as_py() for place in places]
-    setup["tokens"] = pyarrow.compute.sum(train_tokens).as_py(), some_tokens
-    setups = gather(setup)
-    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
-    if differing:
-        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
 
 
 def of_all_ranks(metrics):
@@ -1078,12 +844,11 @@ def of_all_ranks(metrics):
     return result
 
 
-# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
-
-
 @contextmanager
 def timed(phase, times, wait):
     """Adds the milliseconds of a block to `times`. With `wait`, they include the GPU's work."""
+    if wait:
+        torch.accelerator.synchronize()  # until the GPU has done all work before the block
     begin = time.perf_counter()
     yield
     if wait:
@@ -1103,11 +868,12 @@ def memory_metrics(device):
     }
 
 
-def describe_run(model, device):
+def describe_run(model, device, train_samples):
     """Facts about model and machine, which are logged once besides the flags."""
     on_gpu = device.type == "cuda"
     return {
         "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "dataset_samples": train_samples,
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
@@ -1121,51 +887,33 @@ def describe_run(model, device):
 class RunLog:
     """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
 
-    def __init__(self, args, run_folder, checkpoint, state, facts):
-        self.lock = FileLock(run_folder / "lock")
-        self.lock.acquire(timeout=0)  # fails if another process trains in this folder
-        if checkpoint:
-            # A killed run may have left later records. The checkpoint has a copy without them.
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
-        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        self.comet = start_comet(args, run_folder, state)
-        parameters = args.as_dict() | facts
-        self.comet.log_parameters(parameters)
+    def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
+        if checkpoint:
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        options = {
+            "workspace": args.comet_workspace,
+            "project_name": args.comet_project_name,
+            "experiment_key": state.comet_key,  # a resumed run continues its experiment
+            "experiment_config": comet_ml.ExperimentConfig(
+                name=args.experiment_name, offline_directory=f"{run_folder}/comet"
+            ),
+        }
+        try:
+            has_key = bool(comet_ml.get_config("comet.api_key"))
+            self.comet = comet_ml.start(online=has_key, **options)
+        except Exception as error:  # no network
+            say(f"warning: Comet cannot be reached, so it writes a file ({error!r:.300})")
+            self.comet = comet_ml.start(online=False, **options)
+        self.comet.log_parameters(parameters)
 
     def log(self, state, metrics):
         # JSON has no infinity, which the gradient norm may be in fp16.
         metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
-        record = {"step": state.step, "epoch": state.epoch} | metrics
-        print(json.dumps(record), file=self.file, flush=True)
+        entry = {"step": state.step, "epoch": state.epoch} | metrics
+        print(json.dumps(entry), file=self.file, flush=True)
         self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
-
-
-def start_comet(args, run_folder, state):
-    """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
-    folder = str(run_folder / "comet")
-    config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=folder)
-    options = {
-        "workspace": args.comet_workspace,
-        "project_name": args.comet_project_name,
-        "experiment_key": state.comet_key,  # a resumed run continues its experiment
-        "experiment_config": config,
-    }
-    if comet_ml.get_config("comet.api_key"):
-        try:
-            return comet_ml.start(online=True, **options)
-        except Exception as error:
-            say(f"warning: Comet cannot be reached ({error!r:.300})")
-    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the file
-    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
-    return comet_ml.start(online=False, **options)
-
-
-def catch_stop_signals():
-    """Lets Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
-        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
-            signal.signal(number, remember_signal)
 
 
 def remember_signal(number, frame):
@@ -1182,14 +930,13 @@ def say(message):
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# Files such as _sysconfigdata.py differ between machines, so the pattern [a-z]* leaves them out.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/models/tiny-llama",
     "from_scratch": True,
     "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
     "seq_length": 256,
-    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1, or about that
     "max_steps": 400,
     "lr": 2e-3,
     "warmup_steps": 40,
@@ -1199,16 +946,17 @@ DEMO = {
 
 
 def parse_args():
-    parser = ArgumentParser(exit_on_error=False, usage="%(prog)s [flags], which --help lists")
+    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    folder_name = typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
     add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
-    add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
+    add("-e", "--experiment-name", type=folder_name, help="names the run: saves, resumes, logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, folder, file or pattern")
     add("--text-column", default="text", help="the column to train on")
     add("--dataset-subset", help="configuration name on the Hub")
     add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
@@ -1226,7 +974,6 @@ def parse_args():
     add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
-    add("--chunked-loss", action=switch, default=False, help="less memory for large vocabularies")
     add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
     add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
     add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
@@ -1245,8 +992,7 @@ def parse_args():
     add("--stages-per-rank", type=PositiveInt, default=2, help="of the interleaved schedule alone")
     add("--layers-per-stage", type=str, help="layers of each stage, such as 3,5,5,3")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Flags win over the file of --config, this file over --demo, and --demo over the defaults.
-    # Both --config and --demo change defaults of the parser, so parse again after each.
+    # Flags win over --config, it over --demo, and --demo over defaults. So parse again after each.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
@@ -1261,23 +1007,20 @@ def parse_args():
         parser.error(f"--pipeline-parallel must divide the number of ranks, {WORLD_SIZE}")
     if args.dtype == "fp16":
         parser.error("--dtype fp16 would skip a step on one stage alone: choose bf16 or fp32")
-    name = args.experiment_name
-    if name is not None and (name in ("", ".", "..") or "/" in name):
-        parser.error("--experiment-name must be the name of a folder, without slashes")
     return args
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (OSError, ImportError, ArgumentError) as error:  # a missing file or package, or a flag
-        sys.exit(f"error: {error}")
-    except datasets.exceptions.DatasetGenerationError as error:  # the cause names the file
-        sys.exit(f"error: {error.__cause__}")
+    except datasets.exceptions.DatasetGenerationError as error:
+        sys.exit(f"error: {error.__cause__}")  # what is wrong in a file
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
+    except (OSError, ImportError) as error:  # a file or a package is not there
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
+            raise  # an error in the loop keeps its traceback
+        sys.exit(f"error: {error}")
     finally:
-        # DDP: Print an error once per node. sys.exit() prints after this block, so the other ranks
-        # sleep first. Local rank 0 prints and ends, and then torchrun ends those that sleep.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
-            time.sleep(5)
+            time.sleep(5)  # DDP: torchrun ends this rank meanwhile, so one rank prints the error

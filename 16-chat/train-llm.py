@@ -6,31 +6,29 @@ ranks. The rest is chapter 3. Comments with CHAT 1 to 10 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-chat     # all GPUs of a node
-    torchrun --nnodes 2 --nproc-per-node gpu --rdzv-id alpaca --rdzv-backend c10d \
-        --rdzv-endpoint node-0:29400 train-llm.py -e alpaca-chat     # the same on two nodes
 """
 
+import atexit
 import json
-import logging
 import math
 import os
 import re
 import shutil
 import signal
 import sys
-import threading
 import time
 import uuid
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from glob import escape, glob
 from pathlib import Path
+from types import SimpleNamespace
 
 # Libraries read these variables when they are imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
 import comet_ml
 import datasets
@@ -43,7 +41,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
-from jsonargparse import ActionYesNo, ArgumentError, ArgumentParser
+from jsonargparse import ActionYesNo, ArgumentParser, typing
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -59,7 +57,6 @@ LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of i
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 REPOSITORY = Path(__file__).resolve().parents[1]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-LOSS_CHUNK = 1024  # tokens; their logits take 0.5 GB in fp32 if the vocabulary has 128,000 tokens
 received_signals = []  # the handler of signals appends to this list, and the loop reads it
 
 
@@ -72,15 +69,16 @@ def main():
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    accumulation = args.gradient_accumulation_steps
-    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    global_batch = args.batch_size * accumulation * WORLD_SIZE
     torch.manual_seed(args.seed)  # for all random numbers before the loop
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
-    # Data, model, optimizer.
-    check_flags(args, device)
+    # Data.
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    dp_rank = RANK  # the number of this share of the data. Later chapters have fewer shares
+    dp_size = WORLD_SIZE
+    global_batch = args.batch_size * accumulation * dp_size
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
@@ -91,14 +89,9 @@ def main():
         sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
     # LASTING has the hash, because another template makes another text.
     args.template_hash = uuid.uuid5(uuid.NAMESPACE_OID, str(tokenizer.chat_template)).hex
-    # DDP: One rank of each node tokenizes. The others wait, and then read its cache. The usual
-    # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
-    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    if LOCAL_RANK > 0:
-        dist.barrier(patient_group)  # until local rank 0 of each node calls it, below
-    train_set, eval_set = load_samples(args, tokenizer)
-    if LOCAL_RANK == 0:
-        dist.barrier(patient_group)  # the same barrier: now the others go on
+    # DDP: One rank of this torchrun tokenizes. The others wait, and then read its cache.
+    with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
+        train_set, eval_set = load_samples(args, tokenizer)
     # CHAT: Views of all token ids, without a copy. They include padding.
     columns = [samples.data.column("input_ids") for samples in (train_set, eval_set)]
     train_tokens, eval_tokens = (pyarrow.compute.list_flatten(column) for column in columns)
@@ -108,14 +101,28 @@ def main():
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
     order = sample_order(args, train_samples)  # of all epochs
-    run_folder, checkpoint, state = open_run(args, train_samples)
-    compare_ranks(args, state, train_tokens)  # DDP: all ranks must train alike
-    # FSDP 1: Shards stay in fp32, and FSDP gathers them in bf16. So build_model() sets no autocast.
-    # Norms, softmax and the loss of Transformers convert to fp32 themselves.
-    model = build_model(args, device)
+
+    # A run with -e continues from its newest checkpoint. How many steps are left?
+    setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
+    run_folder, checkpoint, state = open_run(args, setup)
+    # DDP: Other flags, text or checkpoints on one node would train wrong without a word.
+    setups = gather(setup | {"step of the checkpoint": state.step})
+    differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
+    if differing:
+        sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
+    total_steps = state.step + (len(order) - state.samples) // global_batch
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    if run_folder and state.step >= total_steps and (run_folder / "final").exists():
+        say(f"Already complete: choose another -e, or delete {run_folder}")
+        return
+
+    # Model and optimizer.
+    # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None
+    model = build_model(args, device, whole)
     # CHAT 1: A server has to stop where the base stops, and at the tokens that end the answers.
     set_stop_tokens(model, tokenizer, train_set)
-    # The embedding has `vocab_size` rows. A GPU would not say which token lacks a row.
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -125,40 +132,28 @@ def main():
     # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
     if args.packing and mixes_conversations(model, device):
         sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
-    if state.global_batch and state.global_batch != global_batch:
-        say("warning: the global batch has changed, so steps and learning rate change, too")
-    state.global_batch = global_batch
-    # The samples left give the steps left, even if a resumed run has another global batch.
-    samples_left = len(order) - state.samples
-    total_steps = state.step + samples_left // global_batch
-    if args.max_steps:
-        total_steps = min(total_steps, args.max_steps)
+    # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    # fp16 rounds gradients below 3e-8 to zero. The scaler multiplies the loss, and with it the
-    # gradients, and divides them again before the update. With other dtypes it does nothing.
+    rate_factor = scheduler.lr_lambdas[0]  # this function alone: the scheduler never steps
+    # fp16 rounds gradients below 3e-8 to zero, so the scaler makes them larger for a while.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
-    # A checkpoint stores the states of these objects, besides the weights.
-    stateful = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        saved = sharded_state(model, stateful)  # its weights are the tensors of the model
-        dcp.load(saved, checkpoint_id=checkpoint)  # loads weights, scheduler and scaler in place
-        # The moments are only in `saved` so far, so hand them to the optimizer.
-        state_dict.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
-        # The saved learning rate belongs to the old total_steps, which may have changed. So let the
-        # scheduler take its last step again.
-        scheduler.last_epoch -= 1  # PyTorch's name for the number of steps
-        scheduler.step()
+        # sharded_state() has the tensors of model and AdamW themselves, so dcp.load() fills them.
+        dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
-        facts = describe_run(model, device)
-        facts["global_batch"] = global_batch
-        facts["dataset_samples"] = train_samples
-        facts["dataset_tokens"] = len(train_tokens)
-        run_log = RunLog(args, run_folder, checkpoint, state, facts)
+        parameters = setup | describe_run(model, device, train_samples)
+        run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
+    # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
+    # DDP: torchrun passes SIGUSR1 on with --signals-to-handle, and kills after --shutdown-timeout.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, remember_signal)
 
     # The training loop.
     loss_sum = torch.zeros((), device=device)
@@ -166,36 +161,27 @@ def main():
     logged_time = time.perf_counter()
     # disable=None: no bar where the output goes to a file
     progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
-    catch_stop_signals()
-    stop_signal = 0
+    stop_signal = 0  # none
     model.train()  # with dropout, if the model has any
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
-        stop_signal = max(received_signals, default=0)  # 0: none. Any signal ends the run
-        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop = torch.tensor(stop_signal)  # on the CPU: nobody waits for the GPU
-        dist.all_reduce(stop, dist.ReduceOp.MAX)
-        stop_signal = stop.item()
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
-        save_now = step % args.ckpt_freq == 0 or at_end or stop_signal
-        # A step that saves also logs: `if log_now` below exits on NaN, so no checkpoint has NaN.
-        log_now = step % args.log_freq == 0 or save_now
+        save_now = step % args.ckpt_freq == 0 or at_end
+        log_now = step % args.log_freq == 0 or eval_now or save_now
         times = defaultdict(float)  # milliseconds of each phase
-        # Python runs ahead of the GPU. Only logged steps wait after each phase, to measure it.
+        # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
-        if wait:
-            torch.accelerator.synchronize()  # until the GPU has done the steps before
         # CHAT 3: The loss is the mean over the N answer tokens of the whole global batch.
         # Each rank knows the samples of all ranks, so it counts N without a message. FSDP averages
-        # the gradients over the ranks, so each rank divides its sum of losses by N / WORLD_SIZE.
+        # the gradients over the ranks, so each rank divides its sum of losses by N / dp_size.
         batch_tokens = answer_tokens[order[state.samples : state.samples + global_batch]].sum()
         # A Python number: FSDP rounds a tensor to bf16, and compiled losses take no NumPy number.
-        tokens_per_rank = float(batch_tokens / WORLD_SIZE)
+        tokens_per_rank = float(batch_tokens / dp_size)
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
-            first = state.samples + (micro_step * WORLD_SIZE + RANK) * args.batch_size
+            first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
             # FSDP: With --reshard-after-forward, average gradients and free whole weights after
             # each micro-batch, which takes less memory. Without it, only after the last one.
@@ -216,124 +202,98 @@ def main():
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
         with timed("update", times, wait):
-            # Undo the scaling of fp16. Then clip the gradient of the whole step, so that no bad
-            # batch spoils the weights.
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # fp16: divide the gradients by the scale
+            # Clip the gradient of the whole step, so that no bad batch spoils the weights.
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            # FSDP 3: Each rank has the norm of its shards, and full_tensor() joins these parts.
-            # So all ranks must call it.
+            # FSDP 3: Each rank has the norm of its shards, and full_tensor() joins all of them.
             grad_norm = grad_norm.full_tensor()
-            learning_rate = scheduler.get_last_lr()[0]  # of this step, for the log
+            rate = args.lr * rate_factor(state.step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
-            scheduler.step()  # once per optimizer step, not per micro-batch
             optimizer.zero_grad()  # because backward() adds to the gradients
         state.step = step
         state.samples += global_batch
         state.epoch = state.samples / train_samples
         progress.update()
 
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop_signal = max(gather(max(received_signals, default=0)))
+        if stop_signal:  # a cluster waits some 30 s only, so save at once
+            eval_now = False
+            save_now = True
+            log_now = True
         if log_now:
-            # `.item()` waits until the GPU has computed the number, so not every step calls it.
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            # `.item()` waits until the GPU has computed the number, so not every step calls it.
             mean_loss = loss_sum.item() / (step - logged_step)
             seconds = (time.perf_counter() - logged_time) / (step - logged_step)
-            tokens_per_second = global_batch * args.seq_length / seconds
             metrics = {
                 "loss": mean_loss,
-                "learning_rate": learning_rate,
+                "learning_rate": rate,
                 "grad_norm": grad_norm.item(),
-                "tokens_per_second": tokens_per_second,
+                "tokens_per_second": global_batch * args.seq_length / seconds,
                 "time/total_ms": 1e3 * seconds,  # mean per step since the last log
                 **times,  # phases of this step alone
                 **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
             }
-            numbers = f"loss {mean_loss:.4f}  lr {learning_rate:.2e}"
-            say(f"step {step}/{total_steps}  {numbers}  {tokens_per_second:,.0f} tokens/s")
-            # In fp16 an infinite gradient is normal: the scaler skips that step.
+            numbers = f"loss {mean_loss:.4f}  lr {rate:.2e}  {metrics['tokens_per_second']:,.0f}"
+            say(f"step {step}/{total_steps}  {numbers} tokens/s")
+            if run_log:
+                run_log.log(state, metrics)
+            # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
             norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
             if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
-            if run_log:
-                run_log.log(state, metrics)
             loss_sum.zero_()
             logged_step = step
-            logged_time = time.perf_counter()
         if eval_now:
-            eval_loss = evaluate(model, eval_set, args, device)  # CHAT: of answers
+            eval_loss = evaluate(model, eval_set, args, device, dp_rank, dp_size)  # CHAT: answers
             say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
-        if run_folder and save_now:
+        if save_now and run_folder:
             save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
+        if log_now:
+            logged_time = time.perf_counter()  # so evaluation and checkpoint do not count
 
-    if run_folder and not stop_signal:
+    if run_folder and state.step >= total_steps:
         # FSDP 4: Gather the model in CPU memory of rank 0, since other programs want it whole.
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                model.save_pretrained(folder, state_dict=weights)
+                whole.save_pretrained(folder, state_dict=weights)  # it has no weights itself
                 tokenizer.save_pretrained(folder)
         say(f"Done: the model is in {run_folder / 'final'}")
+    gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
-    if stop_signal:
-        say(f"Stopped after step {step}: with -e, the same command continues the run")
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
 
 
 # -- Model and optimizer ---------------------------------------------------------------------------
 
 
-def check_flags(args, device):
-    """Finds flags that do not fit the model, before the data is read."""
-    config = AutoConfig.from_pretrained(args.model_name)
-    # Configs of models with images have a text config inside, those of encoder-decoders have
-    # `decoder_layers`, and those of encoders a false `is_decoder`, as GPT-NeoX has, a decoder.
-    may_encode = hasattr(type(config), "is_decoder") and "gpt_neox" not in config.model_type
-    is_encoder = may_encode and not config.is_decoder
-    if config.get_text_config() is not config or hasattr(config, "decoder_layers") or is_encoder:
-        sys.exit(f"error: {args.model_name} is no plain decoder of text: choose another model")
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest and args.seq_length > longest:
-        sys.exit(f"error: --seq-length {args.seq_length}: the model has {longest} positions")
-    # The attentions named paged have no causal mask. On CPUs, flex_attention has no backward pass.
-    no_backward = args.attention == "flex_attention" and device.type == "cpu"
-    if no_backward or "paged" in str(args.attention):
-        sys.exit(f"error: --attention {args.attention} cannot train here: choose another one")
-    try:
-        with torch.device("meta"):  # a model without memory for its weights
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=args.attention)
-        # Try the scheduler, with any optimizer. Some schedulers fail in their first step only.
-        optimizer = torch.optim.SGD(model.parameters())
-        scheduler = get_scheduler(args.lr_scheduler, optimizer, 0, 9, args.lr_scheduler_options)
-        optimizer.step()  # changes nothing, but PyTorch wants it before scheduler.step()
-        scheduler.step()
-    except (TypeError, ValueError) as error:
-        sys.exit(f"error: --attention {args.attention} --lr-scheduler {args.lr_scheduler}: {error}")
-
-
-def build_model(args, device):
+def build_model(args, device, whole):
     """The model on `device`, with its attention, and compiled if asked for."""
-    # FSDP 5: Only rank 0 holds the whole model, in CPU memory. Meta tensors take no memory.
-    # So make the model of meta tensors, shard it, and let rank 0 send the values. A checkpoint is
-    # read later, by dcp.load.
-    whole = load_model(args) if RANK == 0 else None
+    # FSDP 5: Shard a model of meta tensors, because they take no memory while the model is whole.
+    # Then rank 0 sends the values. A checkpoint is read later, by dcp.load.
     config = AutoConfig.from_pretrained(args.model_name)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # load_model() has converted the weights to fp32
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=args.attention
         )
+    # FSDP: No autocast, because the policy in shard_model() casts the weights that FSDP gathers.
     shard_model(model, args, device)
     send_weights(whole, model, device)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # In each pass, Transformers looks for the borders of texts in a sample, and this search makes
-    # Python wait for the GPU. Here, attention may cross borders, so replace it: None is no border.
+    # Transformers looks for borders of texts in samples, and waits for the GPU. Let it find none.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     if args.packing:
         # CHAT 4: A token attends only to its own conversation, whose tokens have the same number.
@@ -341,8 +301,7 @@ def build_model(args, device):
         transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    attention = model.config._attn_implementation
-    say(f"Attention {attention}, compute precision {args.dtype}, {len(layers)} decoder layers")
+    say(f"Attention {model.config._attn_implementation}, {args.dtype}, {len(layers)} layers")
     if args.activation_checkpointing:
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
@@ -353,71 +312,6 @@ def build_model(args, device):
             layer.compile()
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
         model.loss_function = torch.compile(model.loss_function)
-    if args.chunked_loss:
-        use_chunked_loss(model)  # after --compile, because it calls the compiled loss
-    return model
-
-
-def use_chunked_loss(model):
-    """From now on, the model computes logits and loss of LOSS_CHUNK tokens at a time.
-
-    The logits of a whole batch, often the largest tensor of a step, never exist: the head passes
-    the hidden states on, and the loss function applies the head to one chunk after the other.
-    """
-    head = model.get_output_embeddings()
-    compute_logits = head.forward
-    compute_loss = model.loss_function
-
-    def pass_on(hidden_states):  # in place of the head's forward
-        # loss_of_batch() looks for this mark. If the model changes the logits, the mark is lost.
-        hidden_states.from_head = True
-        return hidden_states
-
-    def sum_of_chunk(hidden_states, labels, vocab_size):
-        logits = compute_logits(hidden_states)
-        # compute_loss() adds up the losses, and divides by the number of items. So 1 gives the sum.
-        return compute_loss(logits, None, vocab_size, num_items_in_batch=1, shift_labels=labels)
-
-    def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None, shift_labels=None, **_):
-        hidden_states = logits  # because pass_on() is in place of the head
-        if not hasattr(hidden_states, "from_head"):
-            sys.exit("error: --chunked-loss: this model changes its logits before the loss")
-        if shift_labels is None:
-            # Each token has the next one as its label. -100 says that the last one has no label.
-            shift_labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        if num_items_in_batch is None:
-            num_items_in_batch = (shift_labels != -100).sum()
-        hidden_chunks = hidden_states.flatten(0, 1).split(LOSS_CHUNK)
-        label_chunks = shift_labels.flatten().split(LOSS_CHUNK)
-        loss_sum = 0.0
-        for hidden_chunk, label_chunk in zip(hidden_chunks, label_chunks, strict=True):
-            # checkpoint() forgets the logits. The backward pass computes them a second time.
-            loss_sum += torch.utils.checkpoint.checkpoint(
-                sum_of_chunk, hidden_chunk, label_chunk, vocab_size, use_reentrant=False
-            )
-        return loss_sum / num_items_in_batch
-
-    head.forward = pass_on
-    model.loss_function = loss_of_batch
-
-
-def load_model(args, checkpoint=None):
-    """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
-    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
-    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
-    options = {"dtype": torch.float32, "attn_implementation": args.attention}
-    if args.from_scratch and not checkpoint:
-        config = AutoConfig.from_pretrained(args.model_name)
-        model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config() draws random numbers, and how many depends on the version of Transformers.
-        # So set the seed again, and draw all weights again: one seed, one model.
-        torch.manual_seed(args.seed)
-        model.apply(model._init_weights)
-        return model
-    source = checkpoint or args.model_name
-    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
-    if info["missing_keys"]:  # Transformers fills these tensors with random numbers
-        sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
     return model
 
 
@@ -427,8 +321,7 @@ def shard_model(model, args, device):
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # FSDP 7: Each layer is a unit, so that only one or two layers are whole at any time.
-    # FSDP gathers and frees the weights of a unit together.
+    # FSDP 7: Each layer is a unit, which FSDP gathers and frees. So one or two layers are whole.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
@@ -446,27 +339,39 @@ def shard_model(model, args, device):
 
 def send_weights(whole, model, device):
     """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
-    weights = {}
-    if RANK == 0:
-        if whole.all_tied_weights_keys != model.all_tied_weights_keys:
-            sys.exit("error: the files have an untied head: set tie_word_embeddings to false")
-        weights = whole.state_dict()
-        # To save final/, Transformers needs the generation settings, the names of tensors in files,
-        # and the name of the class, which fully_shard has changed: copy them from `whole`.
-        model.generation_config = whole.generation_config
-        model._weight_conversions = getattr(whole, "_weight_conversions", None)
-        type(model).__name__ = type(whole).__name__
-        type(model).__module__ = type(whole).__module__
-    # Wait for rank 0, which has to read the files before.
+    # Wait for rank 0, which has read the files before. This may take longer than the usual limit.
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
-    how = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    state_dict.set_model_state_dict(model, weights, options=how)
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    weights = whole.state_dict() if RANK == 0 else {}
+    state_dict.set_model_state_dict(model, weights, options=options)
     # `weights` does not have all buffers, such as the rotary frequencies, so send them, too.
     for name, buffer in model.named_buffers():
         source = whole.get_buffer(name) if RANK == 0 else buffer
         buffer.data = source.to(device)
         dist.broadcast(buffer, src=0)
+    if RANK == 0:
+        model.generation_config = whole.generation_config
+        whole.to("meta")  # frees its weights. To save final/, the rest of it is enough
+
+
+def load_model(args, checkpoint):
+    """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
+    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    if args.from_scratch and not checkpoint:
+        config = AutoConfig.from_pretrained(args.model_name)
+        model = AutoModelForCausalLM.from_config(config, **options)
+        # How many random numbers from_config() takes depends on its version, so draw them again.
+        torch.manual_seed(args.seed)
+        model.apply(model._init_weights)
+        return model
+    source = checkpoint or args.model_name
+    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    if info["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
+    return model
 
 
 def parameter_groups(model, args):
@@ -479,8 +384,8 @@ def parameter_groups(model, args):
 
 # -- Data and evaluation ---------------------------------------------------------------------------
 
-# CHAT: The endings of local files, and how `datasets` calls their formats. No files of text.
-FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+# CHAT: The endings of local files, and the readers of `datasets` for them. No files of text.
+READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
 # CHAT: A text is a row of token ids. A conversation becomes one text, or several (CHAT 8), and
 # samples are made of texts. All have these columns. `stop_tokens` are the last tokens of the
 # answers that fit into a sample. Only the first text of a conversation has the number of all its
@@ -489,8 +394,53 @@ LISTS = ["input_ids", "labels", "position_ids", "stop_tokens"]
 COLUMNS = dict.fromkeys(LISTS, datasets.List(datasets.Value("int32")))
 COLUMNS |= dict.fromkeys(["answer_tokens", "answers"], datasets.Value("int32"))
 COLUMNS |= {"refusal": datasets.Value("string")}
-# The names of files that are held out, such as chats_dev.csv or validation.jsonl
-HELD_OUT = re.compile(r"(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])", re.IGNORECASE)
+EVAL_SAMPLES = 1000  # held-out samples at most, because each evaluation takes time
+
+
+def load_documents(args):
+    """CHAT: The splits of the dataset, one of which is `train`. Their rows are conversations."""
+    name, _, train_split = os.path.expanduser(args.dataset_name).partition(":")  # NAME:SPLIT
+    reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
+    files = sorted(glob(name, recursive=True))
+    if os.path.isdir(name):
+        if not glob(f"{escape(name)}/train-*.parquet"):
+            # CHAT: Conversations may also be in one of these files, or in several.
+            sys.exit(f"error: {name} has no train-*.parquet: give a file, or '{name}/*.jsonl'")
+        splits = datasets.load_dataset("parquet", data_dir=name)
+    elif reader and files:
+        splits = {"train": read_files(reader, files)}  # CHAT: rows have more forms than texts
+    elif reader or files:
+        sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(READERS)}")
+    else:  # a dataset on the Hub
+        splits = datasets.load_dataset(name, args.dataset_subset)
+    splits["train"] = splits.pop(train_split or "train")
+    return splits
+
+
+def read_files(reader, files):
+    """CHAT: The rows of local files. Their columns may differ, and an error names its file."""
+
+    def read(names):
+        options = {}
+        if reader == "json":  # or `datasets` replaces columns that look like logs of agents
+            options["parse_agent_traces"] = False
+        if reader == "csv":  # all cells are text, or 007 becomes 7, and NA null
+            columns = [name for file in names for name in pandas.read_csv(file, nrows=0).columns]
+            kinds = dict.fromkeys(columns, datasets.Value("string"))
+            options = {"features": datasets.Features(kinds), "keep_default_na": False}
+        patterns = [escape(file) for file in names]  # as `datasets` takes names as patterns
+        return datasets.load_dataset(reader, data_files=patterns, split="train", **options)
+
+    with suppress(Exception):
+        return read(files)  # fast, if all files are whole and have the same columns
+    parts = []
+    for file in files:
+        try:
+            parts.append(read([file]))
+            datasets.concatenate_datasets(parts)  # fails if a column has another type
+        except Exception as error:
+            sys.exit(f"error: {file}: {error.__cause__ or error}")
+    return datasets.concatenate_datasets(parts)
 
 
 def load_samples(args, tokenizer):
@@ -508,73 +458,19 @@ def load_samples(args, tokenizer):
         # conversation.
         numbers = np.cumsum(train_split.data.column("answers").to_numpy() > 0)
         fitting = np.unique(numbers[train_split.data.column("answer_tokens").to_numpy() > 0])
-        held_out = fitting[-max(1, len(fitting) // 100) :]
+        held_out = fitting[-min(max(1, len(fitting) // 100), EVAL_SAMPLES) :]
         # If no answer fits, main() ends the run.
         begin = np.searchsorted(numbers, held_out[0]) if len(held_out) else 0
         eval_split = train_split.select(range(begin, len(train_split)))
         train_split = train_split.select(range(begin))
     packing = {"size": args.seq_length, "several": args.packing}
-    splits = [x.map(pack, batched=True, fn_kwargs=packing) for x in (train_split, eval_split)]
     # Without positions, a model takes a sample as one text.
     columns = ["input_ids", "labels"] + ["position_ids"] * args.packing
-    return [split.with_format("torch", columns=columns) for split in splits]
-
-
-def load_documents(args):
-    """The splits of local files, or of a dataset on the Hub: `train`, and maybe held-out ones."""
-    name = os.path.expanduser(args.dataset_name)
-    file_format = FORMATS.get(Path(name.removesuffix(".gz")).suffix)
-    is_local = file_format or "*" in name or os.path.exists(name)
-    if not is_local:
-        name, _, split = name.partition(":")  # a name on the Hub: NAME, or NAME:SPLIT
-        split = split or "train"
-        splits = datasets.load_dataset(name, args.dataset_subset)
-        if split not in splits:
-            sys.exit(f"error: choose one of the splits {[*splits]} with -d {name}:SPLIT")
-        splits["train"] = splits.pop(split)  # call the chosen split "train"
-        return splits
-    files = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
-    if not files or not file_format:
-        sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(FORMATS)}")
-    folder = os.path.commonpath(files)  # its name may have the word "test" without meaning it
-    held_out = [file for file in files if HELD_OUT.search(file.removeprefix(folder))]
-    train = [file for file in files if file not in held_out]
-    splits = {"train": files}
-    if train and held_out and not name.endswith(".py"):  # test_io.py is code to train on
-        splits = {"train": train, "validation": held_out}
-    for split, names in splits.items():
-        say(f"{name}: {len(names):,} files for {split}")
-    return {split: read_files(file_format, names, args) for split, names in splits.items()}
-
-
-def read_files(file_format, files, args):
-    """The documents of local files."""
-
-    def cells_as_text(names):
-        # CHAT: In CSV files, all cells are text. Otherwise, 007 would become 7, and NA null.
-        columns = [name for file in names for name in pandas.read_csv(file, nrows=0).columns]
-        features = datasets.Features(dict.fromkeys(columns, datasets.Value("string")))
-        return {"features": features, "keep_default_na": False}
-
-    # Without this option, `datasets` replaces the columns of files that look like logs of agents.
-    options = {"parse_agent_traces": False} if file_format == "json" else {}
-
-    def read(names):
-        if file_format == "csv":
-            options.update(cells_as_text(names))  # CHAT: with all columns
-        names = [escape(name) for name in names]  # `datasets` takes names as patterns
-        return datasets.load_dataset(file_format, data_files=names, split="train", **options)
-
-    with suppress(Exception):
-        return read(files)  # fast, if all files are whole and have the same columns
-    parts = []
-    for file in files:  # slow, but an error names its file, and other columns do not matter
-        try:
-            parts.append(read([file]))  # CHAT: all columns
-            datasets.concatenate_datasets(parts)  # CHAT: fails if a column has another type
-        except Exception as error:
-            sys.exit(f"error: {file}: {error.__cause__ or error}")
-    return datasets.concatenate_datasets(parts)
+    train_set, eval_set = (
+        split.map(pack, batched=True, fn_kwargs=packing).with_format("torch", columns=columns)
+        for split in (train_split, eval_split)
+    )
+    return train_set, eval_set.select(range(min(len(eval_set), EVAL_SAMPLES)))
 
 
 def texts_of(messages, tools, tokenizer, options, size):
@@ -636,7 +532,7 @@ def tokenize_split(documents, tokenizer, args):
     texts = with_json_as_text(documents).map(
         tokenize,
         batched=True,
-        batch_size=32,  # documents; those of text files need 1 GB of memory at most
+        batch_size=32,
         fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
         remove_columns=documents.column_names,  # CHAT: COLUMNS take their place
         features=datasets.Features(COLUMNS),
@@ -724,8 +620,7 @@ def sample_order(args, train_samples):
     """The samples of all epochs in their order. The seed decides it, so a resume repeats it."""
     permutations = []
     for epoch in range(args.num_epochs):
-        # RandomState: NumPy promises the same numbers in every version, so old runs can resume.
-        generator = np.random.RandomState((args.seed, epoch))
+        generator = np.random.RandomState((args.seed, epoch))  # equal in all versions of NumPy
         permutations.append(generator.permutation(train_samples))
     return np.concatenate(permutations)
 
@@ -761,14 +656,14 @@ def mixes_conversations(model, device):
 
 
 @torch.no_grad()
-def evaluate(model, eval_set, args, device):
+def evaluate(model, eval_set, args, device, dp_rank, dp_size):  # DDP: each rank has a share
     """The mean loss over all held-out answers, in nats per token."""
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
     samples = len(eval_set)
     # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
-    for begin in range(0, samples, WORLD_SIZE * args.batch_size):
-        first = begin + RANK * args.batch_size
+    for begin in range(0, samples, dp_size * args.batch_size):
+        first = begin + dp_rank * args.batch_size
         indices = range(first, min(first + args.batch_size, samples))
         # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
         # A rank without a batch evaluates sample 0, with weight 0.
@@ -776,60 +671,46 @@ def evaluate(model, eval_set, args, device):
         # CHAT 10: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
         loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
         loss_sum += loss * bool(indices)
-    model.train()  # dropout on again
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    model.train()  # dropout on again
     return loss_sum.item() / pyarrow.compute.sum(eval_set.data.column("answer_tokens")).as_py()
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must keep these flags. Other values would make it another training.
-LASTING = ["model_name", "from_scratch", "dataset_name", "dataset_subset", "seq_length", "dtype"]
-LASTING += ["template_hash", "template_options"]  # CHAT: the text depends on them
-LASTING += ["seed", "lr", "lr_scheduler", "lr_scheduler_options", "warmup_steps"]
-LASTING += ["adam_beta2", "weight_decay", "max_grad_norm"]
-
-CHECKPOINT_NAMES = "step-????????"  # eight digits, so the names sort by step
-
-
-@dataclass
-class RunState:
-    """The position of a run. Every checkpoint stores it as `state.json`."""
-
-    lasting: dict  # flags, and the size of the dataset, which must not change
-    comet_key: str  # the id of its Comet experiment
-    global_batch: int | None = None  # of the last step
-    step: int = 0  # optimizer steps done
-    samples: int = 0  # samples read, over all epochs
-    epoch: float = 0.0
+# A resumed run must keep these flags and facts, because they decide what the samples are.
+LASTING = ["model_name", "dataset_name", "dataset_subset", "text_column", "dataset_tokens"]
+LASTING += ["seq_length", "seed", "dtype"]
+LASTING += ["template_hash", "template_options", "packing"]  # CHAT: samples depend on them
+# These may change without a word. All others may change, too, with a warning.
+FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
+FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
+FREE += ["chat_template"]  # CHAT: the name of a file, whose content template_hash stands for
 
 
-def open_run(args, train_samples):
+def open_run(args, setup):
     """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
-    lasting = {name: getattr(args, name) for name in LASTING} | {"train_samples": train_samples}
-    state = RunState(lasting, comet_key=uuid.uuid4().hex)
+    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
         say("Without -e, this run saves no model, no checkpoints and no logs")
         return None, None, state
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
-    # FSDP: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
-    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
-    if RANK == 0:
-        probe.touch()
-    dist.barrier()
-    is_shared = all(gather(probe.exists()))
-    probe.unlink(missing_ok=True)
-    if not is_shared:
-        sys.exit(f"error: not all nodes see {run_folder}: --save-dir must be on a shared disk")
-    checkpoint = max(run_folder.glob(CHECKPOINT_NAMES), default=None)
+    lock = FileLock(run_folder / "lock")
+    if RANK == 0:  # DDP: one lock for all ranks
+        lock.acquire(timeout=0)  # fails if another process trains in this folder
+    atexit.register(lock.release)  # keeps the lock until this process ends
+    checkpoint = max(run_folder.glob("step-????????"), default=None)
     if checkpoint:
         say(f"Continuing from {checkpoint}")
-        state = RunState(**json.loads((checkpoint / "state.json").read_text()))
-    for name, before in state.lasting.items():
-        now = lasting.get(name)
-        if now != before:
-            sys.exit(f"error: {name} was {before}, and is {now}: keep it, or choose another -e")
+        state = SimpleNamespace(**json.loads((checkpoint / "state.json").read_text()))
+        before = json.loads((checkpoint / "parameters.json").read_text())
+        for name, now in setup.items():
+            change = f"{name} was {before.get(name)}, and is {now} now"
+            if now != before.get(name) and name in LASTING:
+                sys.exit(f"error: {change}: keep it, or choose another -e")
+            if now != before.get(name) and name not in FREE:
+                say(f"warning: {change}")
     return run_folder, checkpoint, state
 
 
@@ -853,83 +734,55 @@ def new_folder(folder):
     temporary = folder.with_name("incomplete")
     # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
     if RANK == 0:
-        remove(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
     dist.barrier()
+    if not all(gather(temporary.exists())):
+        sys.exit(f"error: not all ranks see {temporary}: put --save-dir on a shared disk")
     yield temporary
     if RANK > 0:
         return
-    # safetensors lets only the owner read its files. Give them the permissions of another file.
-    for file in temporary.glob("*.safetensors"):
+    for file in temporary.glob("*.safetensors"):  # so far, only the owner may read these
         shutil.copymode(temporary / "tokenizer_config.json", file)
     os.sync()  # all files are on the disk before the folder gets its name
-    remove(folder)
-    temporary.rename(folder)
-
-
-def remove(folder):
-    """Removes a folder, or a link to a folder on another disk, if it exists."""
-    if folder.is_symlink():
+    if folder.is_symlink():  # to a folder on another disk
         folder.unlink()
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
 
 
 def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     """Writes all that an exact resume needs, then removes old checkpoints."""
-    with new_folder(run_folder / f"step-{state.step:08d}") as folder:
-        # FSDP 11: Each rank saves its shards, because none has room for all shards.
-        # dcp.save() returns when all ranks have written.
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
+        # FSDP 11: Each rank saves its shards, as none has room for all. It waits for all ranks.
         dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
         if RANK > 0:
             return  # rank 0 does the rest
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        (folder / "state.json").write_text(json.dumps(asdict(state), indent=2))
+        (folder / "state.json").write_text(json.dumps(vars(state), indent=2))
         shutil.copy(run_folder / "metrics.jsonl", folder)
-    for old in sorted(run_folder.glob(CHECKPOINT_NAMES))[: -args.keep_checkpoints]:
-        remove(old)
+        shutil.copy(run_folder / "parameters.json", folder)
+    for old in sorted(run_folder.glob("step-????????"))[: -args.keep_checkpoints]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
-# -- Processes -------------------------------------------------------------------------------------
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
 
 
 def join_process_group():
     """Meets the other ranks, and returns the device of this rank."""
-    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
-        sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
-    # DDP: A shell may still have RANK and WORLD_SIZE of an earlier job. Nobody else would come.
-    hint = f"RANK is {RANK} of WORLD_SIZE {WORLD_SIZE}, and others are missing. Alone? Unset both."
-    waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
-    waiting.daemon = True  # it does not keep a process alive
-    waiting.start()
-    # DDP: After a restart, torchrun's store still has the keys of dead ranks. So rank 0 draws a new
-    # prefix for all keys of this attempt. The others cannot trust an old key to get it, so each
-    # writes a random key under "rank N", and rank 0 writes the prefix under this key.
-    store, _, _ = next(dist.rendezvous("env://"))
-    if RANK == 0:
-        prefix = uuid.uuid4().hex
-        others = [f"rank {rank}" for rank in range(1, WORLD_SIZE)]
-        for other in others:
-            store.delete_key(other)  # a dead rank may have asked
-        for other in others:
-            answer_key = store.get(other).decode()  # waits until the rank has written
-            store.set(answer_key, prefix)
-    else:
-        answer_key = uuid.uuid4().hex
-        while not store.check([answer_key]):  # until rank 0 has answered
-            store.set(f"rank {RANK}", answer_key)  # again, as rank 0 may delete an early one
-            time.sleep(0.1)
-        prefix = store.get(answer_key).decode()
-    store = dist.PrefixStore(prefix, store)
-    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next line, which else uses GPU 0
+        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next lines, which else use GPU 0
+    store, _, _ = next(dist.rendezvous("env://"))
+    # DDP: torchrun's store may have keys of ranks that died. So put the restart before each key.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
-    waiting.cancel()
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
 
 
@@ -938,22 +791,6 @@ def gather(value):
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
-
-
-def compare_ranks(args, state, train_tokens):
-    """Another flag, script or text on one node would train wrong silently, so it ends the run."""
-    setup = args.as_dict() | state.lasting | {"step of the checkpoint": state.step}
-    setup |= {"torch": torch.__version__, "transformers": transformers.__version__}
-    setup["script"] = Path(__file__).read_text()
-    setup["config"] = AutoConfig.from_pretrained(args.model_name).to_json_string()
-    # DDP: The data: the sum of all tokens, and some of them, which would show another order.
-    places = np.linspace(0, len(train_tokens) - 1, num=1000, dtype=int).tolist()
-    some_tokens = [train_tokens[place].as_py() for place in places]
-    setup["tokens"] = pyarrow.compute.sum(train_tokens).as_py(), some_tokens
-    setups = gather(setup)
-    differing = [name for name in setup if any(other[name] != setup[name] for other in setups)]
-    if differing:
-        sys.exit(f"error: nodes differ in {differing}: start all alike, with a shared --save-dir")
 
 
 def of_all_ranks(metrics):
@@ -966,12 +803,11 @@ def of_all_ranks(metrics):
     return result
 
 
-# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
-
-
 @contextmanager
 def timed(phase, times, wait):
     """Adds the milliseconds of a block to `times`. With `wait`, they include the GPU's work."""
+    if wait:
+        torch.accelerator.synchronize()  # until the GPU has done all work before the block
     begin = time.perf_counter()
     yield
     if wait:
@@ -991,11 +827,12 @@ def memory_metrics(device):
     }
 
 
-def describe_run(model, device):
+def describe_run(model, device, train_samples):
     """Facts about model and machine, which are logged once besides the flags."""
     on_gpu = device.type == "cuda"
     return {
         "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "dataset_samples": train_samples,
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
         "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
@@ -1009,51 +846,33 @@ def describe_run(model, device):
 class RunLog:
     """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
 
-    def __init__(self, args, run_folder, checkpoint, state, facts):
-        self.lock = FileLock(run_folder / "lock")
-        self.lock.acquire(timeout=0)  # fails if another process trains in this folder
-        if checkpoint:
-            # A killed run may have left later records. The checkpoint has a copy without them.
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)
-        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        self.comet = start_comet(args, run_folder, state)
-        parameters = args.as_dict() | facts
-        self.comet.log_parameters(parameters)
+    def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
+        if checkpoint:
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        options = {
+            "workspace": args.comet_workspace,
+            "project_name": args.comet_project_name,
+            "experiment_key": state.comet_key,  # a resumed run continues its experiment
+            "experiment_config": comet_ml.ExperimentConfig(
+                name=args.experiment_name, offline_directory=f"{run_folder}/comet"
+            ),
+        }
+        try:
+            has_key = bool(comet_ml.get_config("comet.api_key"))
+            self.comet = comet_ml.start(online=has_key, **options)
+        except Exception as error:  # no network
+            say(f"warning: Comet cannot be reached, so it writes a file ({error!r:.300})")
+            self.comet = comet_ml.start(online=False, **options)
+        self.comet.log_parameters(parameters)
 
     def log(self, state, metrics):
         # JSON has no infinity, which the gradient norm may be in fp16.
         metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
-        record = {"step": state.step, "epoch": state.epoch} | metrics
-        print(json.dumps(record), file=self.file, flush=True)
+        entry = {"step": state.step, "epoch": state.epoch} | metrics
+        print(json.dumps(entry), file=self.file, flush=True)
         self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
-
-
-def start_comet(args, run_folder, state):
-    """A Comet experiment, which ends with the script. Without key or network, it writes a file."""
-    folder = str(run_folder / "comet")
-    config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=folder)
-    options = {
-        "workspace": args.comet_workspace,
-        "project_name": args.comet_project_name,
-        "experiment_key": state.comet_key,  # a resumed run continues its experiment
-        "experiment_config": config,
-    }
-    if comet_ml.get_config("comet.api_key"):
-        try:
-            return comet_ml.start(online=True, **options)
-        except Exception as error:
-            say(f"warning: Comet cannot be reached ({error!r:.300})")
-    logging.getLogger("comet_ml").setLevel(logging.ERROR)  # no long report about the file
-    say(f"Comet: offline, `comet upload {folder}/*.zip` sends this run")
-    return comet_ml.start(online=False, **options)
-
-
-def catch_stop_signals():
-    """Lets Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
-        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
-            signal.signal(number, remember_signal)
 
 
 def remember_signal(number, frame):
@@ -1188,7 +1007,7 @@ DEMO = {
     "chat_template": f"{REPOSITORY}/models/tiny-chat/template.jinja",
     "num_epochs": 9,  # CHAT: the conversations fill few samples
     "seq_length": 256,
-    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1, or about that
     "max_steps": 400,
     "lr": 2e-3,
     "warmup_steps": 40,
@@ -1198,17 +1017,18 @@ DEMO = {
 
 
 def parse_args():
-    parser = ArgumentParser(exit_on_error=False, usage="%(prog)s [flags], which --help lists")
+    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    folder_name = typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
     add = parser.add_argument
     switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
     add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
-    add("-e", "--experiment-name", type=str, help="names the run: saves, resumes and logs it")
+    add("-e", "--experiment-name", type=folder_name, help="names the run: saves, resumes, logs it")
     add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
     add("--comet-workspace", help="workspace at Comet; by default, the account's own")
     # CHAT: A chat model, which has a chat template.
     add("-m", "--model-name", default="meta-llama/Llama-3.2-1B-Instruct", help="Hub id or folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, file or pattern")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, folder, file or pattern")
     add("--chat-template", type=str, help="a Jinja file, in place of the model's own template")
     add("--template-options", type=dict, default={}, help="such as '{enable_thinking: false}'")
     add("--packing", action=switch, default=True, help="several conversations in a sample")
@@ -1227,7 +1047,6 @@ def parse_args():
     add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
-    add("--chunked-loss", action=switch, default=False, help="less memory for large vocabularies")
     add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
     add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
     add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
@@ -1241,30 +1060,25 @@ def parse_args():
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Flags win over the file of --config, this file over --demo, and --demo over the defaults.
-    # Both --config and --demo change defaults of the parser, so parse again after each.
+    # Flags win over --config, it over --demo, and --demo over defaults. So parse again after each.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)
-    args = parser.parse_args().clone(with_meta=False)  # the flags alone
-    name = args.experiment_name
-    if name is not None and (name in ("", ".", "..") or "/" in name):
-        parser.error("--experiment-name must be the name of a folder, without slashes")
-    return args
+    return parser.parse_args().clone(with_meta=False)  # the flags alone
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (OSError, ImportError, ArgumentError) as error:  # a missing file or package, or a flag
-        sys.exit(f"error: {error}")
-    except datasets.exceptions.DatasetGenerationError as error:  # the cause names the file
-        sys.exit(f"error: {error.__cause__}")
+    except datasets.exceptions.DatasetGenerationError as error:
+        sys.exit(f"error: {error.__cause__}")  # what is wrong in a file
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
+    except (OSError, ImportError) as error:  # a file or a package is not there
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
+            raise  # an error in the loop keeps its traceback
+        sys.exit(f"error: {error}")
     finally:
-        # DDP: Print an error once per node. sys.exit() prints after this block, so the other ranks
-        # sleep first. Local rank 0 prints and ends, and then torchrun ends those that sleep.
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
-            time.sleep(5)
+            time.sleep(5)  # DDP: torchrun ends this rank meanwhile, so one rank prints the error

@@ -30,6 +30,7 @@ CONTINUES = {
     "16-chat": "03-fsdp",
     "17-lora": "16-chat",
     "18-muon": "03-fsdp",
+    "19-chunked-loss": "03-fsdp",
 }
 # The same for the scripts of learn/in-short/. Only single.py continues none.
 SHORT = {

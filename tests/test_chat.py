@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import LLAMA, TINY_LLAMA, damaged, save_weights, write_model, write_rows
 from runner import CHAPTER_16, REPOSITORY, load
-from test_equal import CHUNKS, OFF, Case, described, run, worst
+from test_equal import OFF, Case, described, run, worst
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AttentionInterface,
@@ -493,6 +493,27 @@ def test_files_that_differ(chat, tmp_path):
         chat.load_documents(args)
 
 
+def test_held_out(chat, tmp_path, monkeypatch):
+    """A part of a folder, or 1 %. A limit keeps evaluations short."""
+    (tmp_path / "folder").mkdir()
+    file = write_rows(tmp_path / "rows.jsonl", [TURN] * 500)
+    for name in ("train-00000", "validation-00000"):
+        write_file(tmp_path / "folder" / f"{name}.parquet", [TURN] * 20)
+    args = {"dataset_subset": None, "template_options": {}, "seq_length": 64, "packing": False}
+    for limit, data, expected in (
+        *[(1000, file, (495, 5)), (3, file, (497, 3))],
+        *[(1000, tmp_path / "folder", (20, 20)), (3, tmp_path / "folder", (20, 3))],
+    ):
+        monkeypatch.setattr(chat, "EVAL_SAMPLES", limit)
+        parts = chat.load_samples(
+            SimpleNamespace(**args, dataset_name=str(data)), tokenizer_with(CHATML)
+        )
+        assert tuple(map(len, parts)) == expected
+        assert len(parts[1].data.column("answer_tokens")) == expected[1]
+    with pytest.raises(SystemExit, match=f"error: {tmp_path} has no train-"):
+        chat.load_documents(SimpleNamespace(dataset_name=str(tmp_path)))
+
+
 def test_no_answer_fits(chat, tmp_path, capsys):
     """One is refused, too. Nothing is left to train on, and main() says so."""
     file = write_rows(tmp_path / "rows.jsonl", [LONG] * 30 + [REFUSED_ROW])
@@ -663,10 +684,10 @@ def assert_equal(plain, found) -> None:
 
 # By the ranks: the model, the samples of a rank at a time, and other flags
 CASES = {
-    1: [("tied", 12, CHUNKS), ("untied", 4, "--no-packing")],
-    2: [("untied", 3, "--compile", CHUNKS), ("tied", 1, "--no-packing", "blank")],
+    1: [("tied", 12), ("untied", 4, "--no-packing")],
+    2: [("untied", 3, "--compile"), ("tied", 1, "--no-packing", "blank")],
     3: [("tied", 2, "--no-reshard-after-forward"), ("untied", 4, "--cpu-offload")],
-    4: [("untied", 3, "--activation-checkpointing", CHUNKS), ("tied", 1, "--no-packing", "blank")],
+    4: [("untied", 3, "--activation-checkpointing"), ("tied", 1, "--no-packing", "blank")],
 }
 # About every second conversation loses its labels, so some micro-batches have no answer.
 BLANK = {

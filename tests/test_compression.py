@@ -19,6 +19,7 @@ from conftest import (
 )
 from runner import CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_8, Job
 from test_fsdp import told
+from test_multi_node import OWN_DISK
 
 COMPRESSION = {"script": CHAPTER_8}
 # The small model's matrices are compressed, its norms are not.
@@ -341,13 +342,23 @@ def test_resume_on_other_ranks(interrupted, method, before, after):
     assert files == {f"memory-{rank}-of-{after}.pt" for rank in range(after)}
 
 
+@pytest.mark.rest
+def test_a_folder_that_nodes_do_not_share(trainer, tmp_path):
+    """Rank 0 misses the memory of rank 1 in the first save."""
+    flags = ["--max-steps", 1, "--eval-freq", 0, "--save-dir", "runs"]
+    options = {"processes": 2, "before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}}
+    result = trainer(*flags, status=1, **options | COMPRESSION)
+    sentence = "memory-1-of-2.pt: put --save-dir on a shared disk"
+    assert_one_sentence(result.run.ranks[0].output, sentence)
+
+
 # -- Wrong flags -----------------------------------------------------------------------------------
 
 
 @pytest.mark.rest
 def test_an_all_gather_of_too_much_is_refused(trainer):
     flags = ["--compress", "dct-topk", "--keep", 1]
-    result = trainer(*flags, processes=2, status=1, **COMPRESSION)
+    result = trainer(*flags, processes=2, status=2, **COMPRESSION)
     sentence = "with dct-topk, --keep must be below 2 / 2 (ranks)"
     assert_one_sentence(result.run.ranks[0].output, sentence)
 
@@ -375,7 +386,7 @@ def test_the_merge_with_chapter_4(trainer, dataset, tmp_path):
         shutil.copytree(script.parent, tmp_path / script.parent.name)
     subprocess.run(["sh", "-ec", commands[0]], check=True, cwd=tmp_path)
     flags = ["--max-steps", 8, "--ckpt-freq", 4, "--eval-freq", 4, "--eval-dataset", dataset]
-    flags += ["--eval-documents", 9, "--max-documents", 300, "--packing", "overflow"]
+    flags += ["--max-documents", 300, "--packing", "overflow"]
     flags += ["--shuffle-window", 9, "--keep-checkpoints", 9, "--gradient-accumulation-steps", 2]
     four = trainer(*flags, script=CHAPTER_4, processes=2, name="chapter-4")
     options = {"script": tmp_path / CHAPTER_8.parent.name / "stream.py", "processes": 2}

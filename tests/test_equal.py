@@ -1,4 +1,4 @@
-"""Chapters 2, 3, 5, 6, 7, 11, 12, 13 and 18 train what chapter 1 trains.
+"""Chapters 2, 3, 5, 6, 7, 11, 12, 13, 18 and 19 train what chapter 1 trains.
 
 A job for each number of ranks runs many cases. Losses, norms, held-out losses, all gradients of two
 steps and the model in the end are those of chapter 1 at the same global batch. For chapter 18,
@@ -61,41 +61,42 @@ AGAIN, WHOLE, OFFLOAD = "--activation-checkpointing", "--no-reshard-after-forwar
 TP, PP, CP, EP = (f"--{x}-parallel" for x in ("tensor", "pipeline", "context", "expert"))
 GPIPE, INTERLEAVED, ZBV = (["--schedule", name] for name in ("gpipe", "interleaved", "zbv"))
 TOKENS, UNEVEN = ["--exchange", "tokens"], ["--layers-per-stage", "1,3", "--reshard-after-forward"]
-SCRATCH, CHUNKS = ["--from-scratch"], "--chunked-loss"
+SCRATCH = ["--from-scratch"]
 PARTS = ["--rank", 4, "--density", 0.05, "--alpha", 9]
 # By the job, whose name begins with the number of ranks: the chapter, the model, the samples of a
 # rank at a time, and other flags. The accumulation follows from the samples.
 CASES = {
     "2": [
-        ("02", "llama", 6, [CHUNKS]),
-        ("03", "llama untied", 4, [WHOLE, "--compile", CHUNKS]),
-        ("05", "llama", 6, ["--shard-size", 1, CHUNKS]),
+        ("02", "llama", 6, []),
+        ("03", "llama untied", 4, [WHOLE, "--compile"]),
+        ("05", "llama", 6, ["--shard-size", 1]),
         ("06", "llama", 12, [OFFLOAD]),
         ("06", "llama", 12, ["--compile", AGAIN]),
         ("07", "llama", 6, [*INTERLEAVED, *SCRATCH]),
-        ("07", "llama untied", 6, [*ZBV, OFFLOAD, CHUNKS]),
+        ("07", "llama untied", 6, [*ZBV, OFFLOAD]),
         ("07", "mistral window", 12, []),
         ("07", "qwen2 window", 6, [*ZBV]),
         ("07", "qwen3", 12, []),
         ("07", "smollm3", 12, []),
         ("07", "gemma2", 6, [*INTERLEAVED]),
         ("07", "gemma3_text", 12, []),
-        ("07", "llama untied", 6, [*INTERLEAVED, "--compile", AGAIN, CHUNKS]),
+        ("07", "llama untied", 6, [*INTERLEAVED, "--compile", AGAIN]),
         ("07", "gpt2", 6, [*ZBV]),
         ("07", "llama", 6, [PP, 1]),
         ("11", "mistral window", 24, []),
-        ("11", "llama", 24, [*TOKENS, "--compile", AGAIN, CHUNKS]),
-        ("12", "mixtral", 6, [WHOLE, CHUNKS]),
+        ("11", "llama", 24, [*TOKENS, "--compile", AGAIN]),
+        ("12", "mixtral", 6, [WHOLE]),
         ("12", "gpt_oss", 12, [OFFLOAD]),
         ("14", "llama", 6, [AGAIN, OFFLOAD]),
-        ("14", "llama untied", 12, [WHOLE, "--compile", CHUNKS]),
+        ("14", "llama untied", 12, [WHOLE, "--compile"]),
         ("18", "llama", 6, [AGAIN, OFFLOAD]),
-        ("18", "llama untied", 12, [WHOLE, "--compile", CHUNKS]),
+        ("18", "llama untied", 12, [WHOLE, "--compile"]),
+        ("19", "llama untied", 4, [WHOLE, "--compile"]),
     ],
     "3": [
         ("02", "llama", 4, ["--compile"]),
         ("03", "gpt2", 8, [*SCRATCH]),
-        ("03", "gpt_neox", 8, [*SCRATCH, AGAIN, CHUNKS]),
+        ("03", "gpt_neox", 8, [*SCRATCH, AGAIN]),
         ("03", "mixtral", 4, []),
         ("06", "llama untied", 8, [TP, 1, OFFLOAD]),
         ("11", "llama", 8, [CP, 1]),
@@ -103,16 +104,17 @@ CASES = {
         ("18", "llama untied", 4, []),
         ("18", "gpt2", 8, [*SCRATCH]),
         ("18", "mixtral", 8, []),
+        ("19", "gpt_neox", 8, [AGAIN]),
     ],
     "4 shards and stages": [
-        ("03", "llama", 6, [AGAIN, OFFLOAD, CHUNKS]),
+        ("03", "llama", 6, [AGAIN, OFFLOAD]),
         ("05", "llama untied", 3, ["--shard-size", 2]),
         ("06", "llama", 12, [TP, 2, AGAIN, *SCRATCH]),
         ("06", "mistral", 6, [TP, 2, WHOLE]),
         ("06", "qwen2", 12, [TP, 2]),
         ("06", "qwen3", 12, [TP, 2]),
         ("06", "smollm3", 12, [TP, 2]),
-        ("07", "llama", 6, [CHUNKS]),
+        ("07", "llama", 6, []),
         ("07", "gpt2", 6, [PP, 2, *SCRATCH]),
         ("07", "llama of 8", 3, [*INTERLEAVED]),
         ("07", "llama of 8", 3, [*ZBV, *SCRATCH, AGAIN]),
@@ -120,14 +122,15 @@ CASES = {
         ("14", "mixtral", 6, []),
         ("18", "llama", 6, [*SCRATCH]),
         ("18", "qwen3_moe", 3, [OFFLOAD]),
+        ("19", "mixtral", 6, [OFFLOAD]),
     ],
     "4 tokens and experts": [
-        ("11", "llama", 24, [*TOKENS, CHUNKS]),
+        ("11", "llama", 24, [*TOKENS]),
         ("11", "gpt2", 24, []),
         ("11", "gpt_neox", 24, [*TOKENS]),
         ("11", "mixtral", 24, []),
         ("11", "olmo2", 12, [CP, 2, AGAIN, *TOKENS]),
-        ("11", "opt", 24, [CHUNKS]),
+        ("11", "opt", 24, []),
         ("11", "phi3", 24, []),
         ("11", "qwen2", 24, [*TOKENS, OFFLOAD]),
         ("11", "qwen3", 24, []),
@@ -160,7 +163,7 @@ def write_weights(folder, name: str):
 
 def described(folder, name, number, model, batch, more) -> dict:
     script = CHAPTERS_BY_NUMBER.get(number, number)  # or a script
-    if CHUNKS in more:
+    if number == "19":
         script = damaged(script, folder, {"LOSS_CHUNK = 1024": "LOSS_CHUNK = 50"})
     flags = ["-e", name, "-m", folder / model, "--save-dir", folder]
     flags += PARTS if number == "14" else ["--no-from-scratch"]

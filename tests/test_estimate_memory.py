@@ -58,7 +58,7 @@ CASES = [
     ("chapter 1", 1, {}, CHECKPOINT),
     ("DDP", 2, {}, ACCUMULATE),
     ("chat", 2, {}, f"{HALF} -s 256"),
-    ("chapter 1", 1, {"vocab_size": 8192}, "-s 1024 --chunked-loss"),
+    ("FSDP", 2, {}, "-s 1024 --chunked-loss"),
     ("FSDP", 2, TIED, "-s 16 -b 1"),  # at its fullest, shards and a buffer on its way
     ("no reshard", 2, {}, f"--dtype bf16 {ACCUMULATE}"),
     ("HSDP", 2, {}, ACCUMULATE),
@@ -87,7 +87,8 @@ def test_what_the_chapters_allocate(tmp_path, method, devices, config, flags):
     """States exactly, with rows that 2 ranks do not divide; and the total of the fullest rank."""
     folder = write_model(tmp_path / "model", bos_token_id=0, eos_token_id=0, **LLAMA | config)
     known = tool.METHODS[method]
-    (chapter,) = REPOSITORY.glob(f"{known.chapter:02}-*/train-llm.py")
+    number = 19 if "--chunked-loss" in flags else known.chapter
+    (chapter,) = REPOSITORY.glob(f"{number:02}-*/train-llm.py")
     size = {"HSDP": 1, "sparse low-rank": 8, "LoRA": 8}.get(method, 2)
     has_size = known.chapter > 3 and method not in ("Muon", "chat")
     group = [part for flag in known.flags for part in (flag, size)] if has_size else []
@@ -115,7 +116,7 @@ def test_what_the_chapters_allocate(tmp_path, method, devices, config, flags):
     states = [[int(size) for size in sizes.split(", ")] for _, sizes in ranks]
     assert [max(sizes) for sizes in zip(*states, strict=True)] == [*foretold.values()]
     real = max(int(peak) for peak, _ in ranks)
-    assert tool.peak(moments) == pytest.approx(real, rel=0.005)
+    assert tool.peak(moments) == pytest.approx(real, rel=0.006 if number == 19 else 0.005)
 
 
 SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3}

@@ -8,7 +8,7 @@ import shutil
 import datasets
 import pytest
 import torch
-from conftest import TINY_LLAMA, replaced, write_documents
+from conftest import TINY_LLAMA, replaced
 from runner import CHAPTER_1, CHAPTER_16, REPOSITORY, Job, Run, load
 from safetensors.torch import load_file
 from test_readme import page
@@ -237,17 +237,17 @@ def test_single_trains_as_chapter_1(short, single, tmp_path):
     for file in TINY_LLAMA.glob("tokenizer*"):
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
     # With a second split, chapter 1 holds out nothing of the first.
-    files = {}
+    (tmp_path / "data").mkdir()
     for split, texts in {"train": short.texts, "validation": short.texts[:9]}.items():
-        files[split] = str(write_documents(tmp_path / f"{split}.jsonl", texts))
-    documents = f"def load_documents(args):\n    files = {files}\n"
-    documents += '    return datasets.load_dataset("json", data_files=files)\n\n\n'
+        file = tmp_path / "data" / f"{split}-00000.parquet"
+        datasets.Dataset.from_dict({"text": texts}).to_parquet(file)
     # Its own order of samples is another one.
-    given = f"{documents}def sample_order(args, samples):\n    return np.array({order})\n\n\n"
+    given = f"def sample_order(args, samples):\n    return np.array({order})\n\n\n"
     entry = 'if __name__ == "__main__":'
     script = tmp_path / "train-llm.py"
     script.write_text(CHAPTER_1.read_text().replace(entry, given + entry))
     flags = ["-e", "run", "--save-dir", tmp_path, "-m", tmp_path / "model"]
+    flags += ["-d", tmp_path / "data"]
     flags += ["-s", SEQ_LENGTH, "-b", BATCH_SIZE, "--max-steps", STEPS]
     flags += ["--lr", LR, "--log-freq", 1, *OFF]
     run = Run(script, flags, tmp_path / "output")

@@ -17,6 +17,7 @@ TORCHRUN = REPOSITORY / "launch" / "torchrun.py"
 CHAPTERS = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
 VARIABLES = ["NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"]
 VARIABLES += ["MAX_RESTARTS", "LOCAL_ADDR", "HANG_DUMPS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
+VARIABLES += ["PREFLIGHT"]
 CLEAN = {name: value for name, value in os.environ.items() if name not in VARIABLES}
 # The Python that runs the tests, as that of an active virtual environment
 ACTIVE = {"VIRTUAL_ENV": sys.prefix}
@@ -32,9 +33,10 @@ def test_shellcheck_finds_nothing():
     assert done.returncode == 0, done.stdout
 
 
-# Counts three GPUs, and prints all that it is asked to start.
+# Counts three GPUs, and prints all that it is asked to start. preflight may find an error.
 STUB = """#!/bin/sh
 if [ "$1" = -c ]; then echo 3; exit; fi
+case "$*" in *preflight.py*) echo "$@" > preflight.txt; exit "${FOUND-0}" ;; esac
 echo "python $PYTHON_NAME" "store ${TORCH_DISABLE_SHARE_RDZV_TCP_STORE-}" "folder $PWD"
 for argument in "$@"; do echo "$argument"; done
 """
@@ -88,7 +90,7 @@ def test_variables(start):
     assert options.standalone
     assert (options.nproc_per_node, options.max_restarts) == ("5", 7)
 
-    options, script, _ = understood(start("03", NNODES="2", **variables))
+    options, script, _ = understood(start("03", NNODES="2", PREFLIGHT="0", **variables))
     assert script == str(CHAPTER_3)
     assert not options.standalone
     assert (options.nnodes, options.rdzv_backend) == ("2", "c10d")
@@ -101,6 +103,21 @@ def test_variables(start):
         assert (options.nnodes, options.rdzv_conf) == ("1:2", f"is_host={host}")
         assert (options.rdzv_endpoint, options.rdzv_id) == ("node-0:1234", "a job")
         assert options.local_addr == "ib0"
+
+
+def test_nodes_are_compared_first(start, tmp_path):
+    """By one process on each node. An error ends the job, before the chapter starts."""
+    look = tmp_path / "preflight.txt"
+    several = {"NNODES": "2", "MASTER_ADDR": "node-0"}
+    for variables in ({}, several | {"PREFLIGHT": "0"}, several | {"NNODES": "1:2"}):
+        start("03", "-e", "x", **variables)
+        assert not look.exists()
+    assert understood(start("03", "-e", "x", **several))[1] == str(CHAPTER_3)
+    preflight = str(REPOSITORY / "tools" / "preflight.py")
+    options, script, flags = understood(["python", *look.read_text().split()])
+    assert (script, flags) == (preflight, ["03-fsdp", "-e", "x"])
+    assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("2", "1", 0)
+    assert_one_sentence(start("03", status=2, FOUND="1", **several), "PREFLIGHT=0")
 
 
 def test_the_chapter_for_one_device_is_started_by_python(start):

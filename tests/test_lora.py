@@ -15,7 +15,7 @@ from conftest import assert_same_model, damaged, exact
 from runner import CHAPTER_3, CHAPTER_17, REPOSITORY, load
 from safetensors.torch import load_file, save_file
 from test_chat import BATCH, DEMO_TEMPLATE, SIZE, assert_job_is_plain, flags_for, plain_loop
-from test_equal import AGAIN, CHUNKS, OFFLOAD, WHOLE, described, write_weights
+from test_equal import AGAIN, OFFLOAD, WHOLE, described, write_weights
 from test_fsdp import whole_state
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -25,10 +25,10 @@ SAMPLING = {"temperature": 0.9, "top_p": 0.6}
 PATTERN = ["--lora-targets", ".*(q|v)_proj"]
 # By the ranks: the model, the samples of a rank at a time, and other flags
 CASES = {
-    1: [("llama untied", 12, [CHUNKS])],
-    2: [("llama", 3, [OFFLOAD]), ("mixtral", 6, [AGAIN, CHUNKS])],
+    1: [("llama untied", 12, [])],
+    2: [("llama", 3, [OFFLOAD]), ("mixtral", 6, [AGAIN])],
     3: [("gpt2", 4, []), ("llama", 2, PATTERN)],
-    4: [("llama untied", 3, [WHOLE]), ("llama", 3, ["--compile", AGAIN, CHUNKS])],
+    4: [("llama untied", 3, [WHOLE]), ("llama", 3, ["--compile", AGAIN])],
 }
 
 

@@ -72,21 +72,21 @@ def test_a_tied_head_gets_its_weight_in_the_compute_precision(
 
 
 SMALL = {"model_type": "llama"} | FAMILIES["llama"] | {"num_hidden_layers": 4}
-# Ranks, flags, the model, and a part of the sentence
+# Ranks, flags, the model, the status, and a part of the sentence
 REFUSED = {
-    "ranks": (3, ["--pipeline-parallel", 2], SMALL, "must divide the number of ranks, 3"),
-    "fp16": (1, ["--dtype", "fp16"], SMALL, "would skip a step on one stage alone"),
-    "two numbers": (1, ["--layers-per-stage", "2,2"], SMALL, "1 stages cannot share 4 layers"),
-    "granite": (1, [], SMALL | {"model_type": "granite"}, "granite is none of llama"),
+    "ranks": (3, ["--pipeline-parallel", 2], SMALL, 2, "must divide the number of ranks, 3"),
+    "fp16": (1, ["--dtype", "fp16"], SMALL, 2, "would skip a step on one stage alone"),
+    "two numbers": (1, ["--layers-per-stage", "2,2"], SMALL, 1, "1 stages cannot share 4 layers"),
+    "granite": (1, [], SMALL | {"model_type": "granite"}, 1, "granite is none of llama"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_one_sentence(trainer, tmp_path, case):
-    processes, flags, config, part = REFUSED[case]
+    processes, flags, config, status, part = REFUSED[case]
     folder = write_model(tmp_path / "m", **config)
     flags = ["-m", folder, *flags, "--max-steps", 1]
-    result = trainer(*flags, processes=processes, status=1, **PP)
+    result = trainer(*flags, processes=processes, status=status, **PP)
     assert_one_sentence(result.run.ranks[0].output, part)
 
 

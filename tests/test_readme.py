@@ -247,7 +247,7 @@ def test_the_first_page_leads_to_all_chapters():
 def assert_flags_are_understood(script, flags: str, output) -> None:
     """All that is wrong is a flag added here."""
     run = Run(script, [*shlex.split(flags), "--log-freq", "none"], output, cwd=REPOSITORY)
-    assert run.wait() == 1
+    assert run.wait() == 2
     assert_one_sentence(run.output, 'Parser key "log_freq"')
 
 

@@ -66,7 +66,7 @@ class Slurm:
         # A session inside a job of another Slurm has its variables.
         self.env = {name: x for name, x in (CLEAN | ACTIVE).items() if not name.startswith("SLURM")}
         self.env |= {"SLURM_CONF": str(conf)}
-        self.env |= {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1"}
+        self.env |= {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "PREFLIGHT": "0"}
 
     def start(self) -> None:
         key = self.folder / "munge.key"

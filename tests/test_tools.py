@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import TINY_LLAMA
+from conftest import TINY_LLAMA, assert_one_sentence
 from runner import CHAPTER_3, REPOSITORY, python, run_tool
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -44,6 +44,9 @@ def test_generate(trainer, tmp_path):
     for folder in (whole, sharded):
         final, step = (generate(tmp_path, folder / n, *greedy) for n in ("final", "step-00000002"))
         assert final == step
+    (whole / "step-00000002" / "parameters.json").unlink()  # of an older version
+    output = run_tool(tmp_path, "generate.py", whole / "step-00000002", status=1)
+    assert_one_sentence(output, "has no parameters.json")
     one = [generate(tmp_path, whole / "final", *short, "--top-k", 1, "--seed", i) for i in (1, 2)]
     assert one == [generate(tmp_path, whole / "final", *greedy)] * 2
 
