@@ -164,7 +164,8 @@ def print_costs(chapter, repeats: int) -> None:
         params = groups[-1]["params"]
         if name == "chapter 18":
             only_muon = [{"params": []}, groups[-1]]
-            optimizer = chapter.Muon(only_muon, args, torch.device("cpu"))
+            ranks = chapter.RANK, chapter.WORLD_SIZE
+            optimizer = chapter.Muon(only_muon, args, torch.device("cpu"), *ranks)
         elif name == "each rank does all":
             optimizer = Everywhere(chapter, params)
         elif name == "AdamW":

@@ -7,6 +7,7 @@
 #   NNODES=2 MASTER_ADDR=node-0 NODE_RANK=0 launch/run.sh 02 -e alpaca-ddp   # on node-0
 #   NNODES=2 MASTER_ADDR=node-0 NODE_RANK=1 launch/run.sh 02 -e alpaca-ddp   # on node-1
 #
+# On several nodes, tools/preflight.py compares the nodes first; PREFLIGHT=0 leaves it out.
 # HANG_DUMPS=FOLDER in front: ranks that hang leave dumps there for tools/where-it-hangs.py.
 # launch/README.md says what each variable does, and where to look when a job does not start.
 set -euo pipefail
@@ -95,6 +96,13 @@ else
   fi
   # If rank 0 is on this node, the other ranks use this address. The default is the host's name.
   [ -z "${LOCAL_ADDR-}" ] || options+=(--local-addr "$LOCAL_ADDR")
+  # One process of each node looks at the run, and all compare what they see. Not for nodes that may
+  # come later, and not for chapter 9, which has no flags.
+  if [ "${PREFLIGHT:-1}" = 1 ] && [ "$least" = "$most" ] && [[ $script != */09-* ]]; then
+    look=("${options[@]}" --nproc-per-node 1 --max-restarts 0)
+    "$python" "$repository/launch/torchrun.py" "${look[@]}" "$repository/tools/preflight.py" \
+      "$(basename "$(dirname "$script")")" "$@" || fail "tools/preflight.py: see above, or PREFLIGHT=0"
+  fi
 fi
 
 # launch/torchrun.py is torchrun, and prints the error message of the script once more at the end.

@@ -48,7 +48,7 @@ FORMATS = ["shard", "full", "local", "single", "transformers"]
 OWN_FILES = [".metadata", "*.distcp", "training_state.pt"]
 OWN_FILES += ["*.safetensors", "*.safetensors.index.json"]
 # What chapters 1 and 2 know of a run
-STATE = ("lasting", "comet_key", "step", "samples", "epoch")
+STATE = ("step", "samples", "epoch", "comet_key")
 
 
 def parse_args() -> argparse.Namespace:
@@ -77,7 +77,7 @@ def local_folders(checkpoint: Path) -> list[Path]:
 
 
 def read(checkpoint: Path) -> dict:
-    """{"model": ..., "optimizer": ..., "scheduler": ..., "scaler": ...} with whole tensors."""
+    """{"model": ..., "optimizer": ..., "scaler": ...} with whole tensors."""
     if (checkpoint / ".metadata").exists():
         return read_dcp(checkpoint)
     if (checkpoint / "training_state.pt").exists():
@@ -223,7 +223,6 @@ def write_single(state: dict, folder: Path, source: Path) -> None:
     training_state = {
         "optimizer": {"state": dict(sorted(moments.items())), "param_groups": groups},
         # torch.distributed.checkpoint leaves out what is empty
-        "scheduler": {"lr_lambdas": [None] * len(groups)} | state["scheduler"],
         "scaler": state.get("scaler", {}),
     }
     torch.save(training_state, folder / "training_state.pt")
@@ -236,8 +235,8 @@ def copy_other_files(source: Path, folder: Path, to: str) -> None:
             shutil.copy(file, folder)
     file = folder / "state.json"
     if to == "transformers":
-        file.unlink()
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        for name in ("state.json", "parameters.json", "metrics.jsonl"):
+            (folder / name).unlink(missing_ok=True)
     elif to == "single":
         state = json.loads(file.read_text())
         file.write_text(json.dumps({name: state[name] for name in STATE}, indent=2))
@@ -268,13 +267,15 @@ def main() -> None:
     transformers.logging.disable_progress_bar()
     if args.destination.exists() or local_folders(args.destination):
         sys.exit(f"error: {args.destination} exists, in this or in another format")
-    refuse_parts(args.source)
+    source = args.source
+    if not source.exists():
+        source = next(iter(local_folders(source)), source)
+    refuse_parts(source)
     by_layers = args.to == "transformers" and (args.source / ".metadata").exists()
     state = {} if by_layers else read(args.source)
     if args.to == "single" and "optimizer" not in state:
         reason = "its state is one of replicas, of chapter 15"
         sys.exit(f"error: {args.source} cannot become `single`: {reason}")
-    source = args.source if args.source.exists() else local_folders(args.source)[0]
     folders = [args.destination]
     if args.to == "local":
         run, step = args.destination.parent, args.destination.name

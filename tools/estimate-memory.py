@@ -445,7 +445,7 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: 
             loss_function = torch.compile(model.loss_function, backend=backend, dynamic=False)
             model.loss_function = loss_function
         if flags.chunked_loss:
-            chapter(1)["use_chunked_loss"](model)
+            chapter(19)["use_chunked_loss"](model)
         ids = torch.zeros(batch, flags.seq_length, dtype=torch.int64)
         if kind == TENSOR:
             stack.enter_context(tp.loss_parallel())
@@ -970,7 +970,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
     add("--dtype", choices=BYTES, help="compute precision [bf16 for cuda, fp32 for cpu]")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
-    add("--chunked-loss", action="store_true", help="logits of 1,024 tokens at a time")
+    add("--chunked-loss", action="store_true", help="as chapter 19")
     add("--compile", action=argparse.BooleanOptionalAction, help="[on for cuda, off for cpu]")
     add("--explain", action="store_true", help="also each moment of a step")
     args = parser.parse_args(argv)

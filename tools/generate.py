@@ -45,10 +45,14 @@ def parse_args() -> argparse.Namespace:
 
 def refuse_parts(name: str | Path) -> None:
     """Exits for a checkpoint of chapters 14 and 17, which has parts of matrices."""
-    state = Path(name, "state.json")
-    lasting = json.loads(state.read_text())["lasting"] if state.exists() else {}
+    if not Path(name, "state.json").exists():
+        return  # no checkpoint
+    file = Path(name, "parameters.json")
+    if not file.exists():
+        sys.exit(f"error: {name} has no {file.name}: use the version of the scripts that wrote it")
+    parameters = json.loads(file.read_text())
     for flag, chapter in {"density": 14, "lora_rank": 17}.items():
-        if flag in lasting:
+        if flag in parameters:
             parts = f"a checkpoint of chapter {chapter}, with B and A apart"
             sys.exit(f"error: {name} is {parts}: use the final/ of its run")
 
