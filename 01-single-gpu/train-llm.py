@@ -222,7 +222,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Transformers looks for borders of texts in samples, and waits for the GPU. Let it find none.
+    # Attention may cross borders of documents. So leave out their search, which waits for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -231,8 +231,8 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile layer by layer: attention then gets a causal flag, as its fast kernels need it. A
-        # model that is compiled as a whole builds a mask. Layers of one kind also share their code.
+        # Compile each layer, not the whole model. Then no attention mask is built, so the kernels
+        # that are fast without a mask can run. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -381,7 +381,7 @@ def open_run(args, setup):
     run_folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_folder / "lock")
     lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # keeps the lock until this process ends
+    atexit.register(lock.release)  # a reference, or the lock would end with this function
     checkpoint = max(run_folder.glob("step-????????"), default=None)
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -583,7 +583,7 @@ if __name__ == "__main__":
         sys.exit(f"error: {error.__cause__}")  # what is wrong in a file
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
-    except (OSError, ImportError) as error:  # a file or a package is not there
+    except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
         if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
             raise  # an error in the loop keeps its traceback
         sys.exit(f"error: {error}")

@@ -90,7 +90,7 @@ def main():
     # A run with -e continues from its newest checkpoint. How many steps are left?
     setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
     run_folder, checkpoint, state = open_run(args, setup)
-    # DDP: Other flags, text or checkpoints on one node would train wrong without a word.
+    # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
     setups = gather(setup | {"step of the checkpoint": state.step})
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
@@ -107,7 +107,7 @@ def main():
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
-    # DDP 4: The wrapper averages gradients over the ranks, while backward() computes the next ones.
+    # DDP 4: The wrapper averages gradients over the ranks, while backward() computes others.
     # It begins with rank 0's weights. Gradients travel in buckets of 25 MB, as soon as one is full.
     ddp_model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch._dynamo.config.optimize_ddp = False  # DDP: do not cut a layer where a bucket ends
@@ -186,7 +186,7 @@ def main():
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
-            # DDP: With accumulation, keep zeros in the buckets. New tensors would be copied there.
+            # DDP: After None, accumulated gradients would lie outside the buckets, and be copied.
             optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch
@@ -260,7 +260,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Transformers looks for borders of texts in samples, and waits for the GPU. Let it find none.
+    # Attention may cross borders of documents. So leave out their search, which waits for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -269,8 +269,8 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile layer by layer: attention then gets a causal flag, as its fast kernels need it. A
-        # model that is compiled as a whole builds a mask. Layers of one kind also share their code.
+        # Compile each layer, not the whole model. Then no attention mask is built, so the kernels
+        # that are fast without a mask can run. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -422,7 +422,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # keeps the lock until this process ends
+    atexit.register(lock.release)  # a reference, or the lock would end with this function
     checkpoint = max(run_folder.glob("step-????????"), default=None)
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -476,7 +476,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next lines, which else use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: torchrun's store may have keys of ranks that died. So put the restart before each key.
+    # DDP: torchrun's store outlives dead ranks. So each key begins with the number of restarts.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -656,7 +656,7 @@ if __name__ == "__main__":
         sys.exit(f"error: {error.__cause__}")  # what is wrong in a file
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
-    except (OSError, ImportError) as error:  # a file or a package is not there
+    except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
         if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
             raise  # an error in the loop keeps its traceback
         sys.exit(f"error: {error}")

@@ -108,7 +108,7 @@ def main():
     # A run with -e continues from its newest checkpoint. How many steps are left?
     setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
     run_folder, checkpoint, state = open_run(args, setup)
-    # DDP: Other flags, text or checkpoints on one node would train wrong without a word.
+    # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
     setups = gather(setup | {"step of the checkpoint": state.step})
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
@@ -145,7 +145,7 @@ def main():
     stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # sharded_state() has the tensors of model and AdamW themselves, so dcp.load() fills them.
+        # sharded_state() makes AdamW's moments, and has the tensors that dcp.load() fills.
         dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -186,8 +186,8 @@ def main():
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: With --reshard-after-forward, average gradients and free whole weights after
-            # each micro-batch, which takes less memory. Without it, only after the last one.
+            # FSDP: Until gradients are averaged, each rank holds whole ones. To save this memory,
+            # --reshard-after-forward averages after each micro-batch, and not only after the last.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
@@ -209,7 +209,7 @@ def main():
             # Clip the gradient of the whole step, so that no bad batch spoils the weights.
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            # FSDP 3: Each rank has the norm of its shards, and full_tensor() joins all of them.
+            # FSDP 3: The norm over all ranks is a DTensor. full_tensor() makes it a plain tensor.
             grad_norm = grad_norm.full_tensor()
             rate = args.lr * rate_factor(state.step)
             for group in optimizer.param_groups:
@@ -286,7 +286,7 @@ def main():
 
 def build_model(args, device, whole):
     """The model on `device`, with its attention, and compiled if asked for."""
-    # FSDP 5: Shard a model of meta tensors, because they take no memory while the model is whole.
+    # FSDP 5: Make and shard a model of meta tensors, which have shapes and take no memory.
     # Then rank 0 sends the values. A checkpoint is read later, by dcp.load.
     config = AutoConfig.from_pretrained(args.model_name)
     with torch.device("meta"):
@@ -302,7 +302,7 @@ def build_model(args, device, whole):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Transformers looks for borders of texts in samples, and waits for the GPU. Let it find none.
+    # Attention may cross borders of documents. So leave out their search, which waits for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     if args.packing:
         # CHAT 4: A token attends only to its own conversation, whose tokens have the same number.
@@ -315,8 +315,8 @@ def build_model(args, device, whole):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile layer by layer: attention then gets a causal flag, as its fast kernels need it. A
-        # model that is compiled as a whole builds a mask. Layers of one kind also share their code.
+        # Compile each layer, not the whole model. Then no attention mask is built, so the kernels
+        # that are fast without a mask can run. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -757,7 +757,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # keeps the lock until this process ends
+    atexit.register(lock.release)  # a reference, or the lock would end with this function
     checkpoint = max(run_folder.glob("step-????????"), default=None)
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -841,7 +841,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next lines, which else use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: torchrun's store may have keys of ranks that died. So put the restart before each key.
+    # DDP: torchrun's store outlives dead ranks. So each key begins with the number of restarts.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -1151,7 +1151,7 @@ if __name__ == "__main__":
         sys.exit(f"error: {error.__cause__}")  # what is wrong in a file
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
-    except (OSError, ImportError) as error:  # a file or a package is not there
+    except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
         if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
             raise  # an error in the loop keeps its traceback
         sys.exit(f"error: {error}")

@@ -12,6 +12,8 @@ FLAGS = {
     "zero batch": (["-b", 0], 'Parser key "batch_size"'),
     "negative clipping": (["--max-grad-norm", -1], 'Parser key "max_grad_norm"'),
     "no number": (["--lr", "fast"], 'Parser key "lr"'),
+    "unknown scheduler": (["--lr-scheduler", "sine"], "sine is not a valid SchedulerType"),
+    "unknown attention": (["--attention", "flahs"], 'attn_implementation="flahs"'),
     "no such device": (["--device", "mps"], "--device: invalid choice: 'mps' (choose from 'cpu')"),
     "slash in the name": (["-e", "a/b"], 'Parser key "experiment_name"'),
     "name that climbs": (["-e", ".."], 'Parser key "experiment_name"'),
