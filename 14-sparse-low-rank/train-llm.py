@@ -26,7 +26,6 @@ from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
 
-# Libraries read these variables when they are imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
@@ -292,8 +291,7 @@ def build_model(args, device, whole):
         # that are fast without a mask can run. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
-        # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
-        model.loss_function = torch.compile(model.loss_function)
+        model.loss_function = torch.compile(model.loss_function)  # no fp32 copy of the logits
     return model
 
 
@@ -497,12 +495,14 @@ def load_tokens(args, tokenizer):
         if not glob(f"{escape(name)}/train-*.parquet"):
             sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
         splits = datasets.load_dataset("parquet", data_dir=name)
-    elif reader == "text":  # each file is one document
-        if any(os.path.getsize(file) > 20e6 for file in glob(name, recursive=True)):
-            sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
-        splits = datasets.load_dataset(reader, data_files=name, sample_by="document")
     elif reader:
-        splits = datasets.load_dataset(reader, data_files=name)
+        files = glob(name, recursive=True)
+        if not files:
+            sys.exit(f"error: there are no files for {name}")
+        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+            sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
+        options = {"sample_by": "document"} if reader == "text" else {}  # a file is one document
+        splits = datasets.load_dataset(reader, data_files=name, **options)
     else:  # a dataset on the Hub
         splits = datasets.load_dataset(name, args.dataset_subset)
     train_tokens = tokenize_split(splits.pop(train_split or "train"), tokenizer, args.text_column)

@@ -25,7 +25,6 @@ from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
 
-# Libraries read these variables when they are imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
@@ -319,8 +318,7 @@ def build_model(args, device, whole):
         # that are fast without a mask can run. Layers of one kind also share their compiled code.
         for layer in layers:
             layer.compile()
-        # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
-        model.loss_function = torch.compile(model.loss_function)
+        model.loss_function = torch.compile(model.loss_function)  # no fp32 copy of the logits
     return model
 
 

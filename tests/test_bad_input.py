@@ -12,8 +12,6 @@ FLAGS = {
     "zero batch": (["-b", 0], 'Parser key "batch_size"'),
     "negative clipping": (["--max-grad-norm", -1], 'Parser key "max_grad_norm"'),
     "no number": (["--lr", "fast"], 'Parser key "lr"'),
-    "unknown scheduler": (["--lr-scheduler", "sine"], "sine is not a valid SchedulerType"),
-    "unknown attention": (["--attention", "flahs"], 'attn_implementation="flahs"'),
     "no such device": (["--device", "mps"], "--device: invalid choice: 'mps' (choose from 'cpu')"),
     "slash in the name": (["-e", "a/b"], 'Parser key "experiment_name"'),
     "name that climbs": (["-e", ".."], 'Parser key "experiment_name"'),
@@ -22,6 +20,8 @@ FLAGS = {
 }
 # By chapter 1 itself, or by a library, with status 1
 CASES = {
+    "unknown scheduler": (["--lr-scheduler", "sine"], "sine is not a valid SchedulerType"),
+    "unknown attention": (["--attention", "flahs"], 'attn_implementation="flahs"'),
     "no such package": (["--attention", "flash_attention_2"], "the package for FlashAttention2"),
     "missing file": (["-d", "{tmp}/none.txt"], "none.txt"),
     "no text column": (["-d", "{tmp}/numbers.csv"], "choose --text-column of ['a', 'b']"),

@@ -229,8 +229,9 @@ def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
         assert HUB_NAMES.get(family, set()) <= tensors_of(fsdp.folder / "final").keys()
     index = json.loads((fsdp.folder / "final" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors_of(fsdp.folder / "final").keys()
-    generation = json.loads((fsdp.folder / "final" / "generation_config.json").read_text())
-    assert generation["max_new_tokens"] == 7
+    for name in ("final", "step-00000001"):
+        generation = json.loads((fsdp.folder / name / "generation_config.json").read_text())
+        assert generation["max_new_tokens"] == 7
 
 
 def test_final_has_the_prefix_of_the_files(trainer, tmp_path):

@@ -215,7 +215,7 @@ def fails(slurm, trainer):
     failing = BatchJob(slurm, TWO_NODES, "02", *trainer.defaults("fails"), "-d", "/nowhere/*.txt")
     failing.end("FAILED")
     assert failing.show("ExitCode") == "1:0"
-    assert "error: no files for /nowhere/*.txt" in failing.output
+    assert "error: there are no files for /nowhere/*.txt" in failing.output
     logs = f"slurm-{failing.number}-*.log"
     assert f"error: the run ended with status 1: {logs} say why" in failing.log()
     assert failing.show("Restarts") == "0"

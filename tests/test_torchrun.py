@@ -82,23 +82,28 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 ONE_NODE = ["--standalone", "--nproc-per-node", 2]
 FLAGS = ["--max-steps", 14, "--ckpt-freq", 4, "--eval-freq", 7, "--lr", 1e-3]
 RESTARTS = ["--max-restarts", 3]
-# In place of a chapter: rank 1 ends at its sixth step, with this code, in its first two lives. Then
-# it comes late, so that rank 0 would find the keys of the dead rank.
+# In place of a chapter: rank 1 ends at its sixth step, with this code, in its first two lives. No
+# rank finds keys of an earlier life, which would be addresses of dead ranks.
 ENDING = """
-import os, runpy, signal, sys, time, torch
+import os, runpy, signal, sys, torch
 
-restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-if os.environ["RANK"] == "1" and restarts:
-    time.sleep(2)
 calls = iter(range(10**9))
 step = torch.optim.AdamW.step
+join = torch.distributed.init_process_group
 
 def step_or_end(*arguments, **options):
     if next(calls) == 5:
         CODE
     return step(*arguments, **options)
 
-if os.environ["RANK"] == "1" and restarts < 2:
+def join_a_clean_store(*arguments, store, rank, **options):
+    key = f"rank {rank} was here"
+    assert not store.check([key])
+    store.set(key, "")
+    join(*arguments, store=store, rank=rank, **options)
+
+torch.distributed.init_process_group = join_a_clean_store
+if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2:
     torch.optim.AdamW.step = step_or_end
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")

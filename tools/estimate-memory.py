@@ -729,7 +729,7 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     if method.chapter == MUON:  # a momentum in place of two moments, for the matrices of layers
         matrices = [s for place in range(head) for s in groups[place] if len(s) > 1]
         momentum = 4 * numel(matrices, everyone)
-        states["moments"] -= momentum
+        states["moments"] -= momentum + 4 * len(matrices)  # Muon counts no steps
         exchanged = 2 * momentum * size // 4  # message and received, in the compute dtype
     here = 0 if method.name == "offload" and flags.device == "cuda" else 1  # else the same memory
     in_pipeline, accumulates = method.in_pipeline, flags.gradient_accumulation_steps > 1
