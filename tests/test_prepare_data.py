@@ -87,6 +87,9 @@ def test_files_that_their_names_hold_out(tool, tmp_path):
     for name in cases:
         (folder / name).write_text(json.dumps({"text": name}))
     found = splits_of(tool, f"{folder}/**/*.jsonl")
+    for name in ("report.json", "table.bin"):  # of the tool itself, and of no reader
+        (folder / name).write_text("{}")
+    assert splits_of(tool, folder) == found
     for split in ("train", "validation"):
         assert sorted(found[split]) == sorted(n for n, where in cases.items() if where == split)
     assert splits_of(tool, f"{folder}/test*.jsonl").keys() == {"train"}  # chosen to train on

@@ -5,7 +5,7 @@
     python tools/prepare-data.py HuggingFaceFW/fineweb --dataset-subset sample-10BT -o data/web
 
 Sources are files (.txt, .md, .py, .json, .jsonl, .csv, .parquet, each also as .gz), patterns,
-folders of this tool, and datasets on the Hub: NAME, or NAME:SPLIT. A text file has one document, or
+folders, and datasets on the Hub: NAME, or NAME:SPLIT. A text file has one document, or
 several with <|endoftext|> between them. Documents above 250,000 characters are cut. Files that are
 named like chats_dev.csv or validation.jsonl are held out.
 
@@ -108,8 +108,6 @@ def load_documents(sources, subset=None, column="text"):
     parts = defaultdict(list)
     for source in sources:
         name = os.path.expanduser(source)
-        if os.path.isdir(name):
-            name = f"{escape(name)}/*.parquet"
         ending = ending_of(name)
         if "://" in name and READERS.get(ending) != read_text:
             # `datasets` reads from servers and buckets, too, and expands patterns.
@@ -138,8 +136,13 @@ def load_documents(sources, subset=None, column="text"):
 
 
 def find_files(name):
-    """The files of a name or pattern, in the order of their names."""
-    found = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
+    """The files of a name, a pattern or a folder, in the order of their names."""
+    if os.path.isdir(name):  # all of its files that can be read
+        below = sorted(glob(f"{escape(name)}/**/*", recursive=True))
+        found = [file for file in below if ending_of(file) in READERS]
+        found = [file for file in found if Path(file).name != REPORT]
+    else:
+        found = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
     files = [file for file in found if os.path.isfile(file)]
     if not files or any(ending_of(file) not in READERS for file in files):
         sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(READERS)}")
