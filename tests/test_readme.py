@@ -161,9 +161,7 @@ def test_demo_and_the_commands_after_it(tmp_path):
     command = here(command_with("generate.py").replace("outputs/", f"{tmp_path}/"))
     options = {"env": os.environ | {"HF_HUB_OFFLINE": "1"}, "cwd": REPOSITORY, "timeout": 300}
     done = subprocess.run(command, capture_output=True, text=True, **options)
-    # Where torchao is installed, it tells a CPU which of its kernels cannot be loaded.
-    lines = [x for x in done.stderr.splitlines() if "torchao" not in x and "_pytree" not in x]
-    assert (done.returncode, lines) == (0, [])
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("def ")
 
     (lines,) = re.findall(r"```python\n(.*?)```", page("docs/demos.md"), re.DOTALL)
