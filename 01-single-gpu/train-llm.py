@@ -43,7 +43,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_sc
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+PARENTS = Path(__file__).resolve().parents
+REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the handler of signals appends to this list, and the loop reads it
 
@@ -163,8 +164,7 @@ def main():
         stop_signal = max(received_signals, default=0)
         if stop_signal:  # a cluster waits some 30 s only, so save at once
             eval_now = False
-            save_now = True
-            log_now = True
+            save_now = log_now = True
         if log_now:
             # `.item()` waits until the GPU has computed the number, so not every step calls it.
             mean_loss = loss_sum.item() / (step - logged_step)

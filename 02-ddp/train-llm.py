@@ -49,7 +49,8 @@ from transformers.utils import is_flash_attn_2_available
 RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
-REPOSITORY = Path(__file__).resolve().parents[1]
+PARENTS = Path(__file__).resolve().parents
+REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the handler of signals appends to this list, and the loop reads it
 
@@ -196,8 +197,7 @@ def main():
         stop_signal = max(gather(max(received_signals, default=0)))
         if stop_signal:  # a cluster waits some 30 s only, so save at once
             eval_now = False
-            save_now = True
-            log_now = True
+            save_now = log_now = True
         if log_now:
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)

@@ -117,13 +117,14 @@ def free_port() -> int:
 
 
 def chapter(number: int) -> Path:
-    (script,) = REPOSITORY.glob(f"{number:02}-*/train-llm.py")
+    folder = REPOSITORY if number <= 3 else REPOSITORY / "more"
+    (script,) = folder.glob(f"{number:02}-*/train-llm.py")
     return script
 
 
 # -- Rows ------------------------------------------------------------------------------------------
 
-TEXT = f"{REPOSITORY}/*-*/train-llm.py"
+TEXT = f"{REPOSITORY}/more/*/train-llm.py"
 PIPELINE = ["-b", 2, "--gradient-accumulation-steps", 4, "--pipeline-parallel", 2]
 CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "*.jsonl"]
 CHAT += ["--chat-template", REPOSITORY / "models" / "tiny-chat" / "template.jinja", "-s", 256]

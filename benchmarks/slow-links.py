@@ -54,6 +54,8 @@ ADDRESS = "10.77.0.{}"  # of node 1 and 2, in namespaces that nobody else sees
 
 
 sys.path.append(str(REPOSITORY / "tools"))
+from models import script_of  # noqa: E402
+
 FORMULAE = importlib.import_module("estimate-scaling")
 
 
@@ -111,7 +113,7 @@ class Method:
 
     @property
     def script(self) -> Path:
-        return REPOSITORY / self.chapter / "train-llm.py"
+        return script_of(int(self.chapter[:2]))
 
 
 METHODS = [
@@ -239,7 +241,7 @@ def run(link: Link, method: Method, processes: int, steps: int, folder: Path) ->
     name = f"run-{len([*folder.glob('run-*')])}"
     ranks = NODES * processes
     batch = SAMPLES // (method.groups or ranks)
-    flags = ["-m", folder / "model", "--from-scratch", "-d", REPOSITORY / "0*" / "*.py"]
+    flags = ["-m", folder / "model", "--from-scratch", "-d", REPOSITORY / "more" / "*" / "*.py"]
     flags += ["-b", batch, "-s", LENGTH, "--max-steps", WARMUP + steps, "--lr", 1e-3]
     flags += ["--eval-freq", 0, "--log-freq", 1, "--dtype", "fp32", "--no-compile"]
     flags += ["-e", name, "--save-dir", folder, *method.flags]

@@ -23,7 +23,7 @@ wanted=${1-}
 wanted=${wanted%/} # the shell completes the name of a folder with a slash
 script=
 chapters=()
-for file in "$repository"/[0-9][0-9]-*/train-llm.py; do
+for file in "$repository"/{,more/}[0-9][0-9]-*/train-llm.py; do
   chapter=$(basename "$(dirname "$file")")
   chapters+=("$chapter")
   case $wanted in "$chapter" | "${chapter%%-*}") script=$file ;; esac

@@ -111,7 +111,11 @@ def main() -> None:
     )
     parser.add_argument("chapters", nargs="*", help="numbers, such as 02; without: all chapters")
     args = parser.parse_args()
-    chosen = [d for d in damages() if not args.chapters or d.chapter[:2] in args.chapters]
+    chosen = [
+        damage
+        for damage in damages()
+        if not args.chapters or Path(damage.chapter).name[:2] in args.chapters
+    ]
     if not chosen:
         parser.error("no chapter has one of these numbers")
     sys.exit(0 if verify(chosen) else 1)

@@ -48,7 +48,8 @@ SHORT = {
 
 def chapters() -> list[Path]:
     """The scripts in the order of their numbers."""
-    return sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
+    pattern = "[0-9][0-9]-*/train-llm.py"
+    return sorted(REPOSITORY.glob(pattern)) + sorted((REPOSITORY / "more").glob(pattern))
 
 
 def pairs() -> list[tuple[Path, Path]]:

@@ -349,8 +349,8 @@ def read_grid(file: Path) -> dict:
 
 def layouts_page() -> str:
     grid = read_grid(GRID)
-    names = [path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py")]
-    chapters = {int(name[:2]): name for name in sorted(names)}
+    scripts = [*REPOSITORY.glob("0?-*/train-llm.py"), *REPOSITORY.glob("more/*/train-llm.py")]
+    chapters = {int(path.parent.name[:2]): path.parent.name for path in sorted(scripts)}
     of_gpu = rates()
     traced = sum(cell[0] for cells in grid["cells"].values() for cell in cells)
     sentence = ""

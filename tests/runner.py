@@ -26,9 +26,9 @@ from pathlib import Path
 from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-CHAPTERS_BY_NUMBER = {
-    path.parent.name[:2]: path for path in sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
-}
+FIRST = sorted(REPOSITORY.glob("0?-*/train-llm.py"))
+MORE = sorted(REPOSITORY.glob("more/*/train-llm.py"))
+CHAPTERS_BY_NUMBER = {path.parent.name[:2]: path for path in (*FIRST, *MORE)}
 
 
 def __getattr__(name: str) -> Path:

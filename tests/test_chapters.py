@@ -20,7 +20,8 @@ from runner import REPOSITORY, load
 
 TREE = load(REPOSITORY / "maintain" / "diff-chapters.py")
 CONTINUES = TREE.CONTINUES
-CHAPTERS = [path.parent.name for path in TREE.chapters()]
+SCRIPTS = {path.parent.name: path for path in TREE.chapters()}
+CHAPTERS = [*SCRIPTS]
 MARK = re.compile(r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: ")  # the marker, the number of an idea
 Complaints = Iterator[tuple[int, str]]
 
@@ -66,7 +67,7 @@ class Step:
 
 @lru_cache
 def read(name: str) -> str:
-    text = (REPOSITORY / name / "train-llm.py").read_text()
+    text = SCRIPTS[name].read_text()
     if problem := syntax_error(text):
         pytest.fail(f"{name}/train-llm.py:{problem}", pytrace=False)
     return text
@@ -290,7 +291,7 @@ def test_rules(name):
 
 @pytest.mark.parametrize("name", CONTINUES)
 def test_the_stored_diff_is_new(name):
-    before, after = (REPOSITORY / n / "train-llm.py" for n in (CONTINUES[name], name))
+    before, after = SCRIPTS[CONTINUES[name]], SCRIPTS[name]
     if TREE.unified_diff(before, after) != after.with_name("changes.diff").read_text():
         pytest.fail(f"{name}/changes.diff is old: python maintain/diff-chapters.py", pytrace=False)
 

@@ -8,7 +8,7 @@ from functools import wraps
 import pytest
 import torch
 from conftest import kept_bytes, save_weights, write_model
-from runner import REPOSITORY, Job, load
+from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, load
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -88,7 +88,7 @@ def test_what_the_chapters_allocate(tmp_path, method, devices, config, flags):
     folder = write_model(tmp_path / "model", bos_token_id=0, eos_token_id=0, **LLAMA | config)
     known = tool.METHODS[method]
     number = 19 if "--chunked-loss" in flags else known.chapter
-    (chapter,) = REPOSITORY.glob(f"{number:02}-*/train-llm.py")
+    chapter = CHAPTERS_BY_NUMBER[f"{number:02}"]
     size = {"HSDP": 1, "sparse low-rank": 8, "LoRA": 8}.get(method, 2)
     has_size = known.chapter > 3 and method not in ("Muon", "chat")
     group = [part for flag in known.flags for part in (flag, size)] if has_size else []
@@ -251,7 +251,8 @@ COMMAND = r"^(?:\.venv/bin/)?python tools/estimate-memory.py -m (\S+) (.*)$"
 @pytest.mark.parametrize("method", ["HSDP", "tensor parallel", "pipeline", "LoRA"])
 def test_figures_of_chapters_5_to_7_and_17(method):
     """Of the command in the README, for the chapter and for FSDP."""
-    (readme,) = REPOSITORY.glob(f"{tool.METHODS[method].chapter:02}-*/README.md")
+    chapter = CHAPTERS_BY_NUMBER[f"{tool.METHODS[method].chapter:02}"]
+    readme = chapter.with_name("README.md")
     text = readme.read_text()
     ((name, options),) = re.findall(COMMAND, text, re.MULTILINE)
     traces = traces_of(tool.load_config(name), options)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 from conftest import assert_one_sentence, exact, require
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_10, REPOSITORY
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_10, CHAPTERS_BY_NUMBER, REPOSITORY
 from test_torchrun import Launch
 from torch.distributed import run as torchrun
 
 RUN = REPOSITORY / "launch" / "run.sh"
 TORCHRUN = REPOSITORY / "launch" / "torchrun.py"
-CHAPTERS = sorted(path.parent.name for path in REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
+CHAPTERS = [path.parent.name for path in CHAPTERS_BY_NUMBER.values()]
 VARIABLES = ["NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"]
 VARIABLES += ["MAX_RESTARTS", "LOCAL_ADDR", "HANG_DUMPS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
 VARIABLES += ["PREFLIGHT"]

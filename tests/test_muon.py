@@ -58,7 +58,7 @@ def test_how_evenly(benchmark, capsys):
     models = ["meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"]
     benchmark.print_owners(load(CHAPTER_18), models, [8, 64, 512])
     _, *rows = re.findall(r"^\| meta-llama/\S+ \| \d+ (\| .*)$", capsys.readouterr().out, re.M)
-    text = page("18-muon/README.md")
+    text = page("more/18-muon/README.md")
     assert len(rows) == 5
     for row in rows:
         assert f"{row}\n" in text, row
@@ -200,7 +200,7 @@ def test_costs(tmp_path):
     assert job.wait() == 0, job.output
     rows = re.findall(r"^\| (.*?) \| ([\d,]+) \| (\d+) \| (\d+) \|", job.output, re.MULTILINE)
     assert len(rows) == 4
-    table = re.findall(r"^\| .*", section("18-muon/README.md", "What it costs"), re.MULTILINE)
+    table = re.findall(r"^\| .*", section("more/18-muon/README.md", "What it costs"), re.MULTILINE)
     for (_, *counted), line in zip(rows, table[1:5], strict=True):
         _, two_ranks, _, collectives, multiplications, _, _ = line.split(" | ")
         assert counted == [two_ranks, collectives, multiplications]

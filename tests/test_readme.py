@@ -21,7 +21,7 @@ from runner import (
     load,
     outcome,
 )
-from test_chapters import CONTINUES, changed_code_lines, read, step_to
+from test_chapters import CONTINUES, SCRIPTS, changed_code_lines, read, step_to
 from test_mds import IMPORTABLE
 from test_torchrun import FORKING
 from torch.distributed import run as torchrun
@@ -39,8 +39,13 @@ def commands_of(files: list[str]) -> list[str]:
 
 COMMANDS = commands_of(GUIDE)
 
+
+def shown(path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
 CHAPTERS = [path for number, path in CHAPTERS_BY_NUMBER.items() if number != "09"]
-READMES = [f"{path.parent.name}/README.md" for path in CHAPTERS]
+READMES = [shown(path.with_name("README.md")) for path in CHAPTERS]
 LAUNCH = "launch/README.md"
 FOLDERS = [f"learn/{name}/README.md" for name in ("by-hand", "in-short", "broken", "exercises")]
 WHICH = "docs/which-chapter.md"
@@ -136,7 +141,7 @@ def test_demo_and_the_commands_after_it(tmp_path):
 
     for command, script in zip(demos, CHAPTERS, strict=True):
         processes = 4 if script == CHAPTER_13 else 2
-        launch = f"torchrun --standalone --nproc-per-node {processes} {script.parent.name}/"
+        launch = f"torchrun --standalone --nproc-per-node {processes} {shown(script)}"
         assert (launch in command) == (script != CHAPTER_1)
         flags = ["--save-dir", tmp_path, "--max-steps", 3, "--log-freq", 1]
         if script != CHAPTER_1:
@@ -218,7 +223,7 @@ def anchors(markdown: str) -> set[str]:
 @pytest.mark.parametrize(
     "file",
     [
-        *("README.md", *READMES, "09-hf-trainer/README.md", LAUNCH, *DOCS),
+        *("README.md", *READMES, "more/09-hf-trainer/README.md", LAUNCH, *DOCS),
         *("CONTRIBUTING.md", "outputs/README.md", *FOLDERS, *RECORDS),
     ],
 )
@@ -237,9 +242,9 @@ def test_links_lead_somewhere(file):
 
 
 def test_the_first_page_leads_to_all_chapters():
-    folders = {path.name for path in REPOSITORY.glob("[0-9][0-9]-*")}
+    folders = {path.parent.name for path in CHAPTERS_BY_NUMBER.values()}
     for heading, file in {"The chapters": "README.md", "Which chapter": WHICH}.items():
-        pattern = r"^\|.*?\[`(\d\d-[\w-]+)`\]\((?:\.\./)?\1/README\.md\)"
+        pattern = r"^\|.*?\[`(\d\d-[\w-]+)`\]\((?:\.\./)?(?:more/)?\1/README\.md\)"
         linked = re.findall(pattern, section(file, heading), re.MULTILINE)
         assert sorted(linked) == sorted(folders), heading
 
@@ -284,7 +289,8 @@ def without_comments(text: str) -> list[str]:
 @pytest.mark.parametrize("name", CONTINUES)
 def test_each_idea_is_explained_with_its_code(name):
     """In their order; a snippet begins with the first line of code below the marker."""
-    file, script, marker = f"{name}/README.md", read(name), step_to(name).marker
+    file = SCRIPTS[name].with_name("README.md")
+    script, marker = read(name), step_to(name).marker
     code = without_comments(script)
     headings = re.findall(r"^### (\d+)\. ", section(file, "The ideas"), re.MULTILINE)
     assert headings == re.findall(rf"# {marker} (\d+): ", script)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import exact, require
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, free_port
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTERS_BY_NUMBER, REPOSITORY, free_port
 from test_launch import ACTIVE, CLEAN
 
 pytestmark = pytest.mark.rest
@@ -290,8 +290,8 @@ STUBS = {
 
 
 # The last sentences of all chapters, each once
-SCRIPTS = sorted(REPOSITORY.glob("[0-9][0-9]-*/train-llm.py"))
-DONE = [re.findall(r'say\(f"(Done: .*?) {', script.read_text()) for script in SCRIPTS]
+TEXTS = [script.read_text() for script in CHAPTERS_BY_NUMBER.values()]
+DONE = [re.findall(r'say\(f"(Done: .*?) {', text) for text in TEXTS]
 
 
 @pytest.mark.parametrize("last", [*sorted({last for [last] in DONE}), "Stopped after step 9:"])

@@ -52,7 +52,8 @@ def load_script(script: Path):
 
 
 def script_of(number: int) -> Path:
-    (script,) = REPOSITORY.glob(f"{number:02}-*/train-llm.py")
+    folder = REPOSITORY if number <= 3 else REPOSITORY / "more"
+    (script,) = folder.glob(f"{number:02}-*/train-llm.py")
     return script
 
 

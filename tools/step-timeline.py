@@ -1,7 +1,7 @@
 """Draws one optimizer step of a chapter: when each rank computes, and when it communicates.
 
     python tools/step-timeline.py 02-ddp
-    python tools/step-timeline.py 07-pipeline-parallel -b 1 --gradient-accumulation-steps 8
+    python tools/step-timeline.py more/07-pipeline-parallel -b 1 --gradient-accumulation-steps 8
     python tools/step-timeline.py 03-fsdp --processes 4 -o step.svg
 
 The chapter runs unmodified, as its `--demo` unless flags of the chapter say otherwise: on GPUs, if
@@ -31,10 +31,10 @@ from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 
-from models import REPOSITORY, load_script
+from models import load_script, script_of
 
-FOLDERS = ("0[2-8]-*", "1[1-3]-*")  # chapters that torchrun starts
-CHAPTERS = [path.name for folder in FOLDERS for path in sorted(REPOSITORY.glob(folder))]
+NUMBERS = (2, 3, 4, 5, 6, 7, 8, 11, 12, 13)  # chapters that torchrun starts
+CHAPTERS = {script_of(number).parent.name: script_of(number) for number in NUMBERS}
 FLAGS = ["--demo", "--max-steps", "7", "--eval-freq", "0"]
 FIRST_STEP = 3  # the ones before have more to do
 
@@ -313,7 +313,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(args.processes), __file__, "--watch", folder]
-        command += [str(REPOSITORY / name / "train-llm.py"), *FLAGS, *flags]
+        command += [str(CHAPTERS[name]), *FLAGS, *flags]
         env = dict(os.environ)
         on_gpus = cuda.device_count() >= args.processes
         if not on_gpus:

@@ -216,7 +216,7 @@ def write_rows(args: argparse.Namespace) -> int:
     try:
         from streaming.base.util import merge_index
     except ImportError:
-        sys.exit("error: MDS needs a package that is not installed: see 10-mds-shards/README.md")
+        sys.exit("error: MDS needs a package that is missing: see more/10-mds-shards/README.md")
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")

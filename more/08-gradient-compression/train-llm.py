@@ -1,0 +1,860 @@
+"""Chapter 8: DDP over slow links, with compressed gradients.
+
+Each process trains as in chapter 2, but sends less than its whole gradient. It sends 16-bit
+numbers, or two narrow matrices whose product is nearly the gradient, or some frequencies of the
+gradient. The rest is added to the gradient of the next step. This helps only on a slow network,
+because compression takes time, and most methods need more steps. Comments with COMPRESSION 1 to 10
+mark the ideas.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo --compress dct-topk --keep 0.1
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # as in chapter 2
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-less     # all GPUs of a node
+"""
+
+import atexit
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import uuid
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from glob import escape, glob
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
+import comet_ml
+import datasets
+import numpy as np
+import psutil
+import pyarrow.compute
+import torch
+import torch.distributed as dist
+import transformers
+from filelock import FileLock
+from jsonargparse import ActionYesNo, ArgumentParser, typing
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.elastic.multiprocessing.errors import record
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+PARENTS = Path(__file__).resolve().parents
+REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+received_signals = []  # the handler of signals appends to this list, and the loop reads it
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    if RANK > 0:  # DDP: the others would print the same
+        sys.stdout = open(os.devnull, "w")
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
+    device = join_process_group()
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
+
+    # Data.
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    dp_rank = RANK  # the number of this share of the data. Later chapters have fewer shares
+    dp_size = WORLD_SIZE
+    global_batch = args.batch_size * accumulation * dp_size
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
+    # DDP: One rank of this torchrun tokenizes. The others wait, and then read its cache.
+    with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
+        train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
+    # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
+    train_samples = len(train_tokens) // args.seq_length
+    if train_samples < global_batch or len(eval_tokens) < args.seq_length:
+        sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
+    say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
+    order = sample_order(args, train_samples)  # of all epochs
+
+    # A run with -e continues from its newest checkpoint. How many steps are left?
+    setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
+    run_folder, checkpoint, state = open_run(args, setup)
+    # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
+    setups = gather(setup | {"step of the checkpoint": state.step})
+    differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
+    if differing:
+        sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
+    total_steps = state.step + (len(order) - state.samples) // global_batch
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    if run_folder and state.step >= total_steps and (run_folder / "final").exists():
+        say(f"Already complete: choose another -e, or delete {run_folder}")
+        return
+
+    # Model and optimizer.
+    model = build_model(args, device, checkpoint)
+    largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
+    if largest >= model.config.vocab_size:
+        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    # DDP 4: The wrapper averages gradients over the ranks, while backward() computes others.
+    # It begins with rank 0's weights. Gradients travel in buckets of 25 MB, as soon as one is full.
+    # COMPRESSION: PowerSGD keeps residuals per bucket. DDP makes new buckets in step 2, unless it
+    # looks for unused parameters.
+    keep_buckets = args.compress == "powersgd"
+    ddp_model = torch.nn.parallel.DistributedDataParallel(
+        model, gradient_as_bucket_view=True, find_unused_parameters=keep_buckets
+    )
+    torch._dynamo.config.optimize_ddp = False  # DDP: do not cut a layer where a bucket ends
+    compression = Compression(model, args, checkpoint)
+    if args.compress != "none":
+        # COMPRESSION 1: The hook averages a bucket in place of DDP, so it decides what is sent.
+        # DDP calls it once per bucket and optimizer step, also with gradient accumulation.
+        # DDP calls Compression.hook(compression, bucket), which is compression.hook(bucket).
+        ddp_model.register_comm_hook(compression, Compression.hook)
+    groups = parameter_groups(model, args)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
+    scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
+    )
+    rate_factor = scheduler.lr_lambdas[0]  # this function alone: the scheduler never steps
+    # fp16 rounds gradients below 3e-8 to zero, so the scaler makes them larger for a while.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
+    if checkpoint:
+        saved = torch.load(checkpoint / "training_state.pt", map_location="cpu")
+        # Weight decay and betas are those of this run's flags.
+        saved["optimizer"]["param_groups"] = optimizer.state_dict()["param_groups"]
+        for name, part in stateful.items():
+            part.load_state_dict(saved.pop(name))
+    memory_file = None
+    if run_folder:
+        # COMPRESSION: The memory differs from rank to rank, so each rank writes its own file.
+        memory_file = run_folder / f"memory-{RANK}-of-{WORLD_SIZE}.pt"
+    # DDP 5: Rank 0 alone writes files and logs, since the other ranks would write the same.
+    run_folder = run_folder if RANK == 0 else None  # None: write nothing
+    run_log = None
+    if run_folder:
+        parameters = setup | describe_run(model, device, train_samples)
+        run_log = RunLog(args, run_folder, checkpoint, state, parameters)
+        run_log.comet.set_model_graph(str(model))  # the architecture as text
+    # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
+    # DDP: torchrun passes SIGUSR1 on with --signals-to-handle, and kills after --shutdown-timeout.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, remember_signal)
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    logged_time = time.perf_counter()
+    # disable=None: no bar where the output goes to a file
+    progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
+    stop_signal = 0  # none
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        step = state.step + 1
+        at_end = step == total_steps
+        eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
+        save_now = step % args.ckpt_freq == 0 or at_end
+        log_now = step % args.log_freq == 0 or eval_now or save_now
+        times = defaultdict(float)  # milliseconds of each phase
+        # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
+        wait = log_now and device.type != "cpu"
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
+            first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
+            torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
+            # DDP 7: As in `ddp_model.no_sync()`, only the last micro-batch averages gradients.
+            ddp_model.require_backward_grad_sync = micro_step == accumulation - 1
+            with timed("data", times, wait):
+                indices = order[first : first + args.batch_size]
+                input_ids = read_batch(train_tokens, indices, args, device)
+            with timed("forward", times, wait):
+                # The model shifts the labels itself, so that each token predicts the next one.
+                # A cache of keys and values serves generation. In training it only takes memory.
+                # DDP 8: Call the wrapper, because the bare model would never average gradients.
+                loss = ddp_model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+                loss = loss / accumulation  # the micro-batches of a step then add up to a mean
+            with timed("backward", times, wait):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # the number alone, without its graph
+        with timed("update", times, wait):
+            scaler.unscale_(optimizer)  # fp16: divide the gradients by the scale
+            # Clip the gradient of the whole step, so that no bad batch spoils the weights.
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            rate = args.lr * rate_factor(state.step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()  # a lower scale after infinite gradients, and later a higher one
+            # DDP: After None, accumulated gradients would lie outside the buckets, and be copied.
+            optimizer.zero_grad(set_to_none=accumulation == 1)
+        state.step = step
+        state.samples += global_batch
+        state.epoch = state.samples / train_samples
+        progress.update()
+
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop_signal = max(gather(max(received_signals, default=0)))
+        if stop_signal:  # a cluster waits some 30 s only, so save at once
+            eval_now = False
+            save_now = log_now = True
+        if log_now:
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            # `.item()` waits until the GPU has computed the number, so not every step calls it.
+            mean_loss = loss_sum.item() / (step - logged_step)
+            seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": rate,
+                "grad_norm": grad_norm.item(),
+                "tokens_per_second": global_batch * args.seq_length / seconds,
+                "time/total_ms": 1e3 * seconds,  # mean per step since the last log
+                **times,  # phases of this step alone
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
+                **compression.metrics(step - logged_step),  # COMPRESSION: the bytes sent
+            }
+            numbers = f"loss {mean_loss:.4f}  lr {rate:.2e}  {metrics['tokens_per_second']:,.0f}"
+            say(f"step {step}/{total_steps}  {numbers} tokens/s")
+            if run_log:
+                run_log.log(state, metrics)
+            # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
+            norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or norm_is_wrong:
+                sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
+            loss_sum.zero_()
+            logged_step = step
+        if eval_now:
+            eval_loss = evaluate(model, eval_tokens, args, device, dp_rank, dp_size)  # DDP: shares
+            say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            if run_log:
+                run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
+        if memory_file and save_now:
+            torch.save(compression.memory, memory_file)
+            # COMPRESSION 2: Each rank decodes for itself, so check that all weights are equal.
+            # After `gather`, all files are written, so rank 0 can move them into the checkpoint.
+            hashes = gather([torch.hash_tensor(p).item() for p in model.parameters()])
+            assert all(other == hashes[0] for other in hashes), "the ranks have different weights"
+        if save_now and run_folder:
+            save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
+        if log_now:
+            logged_time = time.perf_counter()  # so evaluation and checkpoint do not count
+
+    if run_folder and state.step >= total_steps:
+        with new_folder(run_folder / "final") as folder:
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        say(f"Done: the model is in {run_folder / 'final'}")
+    gather(None)  # DDP: waits until rank 0 has written
+    del ddp_model  # DDP: before the next line, because freeing it later may hang
+    dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: with -e, the same command continues the run")
+        sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, device, checkpoint):
+    """The model on `device`, with its attention, and compiled if asked for."""
+    model = load_model(args, checkpoint).to(device)
+    # Weights stay in fp32. Autocast computes matrix products in bf16 or fp16, which is faster, and
+    # keeps sums that need more precision (norms, softmax, the loss) in fp32.
+    autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
+    model.forward = autocast(model.forward)  # as a decorator: in training and evaluation
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
+    # Attention may cross borders of documents. So leave out their search, which waits for the GPU.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # All decoder layers have this class, also without activation checkpointing.
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    say(f"Attention {model.config._attn_implementation}, {args.dtype}, {len(layers)} layers")
+    if args.activation_checkpointing:
+        # A layer keeps only its input. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
+    if args.compile:
+        # Compile each layer, not the whole model. Then no attention mask is built, so the kernels
+        # that are fast without a mask can run. Layers of one kind also share their compiled code.
+        for layer in layers:
+            layer.compile()
+        model.loss_function = torch.compile(model.loss_function)  # no fp32 copy of the logits
+    return model
+
+
+def load_model(args, checkpoint):
+    """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
+    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    if args.from_scratch and not checkpoint:
+        config = AutoConfig.from_pretrained(args.model_name)
+        model = AutoModelForCausalLM.from_config(config, **options)
+        # How many random numbers from_config() takes depends on its version, so draw them again.
+        torch.manual_seed(args.seed)
+        model.apply(model._init_weights)
+        return model
+    source = checkpoint or args.model_name
+    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    if info["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
+    return model
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+# -- Compression -----------------------------------------------------------------------------------
+
+CASTS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
+WITH_RESIDUALS = ["powersgd", "dct", "dct-topk"]  # methods that keep what they do not send
+METHODS = ["none", *CASTS, *WITH_RESIDUALS]
+CHUNK = 64  # numbers that are transformed together
+LAST_SIX_BITS = 0b111111  # room for a place in a chunk: 0 to 63
+
+
+class Compression:
+    """A communication hook and its memory: the residuals, which this rank has not sent yet.
+
+    https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+    """
+
+    def __init__(self, model, args, checkpoint):
+        self.args = args
+        # An all-reduce of B bytes counts 2 B here. An all-gather of B bytes per rank counts N B.
+        # In both cases, each of N ranks sends (N - 1) / N of this.
+        self.volume = 0
+        gradient_bytes = 4 * model.num_parameters()
+        self.volume_of_chapter_2 = 2 * gradient_bytes
+        # COMPRESSION 3: Residuals of dct belong to parameters, since DDP makes new buckets once.
+        self.names = {p: name for name, p in model.named_parameters()}
+        # PyTorch keeps PowerSGD's residuals and its matrices P and Q by bucket. PowerSGD begins in
+        # step 2, when the buckets are final. Here buckets are final from the start: skip the wait.
+        self.powersgd = powerSGD_hook.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=args.powersgd_rank,
+            start_powerSGD_iter=2,
+            min_compression_rate=2,
+            use_error_feedback=args.error_feedback,
+        )
+        self.powersgd.iter = 2
+        self.residuals = self.powersgd.error_dict  # dct uses the same dictionary
+        self.memory = [self.residuals, self.powersgd.p_memory_dict, self.powersgd.q_memory_dict]
+        # COMPRESSION 4: Each row is a cosine, and the rows are orthonormal, so nothing is lost.
+        # Row k has k half waves (DCT-II). The transpose turns frequencies back into numbers. The %
+        # keeps angles below 2 pi, where fp32 is more exact.
+        self.frequencies = torch.arange(CHUNK, device=model.device)
+        rows = self.frequencies[:, None]
+        columns = self.frequencies[None] + 0.5
+        angles = torch.pi / CHUNK * ((rows * columns) % (2 * CHUNK))
+        self.cosines = torch.nn.functional.normalize(angles.cos())
+        if checkpoint:
+            self.load(checkpoint, model.device)
+
+    def load(self, checkpoint, device):
+        """Restores the memory from the files that all ranks have written."""
+        files = sorted(checkpoint.glob("memory-*.pt"))
+        if len(files) == WORLD_SIZE:
+            files = [checkpoint / f"memory-{RANK}-of-{WORLD_SIZE}.pt"]
+        # COMPRESSION 5: With another number of ranks, each begins with the mean of all files.
+        for file in files:
+            for memory, saved in zip(self.memory, torch.load(file, device), strict=True):
+                for key, tensor in saved.items():
+                    memory[key] = memory.get(key, 0) + tensor / len(files)
+
+    def hook(self, bucket):
+        """Begins to average a bucket over the ranks; returns a future."""
+        if self.args.compress in CASTS:
+            # COMPRESSION 6: Numbers of 16 bits take half of the bytes, but their sum is rounded.
+            half_of_the_bytes = bucket.buffer().nbytes // 2
+            self.volume += 2 * half_of_the_bytes
+            return CASTS[self.args.compress](None, bucket)  # None: over all ranks
+        if self.args.compress == "powersgd":
+            # COMPRESSION 7: A gradient is nearly a product of two narrow matrices: send only these.
+            self.powersgd.total_numel_after_compression = 0
+            future = powerSGD_hook.powerSGD_hook(self.powersgd, bucket)
+            message_bytes = 4 * self.powersgd.total_numel_after_compression
+            self.volume += 2 * message_bytes
+            future.wait()  # the callbacks of two buckets would start all-reduces in any order
+            return future
+        # `p.grad` is a view of the bucket, so `average` changes the bucket in place.
+        futures = [self.average(self.names[p], p.grad) for p in bucket.parameters()]
+
+        def finish(_):
+            # All futures are complete, but their work may still run on the GPU: this stream waits.
+            torch.futures.wait_all(futures)
+            return bucket.buffer()
+
+        return torch.futures.collect_all(futures).then(finish)
+
+    def average(self, name, gradient):
+        """Begins to average the lowest or the strongest frequencies of each chunk."""
+        size = gradient.numel()
+        is_small = size < self.args.min_compress
+        has_rest = size % CHUNK > 0
+        if is_small or has_rest:  # average it whole
+            self.volume += 2 * gradient.nbytes
+            return dist.all_reduce(gradient, dist.ReduceOp.AVG, async_op=True).get_future()
+        chunks = gradient.view(-1, CHUNK)
+        spectrum = chunks @ self.cosines.T
+        # COMPRESSION 8: The unsent part joins the next gradient, so it is late, but not lost.
+        if name in self.residuals:
+            spectrum += self.residuals[name]
+        count = round(self.args.keep * CHUNK)
+        takes_largest = self.args.compress == "dct-topk"
+        if takes_largest:
+            places = spectrum.abs().topk(count).indices
+        else:
+            places = self.frequencies[:count].expand(len(spectrum), count)
+        if self.args.error_feedback:
+            unsent = spectrum.scatter(1, places, 0.0)  # zeros at the places that are sent
+            self.residuals[name] = unsent
+        message = spectrum.gather(1, places) / WORLD_SIZE
+        if takes_largest:
+            # COMPRESSION 9: Each rank has its own choice, so all ranks receive all N choices.
+            # The last six of the 32 bits of a number hold its place, so places cost no bytes.
+            cleared = message.view(torch.int32) & ~LAST_SIX_BITS
+            message = cleared | places.int()
+            received = [torch.empty_like(message) for _ in range(WORLD_SIZE)]
+            work = dist.all_gather(received, message, async_op=True)
+            self.volume += WORLD_SIZE * message.nbytes
+        else:
+            # COMPRESSION 10: All ranks send the same frequencies, so an all-reduce adds them up.
+            work = dist.all_reduce(message, async_op=True)
+            received = [message]
+            self.volume += 2 * message.nbytes
+
+        # `decode` may run in another CUDA stream, after `average` has returned. So it reads only
+        # the bucket, constants, and what was received: no memory that PyTorch gives away before.
+        def decode(_):
+            chunks.zero_()
+            for part in received:  # in the order of the ranks, so all ranks get the same sum
+                index = places
+                if takes_largest:
+                    index = part.long() & LAST_SIX_BITS  # the places that its sender has chosen
+                # The place is still in the last bits, and changes the number by less than 1e-5.
+                chunks.scatter_add_(1, index, part.view(torch.float32))
+            # Returned, so that whoever waits for this future also waits for the work on the GPU.
+            return chunks.copy_(chunks @ self.cosines)
+
+        return work.get_future().then(decode)
+
+    def metrics(self, steps):
+        """Bytes that a rank sends per optimizer step, and the ratio to the bytes of chapter 2."""
+        volume = self.volume / steps
+        self.volume = 0
+        if self.args.compress == "none":  # without a hook, nothing is counted
+            volume = self.volume_of_chapter_2
+        sent = volume * (WORLD_SIZE - 1) / WORLD_SIZE
+        ratio = volume / self.volume_of_chapter_2
+        return {"communication/bytes_per_step": sent, "communication/ratio": ratio}
+
+
+# -- Data and evaluation ---------------------------------------------------------------------------
+
+READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+READERS |= {".csv": "csv", ".parquet": "parquet"}
+EVAL_SAMPLES = 1000  # held-out samples at most, because each evaluation takes time
+
+
+def load_tokens(args, tokenizer):
+    """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
+    name, _, train_split = os.path.expanduser(args.dataset_name).partition(":")  # NAME:SPLIT
+    reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
+    if os.path.isdir(name):
+        if not glob(f"{escape(name)}/train-*.parquet"):
+            sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
+        splits = datasets.load_dataset("parquet", data_dir=name)
+    elif reader:
+        files = glob(name, recursive=True)
+        if not files:
+            sys.exit(f"error: there are no files for {name}")
+        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+            sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
+        options = {"sample_by": "document"} if reader == "text" else {}  # a file is one document
+        splits = datasets.load_dataset(reader, data_files=name, **options)
+    else:  # a dataset on the Hub
+        splits = datasets.load_dataset(name, args.dataset_subset)
+    train_tokens = tokenize_split(splits.pop(train_split or "train"), tokenizer, args.text_column)
+    eval_split = splits.get("validation") or splits.get("test")
+    if eval_split:
+        eval_tokens = tokenize_split(eval_split, tokenizer, args.text_column)
+        return train_tokens, eval_tokens.slice(length=EVAL_SAMPLES * args.seq_length)
+    samples = len(train_tokens) // args.seq_length
+    held_out = min(max(1, samples // 100), EVAL_SAMPLES)
+    end = max(0, samples - held_out) * args.seq_length
+    return train_tokens.slice(length=end), train_tokens.slice(offset=end)
+
+
+def tokenize_split(documents, tokenizer, column):
+    """All documents of a split as one array of token ids."""
+    if column not in documents.column_names:
+        sys.exit(f"error: no column {column!r}: choose --text-column of {documents.column_names}")
+    tokenized = documents.map(
+        tokenize,
+        batched=True,
+        batch_size=1 if documents.info.builder_name == "text" else 32,  # files may be large
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        remove_columns=documents.column_names,  # keep only the token ids
+    )
+    # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
+    tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
+    say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
+    return tokens
+
+
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, with one end-of-text token at its end."""
+    texts = [text for text in rows[column] if text]
+    # Text files with many documents mark the end of each document like this.
+    texts = [part for text in texts for part in text.split("<|endoftext|>") if part]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
+
+
+def sample_order(args, train_samples):
+    """The samples of all epochs in their order. The seed decides it, so a resume repeats it."""
+    permutations = []
+    for epoch in range(args.num_epochs):
+        generator = np.random.RandomState((args.seed, epoch))  # equal in all versions of NumPy
+        permutations.append(generator.permutation(train_samples))
+    return np.concatenate(permutations)
+
+
+def read_batch(tokens, indices, args, device):
+    """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
+    size = args.seq_length
+    samples = [tokens.slice(offset=i * size, length=size).to_numpy() for i in indices]
+    batch = torch.from_numpy(np.stack(samples))
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # the GPU copies from pinned memory, while Python goes on
+    return batch.to(device, non_blocking=batch.is_pinned()).long()  # int64, as the loss wants it
+
+
+@torch.no_grad()
+def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank has a share
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    samples = len(tokens) // args.seq_length
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    for first in range(dp_rank * args.batch_size, samples, dp_size * args.batch_size):
+        indices = range(first, min(first + args.batch_size, samples))
+        input_ids = read_batch(tokens, indices, args, device)
+        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+        loss_sum += loss * len(indices)  # the last batch may be smaller
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    model.train()  # dropout on again
+    return loss_sum.item() / samples
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A resumed run must keep these flags and facts, because they decide what the samples are.
+LASTING = ["model_name", "dataset_name", "dataset_subset", "text_column", "dataset_tokens"]
+LASTING += ["seq_length", "seed", "dtype"]
+# COMPRESSION: Other methods cannot use these residuals, or would add them again in each step.
+LASTING += ["compress", "error_feedback", "powersgd_rank"]
+# These may change without a word. All others may change, too, with a warning.
+FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
+FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
+
+
+def open_run(args, setup):
+    """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
+    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
+        return None, None, state
+    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(run_folder / "lock")
+    if RANK == 0:  # DDP: one lock for all ranks
+        lock.acquire(timeout=0)  # fails if another process trains in this folder
+    atexit.register(lock.release)  # a reference, or the lock would end with this function
+    checkpoint = max(run_folder.glob("step-????????"), default=None)
+    if checkpoint:
+        say(f"Continuing from {checkpoint}")
+        state = SimpleNamespace(**json.loads((checkpoint / "state.json").read_text()))
+        before = json.loads((checkpoint / "parameters.json").read_text())
+        for name, now in setup.items():
+            change = f"{name} was {before.get(name)}, and is {now} now"
+            if now != before.get(name) and name in LASTING:
+                sys.exit(f"error: {change}: keep it, or choose another -e")
+            if now != before.get(name) and name not in FREE:
+                say(f"warning: {change}")
+    return run_folder, checkpoint, state
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    yield temporary
+    for file in temporary.glob("*.safetensors"):  # so far, only the owner may read these
+        shutil.copymode(temporary / "tokenizer_config.json", file)
+    os.sync()  # all files are on the disk before the folder gets its name
+    if folder.is_symlink():  # to a folder on another disk
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
+    """Writes all that an exact resume needs, then removes old checkpoints."""
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        training_state = {name: part.state_dict() for name, part in stateful.items()}
+        torch.save(training_state, folder / "training_state.pt")
+        # COMPRESSION: All ranks have written their memory into the folder of the run.
+        for rank in range(WORLD_SIZE):
+            file = run_folder / f"memory-{rank}-of-{WORLD_SIZE}.pt"
+            if not file.exists():
+                sys.exit(f"error: rank 0 does not see {file}: put --save-dir on a shared disk")
+            shutil.move(file, folder)
+        (folder / "state.json").write_text(json.dumps(vars(state), indent=2))
+        shutil.copy(run_folder / "metrics.jsonl", folder)
+        shutil.copy(run_folder / "parameters.json", folder)
+    for old in sorted(run_folder.glob("step-????????"))[: -args.keep_checkpoints]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks, and returns the device of this rank."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next lines, which else use GPU 0
+    store, _, _ = next(dist.rendezvous("env://"))
+    # DDP: torchrun's store outlives dead ranks. So each key begins with the number of restarts.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
+
+
+def gather(value):
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        for name, value in of_rank.items():
+            result[name.replace("/", f"/rank{rank}/")] = value
+    return result
+
+
+@contextmanager
+def timed(phase, times, wait):
+    """Adds the milliseconds of a block to `times`. With `wait`, they include the GPU's work."""
+    if wait:
+        torch.accelerator.synchronize()  # until the GPU has done all work before the block
+    begin = time.perf_counter()
+    yield
+    if wait:
+        torch.accelerator.synchronize()
+    times[f"time/{phase}_ms"] += 1e3 * (time.perf_counter() - begin)
+
+
+def memory_metrics(device):
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without CUDA, memory of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(model, device, train_samples):
+    """Facts about model and machine, which are logged once besides the flags."""
+    on_gpu = device.type == "cuda"
+    return {
+        "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "dataset_samples": train_samples,
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
+
+    def __init__(self, args, run_folder, checkpoint, state, parameters):
+        (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
+        if checkpoint:
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        options = {
+            "workspace": args.comet_workspace,
+            "project_name": args.comet_project_name,
+            "experiment_key": state.comet_key,  # a resumed run continues its experiment
+            "experiment_config": comet_ml.ExperimentConfig(
+                name=args.experiment_name, offline_directory=f"{run_folder}/comet"
+            ),
+        }
+        try:
+            has_key = bool(comet_ml.get_config("comet.api_key"))
+            self.comet = comet_ml.start(online=has_key, **options)
+        except Exception as error:  # no network
+            say(f"warning: Comet cannot be reached, so it writes a file ({error!r:.300})")
+            self.comet = comet_ml.start(online=False, **options)
+        self.comet.log_parameters(parameters)
+
+    def log(self, state, metrics):
+        # JSON has no infinity, which the gradient norm may be in fp16.
+        metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        entry = {"step": state.step, "epoch": state.epoch} | metrics
+        print(json.dumps(entry), file=self.file, flush=True)
+        self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
+
+
+def remember_signal(number, frame):
+    received_signals.append(number)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    # Ctrl-C also ends `| tee log`. Printing then fails, and must not prevent the last checkpoint.
+    with suppress(OSError):
+        tqdm.write(message)
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
+    "model_name": f"{REPOSITORY}/models/tiny-llama",
+    "from_scratch": True,
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1, or about that
+    "max_steps": 400,
+    "lr": 2e-3,
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def parse_args():
+    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    folder_name = typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    add = parser.add_argument
+    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    add("-e", "--experiment-name", type=folder_name, help="names the run: saves, resumes, logs it")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, folder, file or pattern")
+    add("--text-column", default="text", help="the column to train on")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=PositiveInt, default=8, help="samples per forward pass")
+    add("--gradient-accumulation-steps", type=PositiveInt, default=1, help="passes per step")
+    add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
+    add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
+    add("--lr", type=float, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
+    add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
+    add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
+    add("--weight-decay", type=float, default=0.01, help="for matrices only")
+    add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
+    add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
+    add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
+    add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=PositiveInt, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
+    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
+    # DDP: No --device, because torchrun assigns the devices.
+    # COMPRESSION: The part of a gradient that is sent, and the use of the rest.
+    add("--compress", choices=METHODS, default="none", help="how gradients are compressed")
+    add("--keep", type=float, default=0.5, help="share of the frequencies that are sent")
+    add("--error-feedback", action=switch, default=True, help="add the rest to the next gradient")
+    add("--min-compress", type=int, default=4097, help="gradients with fewer numbers stay whole")
+    add("--powersgd-rank", type=PositiveInt, default=4, help="columns of the matrices of powersgd")
+    add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    # Flags win over --config, it over --demo, and --demo over defaults. So parse again after each.
+    if config := parser.parse_args().config:
+        parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
+    if parser.parse_args().demo:
+        parser.set_defaults(DEMO)
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
+    # COMPRESSION: Refuse useless flags. For each number of a gradient, dct-topk sends keep * N
+    # numbers, and chapter 2 sends 2 numbers, both times (N - 1) / N.
+    if not 1 / CHUNK <= args.keep <= 1:
+        parser.error("--keep must be 1/64 to 1")
+    if args.compress == "dct-topk" and args.keep * WORLD_SIZE >= 2:
+        parser.error(f"with dct-topk, --keep must be below 2 / {WORLD_SIZE} (ranks)")
+    if args.dtype == "fp16" and args.compress in WITH_RESIDUALS:
+        parser.error("residuals would keep an overflow of --dtype fp16: choose --dtype bf16")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except datasets.exceptions.DatasetGenerationError as error:
+        sys.exit(f"error: {error.__cause__}")  # what is wrong in a file
+    except torch.OutOfMemoryError:
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
+    except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
+            raise  # an error in the loop keeps its traceback
+        sys.exit(f"error: {error}")
+    finally:
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
+            time.sleep(5)  # DDP: torchrun ends this rank meanwhile, so one rank prints the error

@@ -1,0 +1,1103 @@
+"""Chapter 10: a corpus in a bucket, as rows of tokens that any number of nodes can read.
+
+`tools/write-mds.py` tokenizes and packs a corpus once, and writes its rows into shards. Here each
+rank reads rows by their number. The shards of an address are downloaded when a row needs them. Row
+number n of a run is the same on any number of ranks, so nodes may come and go. Comments with MDS 1
+to 9 mark the ideas.
+
+    python ../tools/write-mds.py -o ../outputs/mds --demo     # first: writes the rows of the demo
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
+    NNODES=4 MASTER_ADDR=node-0 NODE_RANK=0 ../launch/run.sh 10 -e c4-mds --save-dir /shared/runs \
+        -d s3://bucket/c4 --eval-freq 0 --max-steps 10000     # on each of 4 nodes, with its number
+"""
+
+import atexit
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import uuid
+from collections import OrderedDict, defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cache, partial
+from glob import escape, glob
+from itertools import chain, islice
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
+import comet_ml
+import datasets
+import numpy as np
+import psutil
+import pyarrow.compute
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import xxhash
+from filelock import FileLock
+from jsonargparse import ActionYesNo, ArgumentParser, typing
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+PARENTS = Path(__file__).resolve().parents
+REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+received_signals = []  # the handler of signals appends to this list, and the loop reads it
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    if RANK > 0:  # DDP: the others would print the same
+        sys.stdout = open(os.devnull, "w")
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
+    device = join_process_group()
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
+
+    # Data.
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    dp_rank = RANK  # the number of this share of the data. Later chapters have fewer shares
+    dp_size = WORLD_SIZE
+    global_batch = args.batch_size * accumulation * dp_size
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
+    # MDS: No rank waits for another rank here, because the rows are tokens already.
+    train_rows = MdsRows(args, tokenizer)
+    train_samples = sum(train_rows.sizes)
+    if train_samples < global_batch:
+        sys.exit("error: the shards have too few rows: lower --batch-size")
+    eval_tokens = load_eval_tokens(args, tokenizer) if args.eval_freq else []
+    say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
+    order = sample_order(args, train_rows.sizes)  # of all epochs
+
+    # A run with -e continues from its newest checkpoint. How many steps are left?
+    # MDS: The index has the hash of each shard, so other rows have another index.
+    setup = args.as_dict() | {"global_batch": global_batch, "index_hash": train_rows.index_hash}
+    run_folder, checkpoint, state = open_run(args, setup)
+    # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
+    files = facts_of_node(args)  # NODES: files of a node may differ, too
+    setups = gather(setup | files | {"step of the checkpoint": state.step})
+    differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
+    if differing:
+        sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
+    total_steps = state.step + (len(order) - state.samples) // global_batch
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    # NODES: With `local`, final/ is on the disk of rank 0 only.
+    has_final = gather(bool(run_folder) and (run_folder / "final").exists())[0]
+    if state.step >= total_steps and has_final:
+        say(f"Already complete: choose another -e, or delete {run_folder}")
+        return
+
+    # Model and optimizer.
+    # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None
+    model = build_model(args, device, whole)
+    largest = train_rows.facts["largest_token"]  # MDS: the tool has noted it
+    if largest >= model.config.vocab_size:
+        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    groups = parameter_groups(model, args)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
+    scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
+    )
+    rate_factor = scheduler.lr_lambdas[0]  # this function alone: the scheduler never steps
+    # fp16 rounds gradients below 3e-8 to zero, so the scaler makes them larger for a while.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
+    if checkpoint:
+        # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
+        # sharded_state() makes AdamW's moments, and has the tensors that dcp.load() fills.
+        read_parts(checkpoint, sharded_state(model, stateful))  # NODES: of any format
+    elif args.resume_dir:
+        # NODES: With --skip-optimizer, take only the weights. The rest of the run begins anew.
+        read_parts(of_this_rank(args.resume_dir), {"model": model.state_dict()})
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
+        parameters = setup | describe_run(model, device, train_samples)
+        run_log = RunLog(args, run_folder, checkpoint, state, parameters)
+        run_log.comet.set_model_graph(str(model))  # the architecture as text
+    # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
+    # DDP: torchrun passes SIGUSR1 on with --signals-to-handle, and kills after --shutdown-timeout.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, remember_signal)
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    token_sum = 0  # MDS: of all ranks since the last logged step, without padding
+    # MDS 1: A thread reads the rows of the next step, so that the devices need not wait for them.
+    reader = ThreadPoolExecutor(1)
+    next_rows = reader.submit(read_step, train_rows, order, state.samples, args, dp_rank, dp_size)
+    logged_step = state.step
+    logged_time = time.perf_counter()
+    # disable=None: no bar where the output goes to a file
+    progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
+    stop_signal = 0  # none
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        step = state.step + 1
+        at_end = step == total_steps
+        eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
+        save_now = step % args.ckpt_freq == 0 or at_end
+        log_now = step % args.log_freq == 0 or eval_now or save_now
+        times = defaultdict(float)  # milliseconds of each phase
+        # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
+        wait = log_now and device.type != "cpu"
+        with timed("data", times, wait):
+            rows = next_rows.result()  # MDS: of this rank, for the whole step
+        if not at_end:
+            next_first = state.samples + global_batch
+            next_rows = reader.submit(
+                read_step, train_rows, order, next_first, args, dp_rank, dp_size
+            )
+        train_tokens = pyarrow.array(np.concatenate(rows))
+        # MDS 2: Count the labels of the whole step first, because its loss is a mean over them.
+        # Padding has no label, and the first token of a row is the label of no other token.
+        labels_here = sum(np.count_nonzero(row[1:] != PADDING) for row in rows)
+        label_count = sum(gather(labels_here))
+        token_sum += label_count + global_batch
+        # MDS 3: Divide by the labels per rank, because FSDP averages over the ranks.
+        # A Python number: FSDP rounds a tensor to bf16, and compiled losses take no NumPy number.
+        # At least 1, because a step may consist of rows with a single token, whose loss is 0.
+        labels_per_rank = float(max(label_count, 1) / dp_size)
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # MDS: read_step has chosen the rows. This number only seeds the dropout masks.
+            first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
+            torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
+            # FSDP: Until gradients are averaged, each rank holds whole ones. To save this memory,
+            # --reshard-after-forward averages after each micro-batch, and not only after the last.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
+            # NODES 1: Only the last micro-batch averages over the copies, because links are slow.
+            model.set_requires_all_reduce(micro_step == accumulation - 1)
+            with timed("data", times, wait):
+                begin = micro_step * args.batch_size  # MDS: in the rows of this step
+                indices = range(begin, begin + args.batch_size)
+                input_ids = read_batch(train_tokens, indices, args, device)
+            with timed("forward", times, wait):
+                # MDS 4: The label of padding is -100, and this label has no loss.
+                # Padding comes last, so no other token attends to padding. So padding needs no
+                # mask, and may have any token id.
+                options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
+                loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
+            with timed("backward", times, wait):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # the number alone, without its graph
+        with timed("update", times, wait):
+            scaler.unscale_(optimizer)  # fp16: divide the gradients by the scale
+            # Clip the gradient of the whole step, so that no bad batch spoils the weights.
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: The norm over all ranks is a DTensor. full_tensor() makes it a plain tensor.
+            grad_norm = grad_norm.full_tensor()
+            rate = args.lr * rate_factor(state.step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()  # a lower scale after infinite gradients, and later a higher one
+            optimizer.zero_grad()  # because backward() adds to the gradients
+        state.step = step
+        state.samples += global_batch
+        state.epoch = state.samples / train_samples
+        progress.update()
+
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop_signal = max(gather(max(received_signals, default=0)))
+        if stop_signal:  # a cluster waits some 30 s only, so save at once
+            eval_now = False
+            save_now = log_now = True
+        # NODES 2: If a node vanishes, the others give up after 5 minutes, and can start again.
+        # The first step, which compiles, evaluations and saves may take PyTorch's 30 minutes.
+        set_time_limit(timedelta(minutes=30 if eval_now or save_now else 5))
+        if log_now:
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            # `.item()` waits until the GPU has computed the number, so not every step calls it.
+            mean_loss = loss_sum.item() / (step - logged_step)
+            seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            tokens = token_sum / (step - logged_step)  # MDS: the mean of a step
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": rate,
+                "grad_norm": grad_norm.item(),
+                # MDS: The speed counts no padding. The second number is the share of padding.
+                "tokens_per_second": tokens / seconds,
+                "padding": 1 - tokens / (global_batch * args.seq_length),
+                "time/total_ms": 1e3 * seconds,  # mean per step since the last log
+                **times,  # phases of this step alone
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
+            }
+            numbers = f"loss {mean_loss:.4f}  lr {rate:.2e}  {metrics['tokens_per_second']:,.0f}"
+            say(f"step {step}/{total_steps}  {numbers} tokens/s")
+            if run_log:
+                run_log.log(state, metrics)
+            # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
+            norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or norm_is_wrong:
+                sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
+            loss_sum.zero_()
+            token_sum = 0  # MDS: together with loss_sum
+            logged_step = step
+        if eval_now:
+            eval_loss = evaluate(model, eval_tokens, args, device, dp_rank, dp_size)  # DDP: shares
+            say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            if run_log:
+                run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
+        if save_now and run_folder:
+            save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
+        if log_now:
+            logged_time = time.perf_counter()  # so evaluation and checkpoint do not count
+
+    wait_for_checkpoint()  # NODES: until the last checkpoint has its name
+    if run_folder and state.step >= total_steps:
+        # FSDP 4: Gather the model in CPU memory of rank 0, since other programs want it whole.
+        weights = whole_weights(model)
+        with new_folder(run_folder / "final") as folder:
+            if RANK == 0:
+                whole.save_pretrained(folder, state_dict=weights)  # it has no weights itself
+                tokenizer.save_pretrained(folder)
+        say(f"Done: the model is in {run_folder / 'final'}")
+    gather(None)  # DDP: waits until rank 0 has written
+    dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: with -e, the same command continues the run")
+        sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, device, whole):
+    """The model on `device`, with its attention, and compiled if asked for."""
+    # FSDP 5: Make and shard a model of meta tensors, which have shapes and take no memory.
+    # Then rank 0 sends the values. A checkpoint is read later, by dcp.load.
+    config = AutoConfig.from_pretrained(args.model_name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=args.attention
+        )
+    # FSDP: No autocast, because the policy in shard_model() casts the weights that FSDP gathers.
+    shard_model(model, args, device)
+    send_weights(whole, model, device)
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
+    # Attention may cross borders of documents. So leave out their search, which waits for the GPU.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # All decoder layers have this class, also without activation checkpointing.
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    say(f"Attention {model.config._attn_implementation}, {args.dtype}, {len(layers)} layers")
+    if args.activation_checkpointing:
+        # A layer keeps only its input. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
+    if args.compile:
+        # Compile each layer, not the whole model. Then no attention mask is built, so the kernels
+        # that are fast without a mask can run. Layers of one kind also share their compiled code.
+        for layer in layers:
+            layer.compile()
+        model.loss_function = torch.compile(model.loss_function)  # no fp32 copy of the logits
+    return model
+
+
+def shard_model(model, args, device):
+    """Gives each rank a shard of every parameter: memory, without values yet."""
+    # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # NODES 3: Ranks form a table: a row holds one copy of the model, a column holds equal shards.
+    # All-gathers and reduce-scatters stay in a row. Columns all-reduce the gradients of a shard.
+    shape = (WORLD_SIZE // args.shard_size, args.shard_size)
+    policy["mesh"] = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    # FSDP 7: Each layer is a unit, which FSDP gathers and frees. So one or two layers are whole.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
+    if not model.all_tied_weights_keys:
+        embeddings = model.get_input_embeddings()
+        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
+        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
+        # The backward pass begins with the head, so the head stays whole after the forward pass.
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
+    fully_shard(model, **policy)
+    # FSDP 8: Take memory only for the shards of this rank, because other ranks have the rest.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+
+
+def send_weights(whole, model, device):
+    """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
+    # Wait for rank 0, which has read the files before. This may take longer than the usual limit.
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+    # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    weights = whole.state_dict() if RANK == 0 else {}
+    state_dict.set_model_state_dict(model, weights, options=options)
+    # `weights` does not have all buffers, such as the rotary frequencies, so send them, too.
+    for name, buffer in model.named_buffers():
+        source = whole.get_buffer(name) if RANK == 0 else buffer
+        buffer.data = source.to(device)
+        dist.broadcast(buffer, src=0)
+    if RANK == 0:
+        model.generation_config = whole.generation_config
+        whole.to("meta")  # frees its weights. To save final/, the rest of it is enough
+
+
+def load_model(args, checkpoint):
+    """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
+    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    if args.from_scratch and not checkpoint:
+        config = AutoConfig.from_pretrained(args.model_name)
+        model = AutoModelForCausalLM.from_config(config, **options)
+        # How many random numbers from_config() takes depends on its version, so draw them again.
+        torch.manual_seed(args.seed)
+        model.apply(model._init_weights)
+        return model
+    source = checkpoint or args.model_name
+    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    if info["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
+    return model
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+# -- Data and evaluation ---------------------------------------------------------------------------
+
+READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+READERS |= {".csv": "csv", ".parquet": "parquet"}
+EVAL_SAMPLES = 1000  # held-out samples at most, because each evaluation takes time
+PADDING = -100  # at the end of a row; the label of a token that has no loss
+PARTS = 64  # MDS: of the corpus, from which the order of the rows takes one row each in turn
+
+
+class MdsRows:
+    """The rows of MDS shards: int32 of shape (seq_length,), with -100 for padding.
+
+    The shards of a folder are read where they are. The shards of an address are downloaded when a
+    row needs them.
+    """
+
+    def __init__(self, args, tokenizer):
+        from streaming import Stream  # an optional package
+        from streaming.base.format import reader_from_json
+        from streaming.base.util import bytes_to_int
+
+        name = args.dataset_name
+        self.is_remote = "://" in name
+        try:
+            folder = open_cache(args) if self.is_remote else name
+            self.facts = json.loads(Path(folder, "rows.json").read_text())
+        except FileNotFoundError:  # MDS: for example a folder of text
+            sys.exit(f"error: {name} lacks rows.json: make rows with tools/write-mds.py")
+        index = Path(folder, "index.json").read_bytes()
+        self.index_hash = xxhash.xxh3_64(index).hexdigest()
+        no_split = None  # the shards lie in the folder itself
+        shards = json.loads(index)["shards"]
+        self.shards = [reader_from_json(folder, no_split, shard) for shard in shards]
+        self.sizes = [shard.samples for shard in self.shards]
+        self.ends = np.cumsum(self.sizes)
+        options = {"download_retry": 2, "download_timeout": 60, "keep_zip": False}
+        self.stream = Stream(remote=name, local=folder, **options) if self.is_remote else None
+        ranks_of_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.cache_limit = bytes_to_int(args.cache_limit) // ranks_of_node  # of this rank
+        self.cached = OrderedDict()  # shards by number; the least recently used shard comes first
+        self.cache_bytes = 0
+        if self.facts["seq_length"] != args.seq_length:
+            sys.exit(f"error: the rows have {self.facts['seq_length']} tokens: give this to -s")
+        # Another tokenizer would give other tokens for this text.
+        probe = tokenizer("Probe of 1 tokenizer: naïve?")["input_ids"] + [tokenizer.eos_token_id]
+        if self.facts["tokenizer_probe"] != probe:
+            sys.exit(f"error: the rows are of another tokenizer: {self.facts['tokenizer']}")
+
+    def read(self, n):
+        """Row n of the corpus."""
+        number = int(np.searchsorted(self.ends, n, side="right"))  # the first shard that ends later
+        shard = self.shards[number]
+        if number not in self.cached:
+            if self.is_remote:
+                self.download(shard)
+            check(shard)
+            self.cached[number] = shard
+        self.cached.move_to_end(number)
+        return shard[int(n - self.ends[number] + self.sizes[number])]["tokens"]
+
+    def download(self, shard):
+        """Downloads a shard. First removes other shards, until the cache has room for this one."""
+        while self.cached and self.cache_bytes + shard.get_max_size() > self.cache_limit:
+            _, least_used = self.cached.popitem(last=False)
+            self.cache_bytes -= least_used.evict()  # returns how many bytes it has removed
+        # Downloads and decompresses the shard, and returns how many bytes the disk now has more.
+        self.cache_bytes += self.stream.prepare_shard(shard)
+
+
+def check(shard):
+    """Compares the file of a shard with its hash in `index.json`."""
+    # MDS 5: Check a shard before its first use, because a flipped bit is another token.
+    file = Path(shard.dirname, shard.raw_data.basename)
+    if xxhash.xxh3_64(file.read_bytes()).hexdigest() != shard.raw_data.hashes["xxh3_64"]:
+        sys.exit(f"error: {file} is damaged: its hash is not the hash in index.json")
+
+
+def open_cache(args):
+    """An empty folder for the downloaded shards of this rank, with the index of all shards."""
+    from streaming.base.storage import CloudDownloader
+
+    if not args.experiment_name:
+        sys.exit("error: shards at an address need -e, which names their folder in --local-cache")
+    # MDS 6: Each rank of each run has a cache of its own, so that nobody else removes its shards.
+    run = Path(args.save_dir).expanduser().resolve() / args.experiment_name
+    path_of_run = run.relative_to("/")  # the cache has folders of the same names
+    folder = Path(args.local_cache).expanduser() / path_of_run / f"shards-{LOCAL_RANK}"
+    # Begin with an empty folder, because a killed run may have left a half of a file.
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in ("rows.json", "index.json"):
+        CloudDownloader.direct_download(f"{args.dataset_name}/{name}", str(folder / name))
+    return str(folder)
+
+
+def sample_order(args, shard_sizes):
+    """The rows of all epochs, in the order in which the run reads them.
+
+    The order depends only on the seed, the sizes of the shards and the window.
+    """
+    ends = np.cumsum(shard_sizes)
+    epochs = []
+    for epoch in range(args.num_epochs):
+        generator = np.random.RandomState((args.seed, epoch))  # equal in all versions of NumPy
+        # MDS 7: Shuffle whole shards, so that the rows of a shard stay close to each other.
+        # A shuffle of all rows would need almost all shards at once.
+        shards = generator.permutation(len(shard_sizes))
+        rows = np.concatenate([np.arange(ends[i] - shard_sizes[i], ends[i]) for i in shards])
+        # MDS 8: Cut the shuffled shards into 64 parts, and take one row of each part in turn.
+        # The rows of a part are shuffled within windows.
+        parts = np.array_split(rows, PARTS)  # the first parts may have one row more
+        turns = np.full((len(parts[0]), PARTS), -1)  # -1: the part has no row left
+        for number, part in enumerate(parts):
+            for begin in range(0, len(part), args.shuffle_window):
+                generator.shuffle(part[begin : begin + args.shuffle_window])
+            turns[: len(part), number] = part
+        epochs.append(turns[turns >= 0])
+    return np.concatenate(epochs)
+
+
+def read_step(train_rows, order, first, args, dp_rank, dp_size):
+    """The rows of this rank in the step that begins with row `first` of the run."""
+    # MDS 9: Row n of a run is the same on any number of ranks, so that ranks may come and go.
+    # The ranks take rows in turn. If dp_size is 8, 16, 32 or 64, a rank meets at most 8 parts,
+    # and downloads only the shards of these parts.
+    end = first + args.batch_size * args.gradient_accumulation_steps * dp_size
+    return [train_rows.read(n) for n in order[first + dp_rank : end : dp_size]]
+
+
+def load_eval_tokens(args, tokenizer):
+    """The first held-out tokens, as an Arrow array."""
+    if not args.eval_dataset:
+        sys.exit("error: shards are for training: give --eval-dataset, or --eval-freq 0")
+    name = os.path.expanduser(args.eval_dataset)
+    reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
+    # MDS: Only held-out documents are text. Open a file when one of its documents is needed.
+    load_dataset = partial(datasets.load_dataset, streaming=True)
+    if os.path.isdir(name):
+        if not glob(f"{escape(name)}/train-*.parquet"):
+            sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
+        splits = load_dataset("parquet", data_dir=name)  # MDS: reads no document yet
+    elif reader:
+        files = glob(name, recursive=True)
+        if not files:
+            sys.exit(f"error: there are no files for {name}")
+        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+            sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
+        options = {"sample_by": "document"} if reader == "text" else {}  # a file is one document
+        splits = load_dataset(reader, data_files=name, **options)  # MDS: the same
+    else:  # a dataset on the Hub
+        splits = load_dataset(name, args.eval_dataset_subset)
+    eval_split = splits.get("validation") or splits.get("test") or splits["train"]
+    documents = tokenize_split(eval_split.take(args.eval_documents), tokenizer, args.text_column)
+    ids = chain.from_iterable(document["input_ids"] for document in documents)
+    tokens = pyarrow.array(islice(ids, EVAL_SAMPLES * args.seq_length), pyarrow.int32())
+    if len(tokens) < args.seq_length:
+        sys.exit(f"error: {name} has too little text: lower --seq-length, or give --eval-freq 0")
+    return tokens
+
+
+def tokenize_split(documents, tokenizer, column):
+    """The documents of a split as token ids. They are made when they are needed."""
+    # MDS: Only the first document shows the columns of text and CSV files.
+    columns = list(next(iter(documents), {column: None}))
+    if column not in columns:
+        sys.exit(f"error: no column {column!r}: choose --text-column of {columns}")
+    return documents.map(
+        tokenize,
+        batched=True,
+        batch_size=8,  # MDS: a stream does not know whether its documents are large text files
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        remove_columns=columns,  # keep only the token ids
+    )
+
+
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, with one end-of-text token at its end."""
+    texts = [text for text in rows[column] if text]
+    # Text files with many documents mark the end of each document like this.
+    texts = [part for text in texts for part in text.split("<|endoftext|>") if part]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
+
+
+def read_batch(tokens, indices, args, device):
+    """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
+    size = args.seq_length
+    samples = [tokens.slice(offset=i * size, length=size).to_numpy() for i in indices]
+    batch = torch.from_numpy(np.stack(samples))
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # the GPU copies from pinned memory, while Python goes on
+    return batch.to(device, non_blocking=batch.is_pinned()).long()  # int64, as the loss wants it
+
+
+@torch.no_grad()
+def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank has a share
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    samples = len(tokens) // args.seq_length
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    for begin in range(0, samples, dp_size * args.batch_size):
+        first = begin + dp_rank * args.batch_size
+        indices = range(first, min(first + args.batch_size, samples))
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
+        input_ids = read_batch(tokens, indices or [0], args, device)
+        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+        loss_sum += loss * len(indices)  # the last batch may be smaller
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    model.train()  # dropout on again
+    return loss_sum.item() / samples
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A resumed run must keep these flags and facts, because they decide what the samples are.
+LASTING = ["model_name", "dataset_name", "dataset_subset", "text_column", "dataset_tokens"]
+LASTING += ["seq_length", "seed", "dtype"]
+LASTING += ["shuffle_window", "index_hash"]  # MDS: the order of the rows, and the rows
+# These may change without a word. All others may change, too, with a warning.
+FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
+FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
+# NODES: Any number of nodes may continue a run, in another format, and under another name.
+FREE += ["shard_size", "global_batch_size", "checkpoint_format", "async_checkpoint"]
+FREE += ["resume_dir", "skip_optimizer"]
+FREE += ["local_cache", "cache_limit"]  # MDS: where the shards are
+
+RANK_FOLDER = f"rank-{RANK}"  # NODES: this rank's checkpoints, with --checkpoint-format local
+
+
+def open_run(args, setup):
+    """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
+    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
+        return None, None, state
+    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(run_folder / "lock")
+    if RANK == 0:  # DDP: one lock for all ranks
+        # NODES: The server of a shared disk frees the lock of a dead node later: NFS after 90 s.
+        lock.acquire(timeout=120)  # fails if another process trains in this folder
+    atexit.register(lock.release)  # a reference, or the lock would end with this function
+    # NODES: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
+    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
+    if RANK == 0:
+        probe.touch()
+    dist.barrier()
+    is_shared = all(gather(probe.exists()))
+    probe.unlink(missing_ok=True)
+    # NODES 4: With `local`, each node writes to its own disk, and nodes need no shared folder.
+    if not is_shared and args.checkpoint_format != "local":
+        sys.exit(f"error: not all nodes see {run_folder}: share it, or --checkpoint-format local")
+    checkpoint = newest_checkpoint(run_folder)
+    # NODES: A new run begins with --resume-dir. Later it resumes from its own checkpoints.
+    begins_elsewhere = not checkpoint and args.resume_dir and not args.skip_optimizer
+    if begins_elsewhere:
+        checkpoint = of_this_rank(args.resume_dir)
+    if checkpoint:
+        say(f"Continuing from {checkpoint}")
+        state = SimpleNamespace(**json.loads((checkpoint / "state.json").read_text()))
+        if begins_elsewhere:
+            state.comet_key = uuid.uuid4().hex  # NODES: a new run is a new experiment
+        before = json.loads((checkpoint / "parameters.json").read_text())
+        for name, now in setup.items():
+            change = f"{name} was {before.get(name)}, and is {now} now"
+            if now != before.get(name) and name in LASTING:
+                sys.exit(f"error: {change}: keep it, or choose another -e")
+            if now != before.get(name) and name not in FREE:
+                say(f"warning: {change}")
+    return run_folder, checkpoint, state
+
+
+def newest_checkpoint(run_folder):
+    """The newest checkpoint that all ranks have, or None."""
+    # NODES 5: A step counts if all ranks have it, since a node may have died before it saved.
+    folders = [*run_folder.glob("step-????????")]
+    folders += run_folder.glob(f"{RANK_FOLDER}/step-????????")
+    found = {folder.name: folder for folder in folders}
+    names_by_rank = gather(set(found))
+    common = set.intersection(*names_by_rank)
+    # A run that was killed in its first save begins anew. An empty disk ends the run.
+    disk_is_empty = not found and not (run_folder / RANK_FOLDER).exists()
+    if any(names_by_rank) and any(gather(disk_is_empty)):
+        sys.exit(f"error: the ranks share no checkpoint in {run_folder}: take the same nodes")
+    return found[max(common)] if common else None
+
+
+def of_this_rank(checkpoint):
+    """The folder in which this rank finds its part of a checkpoint of any format."""
+    checkpoint = Path(checkpoint)
+    own = checkpoint.parent / RANK_FOLDER / checkpoint.name
+    return own if own.exists() else checkpoint
+
+
+def sharded_state(model, stateful, full=False):
+    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
+    # NODES 6: Gather one tensor at a time in rank 0's CPU memory, since no GPU has room for all.
+    # The other ranks get no tensors.
+    options = state_dict.StateDictOptions(full_state_dict=full, cpu_offload=full)
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"], options=options)
+    return stateful | {"model": weights, "optimizer": moments}
+
+
+def own_shards(parts):
+    """The same, with this rank's shards as plain tensors, which share the memory of the shards."""
+    # NODES 7: DCP sees tensors of this rank alone, so it needs no files of other ranks.
+    return tree_map_only(DTensor, DTensor.to_local, parts)
+
+
+def read_parts(checkpoint, parts):
+    """Fills the tensors and objects of `parts` from a checkpoint of any format."""
+    if checkpoint.parent.name == RANK_FOLDER:
+        dcp.load(own_shards(parts), checkpoint_id=checkpoint, no_dist=True)
+    else:
+        # NODES: DCP reads a rank's shards from whole tensors, too.
+        dcp.load(parts, checkpoint_id=checkpoint)
+
+
+def whole_weights(model):
+    """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
+    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = state_dict.get_model_state_dict(model, options=options)
+    # FSDP: A tied weight has two names. Transformers saves one of them.
+    return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
+    # NODES: With `local`, each rank makes and renames the folders inside its own folder.
+    is_owner = RANK == 0 or folder.parent.name == RANK_FOLDER
+    if is_owner:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)  # NODES: also the folder of this rank
+    dist.barrier(writer_group())  # NODES: open_run() has checked that nodes share the folder
+    yield temporary
+    if not is_owner:  # NODES: not RANK > 0, because of `local`
+        return
+    for file in temporary.glob("*.safetensors"):  # so far, only the owner may read these
+        shutil.copymode(temporary / "tokenizer_config.json", file)
+    os.sync()  # all files are on the disk before the folder gets its name
+    if folder.is_symlink():  # to a folder on another disk
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+# NODES: It copies tensors to CPU memory. Each checkpoint uses the memory of the one before again.
+STAGER = DefaultStager(
+    StagingOptions(
+        use_pinned_memory=torch.cuda.is_available(),  # a GPU copies to pinned memory fast
+        use_non_blocking_copy=torch.cuda.is_available(),
+        use_shared_memory=False,  # no other process reads it
+        use_async_staging=False,  # training goes on after the copy
+    )
+)
+# NODES: A thread writes checkpoints with --async-checkpoint. The list has the one in progress.
+THREAD = ThreadPoolExecutor(max_workers=1)
+unfinished = []
+
+
+@cache  # the first call makes the group
+def writer_group():
+    """All ranks, for messages of the thread that writes, since training sends others meanwhile."""
+    return dist.new_group(backend="gloo")
+
+
+def wait_for_checkpoint():
+    """Waits for the checkpoint in progress, and raises its error, if it has failed."""
+    while unfinished:
+        unfinished.pop().result()
+
+
+def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
+    """Collects all that an exact resume needs, and writes it, here or in a thread."""
+    # NODES 8: One checkpoint at a time, so a killed run loses one checkpoint at most.
+    wait_for_checkpoint()
+    path = run_folder / f"step-{state.step:08d}"  # names that sort by step
+    parts = sharded_state(model, stateful, full=args.checkpoint_format == "full")
+    parts["scaler"] = stateful["scaler"].state_dict()  # NODES: its numbers, not the object
+    if args.checkpoint_format == "local":
+        parts = own_shards(parts)
+        path = run_folder / RANK_FOLDER / path.name
+    texts = {"state.json": json.dumps(vars(state), indent=2)}
+    if RANK == 0:
+        texts["parameters.json"] = (run_folder / "parameters.json").read_text()
+    texts = gather(texts)[0]  # NODES: with `local`, each rank writes those of rank 0
+    if RANK == 0:
+        texts["metrics.jsonl"] = (run_folder / "metrics.jsonl").read_text()
+    if args.async_checkpoint:
+        # NODES 9: Copy all that training changes, and train on. A thread writes the copies.
+        parts = STAGER.stage(parts)
+        writing = THREAD.submit(write_checkpoint, args, path, parts, texts, model, tokenizer)
+        unfinished.append(writing)
+    else:
+        write_checkpoint(args, path, parts, texts, model, tokenizer)
+
+
+def write_checkpoint(args, path, parts, texts, model, tokenizer):
+    """Writes a checkpoint, then removes old checkpoints."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(LOCAL_RANK)  # NODES: a new thread begins with GPU 0
+    is_local = args.checkpoint_format == "local"
+    with new_folder(path) as folder:
+        if args.checkpoint_format == "shard":
+            # FSDP 11: Each rank saves its shards, as none has room for all. It waits for all ranks.
+            dcp.save(parts, checkpoint_id=folder, process_group=writer_group())
+        elif RANK == 0 or is_local:
+            dcp.save(parts, checkpoint_id=folder, no_dist=True)  # NODES: without other ranks
+        if RANK > 0 and not is_local:
+            return  # rank 0 does the rest
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        for name, text in texts.items():
+            (folder / name).write_text(text)
+    if is_local:
+        dist.barrier(writer_group())  # NODES: all ranks have the new checkpoint, so old ones may go
+    for old in sorted(path.parent.glob("step-????????"))[: -args.keep_checkpoints]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks, and returns the device of this rank."""
+    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+        sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
+    # NODES: A shell may still have RANK and WORLD_SIZE of an earlier job. Nobody else would come.
+    hint = f"RANK is {RANK} of WORLD_SIZE {WORLD_SIZE}, and others are missing. Alone? Unset both."
+    waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
+    waiting.daemon = True  # it does not keep a process alive
+    waiting.start()
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next lines, which else use GPU 0
+    store, _, _ = next(dist.rendezvous("env://"))
+    # NODES: After a restart, torchrun's store still has the keys of dead ranks, and the nodes count
+    # restarts differently. So rank 0 draws a new prefix for all keys of this attempt. The others
+    # cannot trust an old key to get it, so each writes a random key under "rank N", and rank 0
+    # writes the prefix under this key.
+    if RANK == 0:
+        prefix = uuid.uuid4().hex
+        others = [f"rank {rank}" for rank in range(1, WORLD_SIZE)]
+        for other in others:
+            store.delete_key(other)  # a dead rank may have asked
+        for other in others:
+            answer_key = store.get(other).decode()  # waits until the rank has written
+            store.set(answer_key, prefix)
+    else:
+        answer_key = uuid.uuid4().hex
+        while not store.check([answer_key]):  # until rank 0 has answered
+            store.set(f"rank {RANK}", answer_key)  # again, as rank 0 may delete an early one
+            time.sleep(0.1)
+        prefix = store.get(answer_key).decode()
+    store = dist.PrefixStore(prefix, store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    waiting.cancel()
+    return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
+
+
+def set_time_limit(limit):
+    """How long a rank waits for the others, in all process groups but one."""
+    patient_group = writer_group()  # NODES: of the thread, in which a rank may write for long
+    for group in dist.distributed_c10d._world.pg_map:
+        if group is not patient_group:
+            dist.distributed_c10d._set_pg_timeout(limit, group)
+
+
+def gather(value):
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def facts_of_node(args):
+    """Script, versions and config, which are files on the disk of this node."""
+    return {
+        "script": Path(__file__).read_text(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "config": AutoConfig.from_pretrained(args.model_name).to_json_string(),
+    }
+
+
+def of_all_ranks(metrics):
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        for name, value in of_rank.items():
+            result[name.replace("/", f"/rank{rank}/")] = value
+    return result
+
+
+@contextmanager
+def timed(phase, times, wait):
+    """Adds the milliseconds of a block to `times`. With `wait`, they include the GPU's work."""
+    if wait:
+        torch.accelerator.synchronize()  # until the GPU has done all work before the block
+    begin = time.perf_counter()
+    yield
+    if wait:
+        torch.accelerator.synchronize()
+    times[f"time/{phase}_ms"] += 1e3 * (time.perf_counter() - begin)
+
+
+def memory_metrics(device):
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without CUDA, memory of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(model, device, train_samples):
+    """Facts about model and machine, which are logged once besides the flags."""
+    on_gpu = device.type == "cuda"
+    return {
+        "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "dataset_samples": train_samples,
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
+
+    def __init__(self, args, run_folder, checkpoint, state, parameters):
+        (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
+        if checkpoint:
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        options = {
+            "workspace": args.comet_workspace,
+            "project_name": args.comet_project_name,
+            "experiment_key": state.comet_key,  # a resumed run continues its experiment
+            "experiment_config": comet_ml.ExperimentConfig(
+                name=args.experiment_name, offline_directory=f"{run_folder}/comet"
+            ),
+        }
+        try:
+            has_key = bool(comet_ml.get_config("comet.api_key"))
+            self.comet = comet_ml.start(online=has_key, **options)
+        except Exception as error:  # no network
+            say(f"warning: Comet cannot be reached, so it writes a file ({error!r:.300})")
+            self.comet = comet_ml.start(online=False, **options)
+        self.comet.log_parameters(parameters)
+
+    def log(self, state, metrics):
+        # JSON has no infinity, which the gradient norm may be in fp16.
+        metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        entry = {"step": state.step, "epoch": state.epoch} | metrics
+        print(json.dumps(entry), file=self.file, flush=True)
+        self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
+
+
+def remember_signal(number, frame):
+    received_signals.append(number)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    # Ctrl-C also ends `| tee log`. Printing then fails, and must not prevent the last checkpoint.
+    with suppress(OSError):
+        tqdm.write(message)
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
+    "model_name": f"{REPOSITORY}/models/tiny-llama",
+    "from_scratch": True,
+    "dataset_name": f"{REPOSITORY}/outputs/mds",  # MDS: tools/write-mds.py writes it
+    "eval_dataset": f"{sysconfig.get_path('stdlib')}/_*.py",  # MDS: files that the rows lack
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1, or about that
+    "max_steps": 400,
+    "lr": 2e-3,
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def parse_args():
+    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    folder_name = typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    add = parser.add_argument
+    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    add("-e", "--experiment-name", type=folder_name, help="names the run: saves, resumes, logs it")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    # MDS: The rows of a corpus in place of its text.
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="folder or address of MDS shards")
+    add("--text-column", default="text", help="the column to train on")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=PositiveInt, default=8, help="samples per forward pass")
+    add("--gradient-accumulation-steps", type=PositiveInt, default=1, help="passes per step")
+    add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
+    add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
+    add("--lr", type=float, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
+    add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
+    add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
+    add("--weight-decay", type=float, default=0.01, help="for matrices only")
+    add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
+    add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
+    add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
+    add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=PositiveInt, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
+    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
+    # DDP: No --device, because torchrun assigns the devices.
+    # MDS: The order of the rows, the cache of an address, and the held-out text.
+    add("--shuffle-window", type=PositiveInt, default=1024, help="rows that are shuffled together")
+    add("--local-cache", type=str, default="/tmp/mds", help="folder for downloaded shards")
+    add("--cache-limit", type=str, default="100gb", help="disk space of each node for the shards")
+    add("--eval-dataset", help="held-out documents")
+    add("--eval-dataset-subset", help="configuration name on the Hub")
+    add("--eval-documents", type=PositiveInt, default=1000, help="number of held-out documents")
+    # FSDP: These two flags choose between speed and memory.
+    add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
+    # NODES: The number of ranks per copy, the global batch, checkpoints, and the start of a run.
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of a node
+    add("--shard-size", type=PositiveInt, default=ranks, help="ranks that share a model")
+    add("--global-batch-size", type=PositiveInt, help="in place of --gradient-accumulation-steps")
+    formats = ["shard", "full", "local"]
+    add("--checkpoint-format", choices=formats, default="shard", help="who writes which files")
+    add("--async-checkpoint", action=switch, default=False, help="train on while files are written")
+    add("--resume-dir", type=str, help="checkpoint of any run, where this run begins")
+    add("--skip-optimizer", action=switch, default=False, help="only weights from --resume-dir")
+    add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    # Flags win over --config, it over --demo, and --demo over defaults. So parse again after each.
+    if config := parser.parse_args().config:
+        parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
+    if parser.parse_args().demo:
+        parser.set_defaults(DEMO)
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
+    if WORLD_SIZE % args.shard_size:
+        parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
+    if args.resume_dir and not args.skip_optimizer and not args.experiment_name:
+        parser.error("--resume-dir continues a run: name it with -e, or give --skip-optimizer")
+    if args.global_batch_size:
+        # NODES 10: Fewer ranks make more passes, so the global batch does not depend on the nodes.
+        size = args.batch_size * WORLD_SIZE  # samples per pass, of all ranks
+        if args.global_batch_size % size:
+            parser.error(f"--global-batch-size must be a multiple of ranks × -b: {size}")
+        args.gradient_accumulation_steps = args.global_batch_size // size
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except datasets.exceptions.DatasetGenerationError as error:
+        sys.exit(f"error: {error.__cause__}")  # what is wrong in a file
+    except torch.OutOfMemoryError:
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
+    except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
+            raise  # an error in the loop keeps its traceback
+        sys.exit(f"error: {error}")
+    finally:
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
+            time.sleep(5)  # DDP: torchrun ends this rank meanwhile, so one rank prints the error

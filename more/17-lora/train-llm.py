@@ -1,0 +1,1158 @@
+"""Chapter 17: low-rank adapters (LoRA), so that a large model can be fine-tuned on small devices.
+
+The weights of the model are frozen: they stay in bf16, without gradients and AdamW moments. Beside
+each matrix of a layer, two narrow matrices train. FSDP shards both. The rest is chapter 16.
+Comments with LORA 1 to 6 mark the ideas.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # after the demo of chapter 3
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-lora     # all GPUs of a node
+"""
+
+import atexit
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import uuid
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from glob import escape, glob
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
+import comet_ml
+import datasets
+import numpy as np
+import pandas
+import psutil
+import pyarrow.compute
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from filelock import FileLock
+from jsonargparse import ActionYesNo, ArgumentParser, typing
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+PARENTS = Path(__file__).resolve().parents
+REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+received_signals = []  # the handler of signals appends to this list, and the loop reads it
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    if RANK > 0:  # DDP: the others would print the same
+        sys.stdout = open(os.devnull, "w")
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
+    device = join_process_group()
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
+
+    # Data.
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    dp_rank = RANK  # the number of this share of the data. Later chapters have fewer shares
+    dp_size = WORLD_SIZE
+    global_batch = args.batch_size * accumulation * dp_size
+    args.base_hash = hash_of_base(args.model_name)  # LORA: a checkpoint has A and B alone
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
+    # CHAT: A base model has no chat template. A file gives it one, or replaces the model's own.
+    if args.chat_template:
+        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
+    if not tokenizer.chat_template:
+        sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
+    # LASTING has the hash, because another template makes another text.
+    args.template_hash = uuid.uuid5(uuid.NAMESPACE_OID, str(tokenizer.chat_template)).hex
+    # DDP: One rank of this torchrun tokenizes. The others wait, and then read its cache.
+    with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
+        train_set, eval_set = load_samples(args, tokenizer)
+    # CHAT: Views of all token ids, without a copy. They include padding.
+    columns = [samples.data.column("input_ids") for samples in (train_set, eval_set)]
+    train_tokens, eval_tokens = (pyarrow.compute.list_flatten(column) for column in columns)
+    train_samples = len(train_tokens) // args.seq_length
+    if train_samples < global_batch or len(eval_tokens) < args.seq_length:
+        sys.exit("error: too few answers fit, to train on or to hold out: lower -b, or raise -s")
+    say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
+    answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
+    order = sample_order(args, train_samples)  # of all epochs
+
+    # A run with -e continues from its newest checkpoint. How many steps are left?
+    setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
+    run_folder, checkpoint, state = open_run(args, setup)
+    # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
+    setups = gather(setup | {"step of the checkpoint": state.step})
+    differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
+    if differing:
+        sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
+    total_steps = state.step + (len(order) - state.samples) // global_batch
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    if run_folder and state.step >= total_steps and (run_folder / "final").exists():
+        say(f"Already complete: choose another -e, or delete {run_folder}")
+        return
+
+    # Model and optimizer.
+    # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None
+    model = build_model(args, device, whole)
+    # CHAT 1: A server has to stop where the base stops, and at the tokens that end the answers.
+    set_stop_tokens(model, tokenizer, train_set)
+    largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
+    if largest >= model.config.vocab_size:
+        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    groups = parameter_groups(model, args)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    # CHAT 2: Some families of models let a conversation see the one before it, so test the model.
+    # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
+    if args.packing and mixes_conversations(model, device):
+        sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
+    # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
+    scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
+    )
+    rate_factor = scheduler.lr_lambdas[0]  # this function alone: the scheduler never steps
+    # fp16 rounds gradients below 3e-8 to zero, so the scaler makes them larger for a while.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
+    if checkpoint:
+        # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
+        # sharded_state() makes AdamW's moments, and has the tensors that dcp.load() fills.
+        dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
+        parameters = setup | describe_run(model, device, train_samples)
+        run_log = RunLog(args, run_folder, checkpoint, state, parameters)
+        run_log.comet.set_model_graph(str(model))  # the architecture as text
+    # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
+    # DDP: torchrun passes SIGUSR1 on with --signals-to-handle, and kills after --shutdown-timeout.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, remember_signal)
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    logged_time = time.perf_counter()
+    # disable=None: no bar where the output goes to a file
+    progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
+    stop_signal = 0  # none
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        step = state.step + 1
+        at_end = step == total_steps
+        eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
+        save_now = step % args.ckpt_freq == 0 or at_end
+        log_now = step % args.log_freq == 0 or eval_now or save_now
+        times = defaultdict(float)  # milliseconds of each phase
+        # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
+        wait = log_now and device.type != "cpu"
+        # CHAT 3: The loss is the mean over the N answer tokens of the whole global batch.
+        # Each rank knows the samples of all ranks, so it counts N without a message. FSDP averages
+        # the gradients over the ranks, so each rank divides its sum of losses by N / dp_size.
+        batch_tokens = answer_tokens[order[state.samples : state.samples + global_batch]].sum()
+        # A Python number: FSDP rounds a tensor to bf16, and compiled losses take no NumPy number.
+        tokens_per_rank = float(batch_tokens / dp_size)
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
+            first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
+            torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
+            # FSDP: Until gradients are averaged, each rank holds whole ones. To save this memory,
+            # --reshard-after-forward averages after each micro-batch, and not only after the last.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
+            with timed("data", times, wait):
+                indices = order[first : first + args.batch_size]
+                # CHAT: Besides token ids, the model gets labels and, if packed, positions.
+                batch = model_inputs(train_set[indices], device)
+            with timed("forward", times, wait):
+                # The model shifts the labels itself, so that each token predicts the next one.
+                # A cache of keys and values serves generation. In training it only takes memory.
+                # CHAT: The sum over the answers of this micro-batch, divided by `tokens_per_rank`.
+                # So each answer token of the global batch counts the same.
+                loss = model(**batch, num_items_in_batch=tokens_per_rank, use_cache=False).loss
+            with timed("backward", times, wait):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # the number alone, without its graph
+        with timed("update", times, wait):
+            scaler.unscale_(optimizer)  # fp16: divide the gradients by the scale
+            # Clip the gradient of the whole step, so that no bad batch spoils the weights.
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: The norm over all ranks is a DTensor. full_tensor() makes it a plain tensor.
+            grad_norm = grad_norm.full_tensor()
+            rate = args.lr * rate_factor(state.step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()  # a lower scale after infinite gradients, and later a higher one
+            optimizer.zero_grad()  # because backward() adds to the gradients
+        state.step = step
+        state.samples += global_batch
+        state.epoch = state.samples / train_samples
+        progress.update()
+
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop_signal = max(gather(max(received_signals, default=0)))
+        if stop_signal:  # a cluster waits some 30 s only, so save at once
+            eval_now = False
+            save_now = log_now = True
+        if log_now:
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            # `.item()` waits until the GPU has computed the number, so not every step calls it.
+            mean_loss = loss_sum.item() / (step - logged_step)
+            seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": rate,
+                "grad_norm": grad_norm.item(),
+                "tokens_per_second": global_batch * args.seq_length / seconds,
+                "time/total_ms": 1e3 * seconds,  # mean per step since the last log
+                **times,  # phases of this step alone
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
+            }
+            numbers = f"loss {mean_loss:.4f}  lr {rate:.2e}  {metrics['tokens_per_second']:,.0f}"
+            say(f"step {step}/{total_steps}  {numbers} tokens/s")
+            if run_log:
+                run_log.log(state, metrics)
+            # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
+            norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or norm_is_wrong:
+                sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
+            loss_sum.zero_()
+            logged_step = step
+        if eval_now:
+            eval_loss = evaluate(model, eval_set, args, device, dp_rank, dp_size)  # CHAT: answers
+            say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            if run_log:
+                run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
+        if save_now and run_folder:
+            save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
+        if log_now:
+            logged_time = time.perf_counter()  # so evaluation and checkpoint do not count
+
+    if run_folder and state.step >= total_steps:
+        # LORA: Gather the adapters alone, because other programs read the base itself.
+        weights = whole_weights(model)
+        with new_folder(run_folder / "final") as folder:
+            if RANK == 0:
+                # LORA: PEFT's files are the adapters, and a config that names the base.
+                save_file(weights, folder / "adapter_model.safetensors", {"format": "pt"})
+                model.peft_config["default"].save_pretrained(folder)
+                model.generation_config.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+        say(f"Done: the adapters are in {run_folder / 'final'}")  # LORA: not the model
+    gather(None)  # DDP: waits until rank 0 has written
+    dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: with -e, the same command continues the run")
+        sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, device, whole):
+    """The model on `device`, with its attention, and compiled if asked for."""
+    # FSDP 5: Make and shard a model of meta tensors, which have shapes and take no memory.
+    # Then rank 0 sends the values. A checkpoint is read later, by dcp.load.
+    config = AutoConfig.from_pretrained(args.model_name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[args.dtype], attn_implementation=args.attention
+        )
+        # LORA 1: Both models get the same adapters, so rank 0 also sends A and B.
+        # A resumed run reads the frozen weights again. Then its checkpoint replaces A and B alone.
+        add_adapters(model, args)
+    # FSDP: No autocast, because the policy in shard_model() casts the weights that FSDP gathers.
+    shard_model(model, args, device)
+    send_weights(whole, model, device)
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
+    # Attention may cross borders of documents. So leave out their search, which waits for the GPU.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    if args.packing:
+        # CHAT 4: A token attends only to its own conversation, whose tokens have the same number.
+        # Packed, a sample has several, and positions restart where each begins. So count the zeros.
+        transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
+    # All decoder layers have this class, also without activation checkpointing.
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    say(f"Attention {model.config._attn_implementation}, {args.dtype}, {len(layers)} layers")
+    if args.activation_checkpointing:
+        # A layer keeps only its input. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
+    if args.compile:
+        # Compile each layer, not the whole model. Then no attention mask is built, so the kernels
+        # that are fast without a mask can run. Layers of one kind also share their compiled code.
+        for layer in layers:
+            layer.compile()
+        model.loss_function = torch.compile(model.loss_function)  # no fp32 copy of the logits
+    return model
+
+
+def shard_model(model, args, device):
+    """Gives each rank a shard of every parameter: memory, without values yet."""
+    # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # FSDP 7: Each layer is a unit, which FSDP gathers and frees. So one or two layers are whole.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
+    if not model.all_tied_weights_keys:
+        embeddings = model.get_input_embeddings()
+        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
+        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
+        # The backward pass begins with the head, so the head stays whole after the forward pass.
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
+    fully_shard(model, **policy)
+    # FSDP 8: Take memory only for the shards of this rank, because other ranks have the rest.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+
+
+def send_weights(whole, model, device):
+    """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
+    # Wait for rank 0, which has read the files before. This may take longer than the usual limit.
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+    # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
+    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    weights = whole.state_dict() if RANK == 0 else {}
+    state_dict.set_model_state_dict(model, weights, options=options)
+    # `weights` does not have all buffers, such as the rotary frequencies, so send them, too.
+    for name, buffer in model.named_buffers():
+        source = whole.get_buffer(name) if RANK == 0 else buffer
+        buffer.data = source.to(device)
+        dist.broadcast(buffer, src=0)
+    if RANK == 0:
+        model.generation_config = whole.generation_config
+        whole.to("meta")  # frees its weights. To save final/, the rest of it is enough
+
+
+def load_model(args, checkpoint):
+    """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
+    # LORA 2: Frozen weights never change, so they are stored in the compute precision.
+    # FSDP would cast them to it anyway, so the results are the same, with half of the memory.
+    options = {"dtype": DTYPES[args.dtype], "attn_implementation": args.attention}
+    if args.from_scratch and not checkpoint:
+        config = AutoConfig.from_pretrained(args.model_name)
+        model = AutoModelForCausalLM.from_config(config, **options)
+        # How many random numbers from_config() takes depends on its version, so draw them again.
+        torch.manual_seed(args.seed)
+        model.apply(model._init_weights)
+        return model
+    source = checkpoint or args.model_name
+    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    if info["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
+    add_adapters(model, args)  # LORA: the same as in the sharded model
+    return model
+
+
+def hash_of_base(name):
+    """LORA: Changes with the files of the base, of which 1,000 pieces each are read."""
+    if not os.path.isdir(name):
+        return AutoConfig.from_pretrained(name)._commit_hash  # the version on the Hub
+    digest = datasets.fingerprint.Hasher()
+    files = [file for file in Path(name).iterdir() if file.suffix in (".safetensors", ".bin")]
+    for file in [Path(name, "config.json"), *sorted(files)]:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}")
+        with file.open("rb") as stream:
+            for place in range(0, size, size // 1000 + 1):
+                stream.seek(place)
+                digest.update(stream.read(4096))
+    return digest.hexdigest()
+
+
+def add_adapters(model, args):
+    """LORA: Freezes the model, and adds two narrow matrices A and B to linear layers."""
+    is_local = os.path.isdir(args.model_name)
+    config = LoraConfig(
+        r=args.lora_rank,
+        lora_alpha=args.lora_alpha,
+        target_modules=args.lora_targets,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=os.path.abspath(args.model_name) if is_local else args.model_name,
+    )
+    torch.manual_seed(args.seed)  # for A, as versions differ in the numbers drawn before
+    # LORA 3: A layer with the weights W now computes W x + alpha / rank × B A x.
+    # A is random, and B is 0, so training begins with the model as it was. PEFT freezes W.
+    try:
+        inject_adapter_in_model(config, model)
+    except Exception as error:  # no layer has such a name, or it is no pattern
+        sys.exit(f"error: --lora-targets {args.lora_targets}: {error}")
+    # FSDP does not gather embeddings for the backward pass, and a tied head has their weights.
+    fixed = [model.get_input_embeddings()]
+    if model.all_tied_weights_keys:
+        fixed.append(model.get_output_embeddings())
+    if any(parameter.requires_grad for module in fixed for parameter in module.parameters()):
+        sys.exit("error: --lora-targets: embeddings, and a head tied to them, cannot have adapters")
+    # LORA 4: A and B train, so they are in fp32, because bf16 would round small changes away.
+    # FSDP can gather both types together, because only weights that train must have one type.
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+# -- Data and evaluation ---------------------------------------------------------------------------
+
+# CHAT: The endings of local files, and the readers of `datasets` for them. No files of text.
+READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+# CHAT: A text is a row of token ids. A conversation becomes one text, or several (CHAT 8), and
+# samples are made of texts. All have these columns. `stop_tokens` are the last tokens of the
+# answers that fit into a sample. Only the first text of a conversation has the number of all its
+# `answers`, or a `refusal`, which says why there are none.
+LISTS = ["input_ids", "labels", "position_ids", "stop_tokens"]
+COLUMNS = dict.fromkeys(LISTS, datasets.List(datasets.Value("int32")))
+COLUMNS |= dict.fromkeys(["answer_tokens", "answers"], datasets.Value("int32"))
+COLUMNS |= {"refusal": datasets.Value("string")}
+EVAL_SAMPLES = 1000  # held-out samples at most, because each evaluation takes time
+
+
+def load_documents(args):
+    """CHAT: The splits of the dataset, one of which is `train`. Their rows are conversations."""
+    name, _, train_split = os.path.expanduser(args.dataset_name).partition(":")  # NAME:SPLIT
+    reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
+    files = sorted(glob(name, recursive=True))
+    if os.path.isdir(name):
+        if not glob(f"{escape(name)}/train-*.parquet"):
+            # CHAT: Conversations may also be in one of these files, or in several.
+            sys.exit(f"error: {name} has no train-*.parquet: give a file, or '{name}/*.jsonl'")
+        splits = datasets.load_dataset("parquet", data_dir=name)
+    elif reader and files:
+        splits = {"train": read_files(reader, files)}  # CHAT: rows have more forms than texts
+    elif reader or files:
+        sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(READERS)}")
+    else:  # a dataset on the Hub
+        splits = datasets.load_dataset(name, args.dataset_subset)
+    splits["train"] = splits.pop(train_split or "train")
+    return splits
+
+
+def read_files(reader, files):
+    """CHAT: The rows of local files. Their columns may differ, and an error names its file."""
+
+    def read(names):
+        options = {}
+        if reader == "json":  # or `datasets` replaces columns that look like logs of agents
+            options["parse_agent_traces"] = False
+        if reader == "csv":  # all cells are text, or 007 becomes 7, and NA null
+            columns = [name for file in names for name in pandas.read_csv(file, nrows=0).columns]
+            kinds = dict.fromkeys(columns, datasets.Value("string"))
+            options = {"features": datasets.Features(kinds), "keep_default_na": False}
+        patterns = [escape(file) for file in names]  # as `datasets` takes names as patterns
+        return datasets.load_dataset(reader, data_files=patterns, split="train", **options)
+
+    with suppress(Exception):
+        return read(files)  # fast, if all files are whole and have the same columns
+    parts = []
+    for file in files:
+        try:
+            parts.append(read([file]))
+            datasets.concatenate_datasets(parts)  # fails if a column has another type
+        except Exception as error:
+            sys.exit(f"error: {file}: {error.__cause__ or error}")
+    return datasets.concatenate_datasets(parts)
+
+
+def load_samples(args, tokenizer):
+    """The samples to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
+    splits = load_documents(args)
+    look_at_first(splits["train"], tokenizer, args)
+    train_split = tokenize_split(splits["train"], tokenizer, args)
+    eval_split = splits.get("validation") or splits.get("test")
+    if eval_split:
+        eval_split = tokenize_split(eval_split, tokenizer, args)
+    else:
+        # CHAT 5: Hold out whole conversations before they are packed, because packing sorts them.
+        # Only conversations with an answer that fits count.
+        # `answers` is above 0 in the first text of each, so this sum is the number of each text's
+        # conversation.
+        numbers = np.cumsum(train_split.data.column("answers").to_numpy() > 0)
+        fitting = np.unique(numbers[train_split.data.column("answer_tokens").to_numpy() > 0])
+        held_out = fitting[-min(max(1, len(fitting) // 100), EVAL_SAMPLES) :]
+        # If no answer fits, main() ends the run.
+        begin = np.searchsorted(numbers, held_out[0]) if len(held_out) else 0
+        eval_split = train_split.select(range(begin, len(train_split)))
+        train_split = train_split.select(range(begin))
+    packing = {"size": args.seq_length, "several": args.packing}
+    # Without positions, a model takes a sample as one text.
+    columns = ["input_ids", "labels"] + ["position_ids"] * args.packing
+    train_set, eval_set = (
+        split.map(pack, batched=True, fn_kwargs=packing).with_format("torch", columns=columns)
+        for split in (train_split, eval_split)
+    )
+    return train_set, eval_set.select(range(min(len(eval_set), EVAL_SAMPLES)))
+
+
+def texts_of(messages, tools, tokenizer, options, size):
+    """One or more texts of a conversation, with the answers that fit into `size` tokens."""
+    options = {"tokenize": False, "tools": tools, **options}
+    texts = [new_text()]
+    for n, message in enumerate(messages):
+        has_loss = 0 not in (message.get("weight"), message.get("train"))  # False is 0, too
+        if message["role"] != "assistant" or n == 0 or not has_loss:
+            continue  # an answer needs a prompt
+        # CHAT 6: The answer begins where the prompt ends, because a server sends this prompt.
+        prompt = tokenizer.apply_chat_template(messages[:n], add_generation_prompt=True, **options)
+        whole = tokenizer.apply_chat_template(messages[: n + 1], **options)
+        if not whole.startswith(prompt):
+            raise ValueError(f"an answer does not begin where its prompt ends: {prompt[-60:]!r}")
+        answer = whole[len(prompt) :].rstrip()  # without the line end behind it
+        # CHAT 7: Each is tokenized apart. In one text, a token could have characters of both.
+        # SentencePiece puts a space before a text. So tokenize the answer behind a line end, and
+        # cut off the tokens of both.
+        prompt_ids, line_end, answer_ids = encode([prompt, "\n", "\n" + answer], tokenizer)
+        if answer_ids[: len(line_end)] == line_end:
+            answer_ids = answer_ids[len(line_end) :]
+        else:  # the answer begins with white space, which joins the line end
+            [answer_ids] = encode([answer], tokenizer)
+        texts[0]["answers"] += 1
+        # Whole answers only, because a cut answer does not teach to stop.
+        if len(prompt_ids) + len(answer_ids) > size:
+            continue
+        # CHAT 8: Usually, the tokens of the prompt continue the last text, which then grows.
+        # Some templates change earlier turns, as Qwen3's removes thoughts. Then begin another text.
+        if prompt_ids[: len(texts[-1]["input_ids"])] != texts[-1]["input_ids"]:
+            texts.append(new_text())
+        text = texts[-1]
+        text["labels"] += [-100] * (len(prompt_ids) - len(text["labels"])) + answer_ids
+        text["labels"][0] = -100  # nothing predicts the first token, even if the prompt is empty
+        text["input_ids"] = prompt_ids + answer_ids
+        text["stop_tokens"] += answer_ids[-1:]
+    return texts
+
+
+def new_text(refusal=""):
+    """A text without tokens."""
+    return {"input_ids": [], "labels": [], "stop_tokens": [], "answers": 0, "refusal": refusal}
+
+
+def encode(texts, tokenizer):
+    """The token ids of each text."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # which the files of a tokenizer may ask for
+    backend.no_padding()
+    # "Fast" does not find the place of each token in its text. The template writes the
+    # begin-of-text token, so the tokenizer must not add another one.
+    return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def tokenize_split(documents, tokenizer, args):
+    """The texts of all conversations of a split."""
+    size = args.seq_length
+    texts = with_json_as_text(documents).map(
+        tokenize,
+        batched=True,
+        batch_size=32,
+        fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
+        remove_columns=documents.column_names,  # CHAT: COLUMNS take their place
+        features=datasets.Features(COLUMNS),
+    )
+    answers = pyarrow.compute.sum(texts.data.column("answers")).as_py()
+    fitting = len(pyarrow.compute.list_flatten(texts.data.column("stop_tokens")))
+    say(f"{len(documents):,} conversations, {answers:,} answers: {fitting:,} fit into -s {size}")
+    refused = [reason for reason in texts.data.column("refusal").to_pylist() if reason]
+    if refused:
+        say(f"warning: the template refuses {len(refused):,} conversations, as with: {refused[0]}")
+        if len(refused) > len(documents) / 20:
+            sys.exit("error: more than 5 % of the conversations are refused, too many to leave out")
+    return texts.with_format("numpy")  # `pack` gets arrays
+
+
+def tokenize(batch, tokenizer, options, size):
+    """Conversations: token ids, and labels, which are -100 except for the tokens of answers."""
+    texts = []
+    for row in rows_of(batch):
+        try:
+            texts += texts_of(*conversation_of(row), tokenizer, options, size)
+        except Exception as error:  # from a template, it may be any
+            texts.append(new_text(refusal=str(error) or repr(error)))
+    for text in texts:
+        labels = text["labels"]
+        text["position_ids"] = np.arange(len(labels))
+        text["answer_tokens"] = len(labels) - labels.count(-100)
+    return {name: [text[name] for text in texts] for name in COLUMNS}
+
+
+def find_stop_token(tokenizer, args, batch=None):
+    """The token that ends the first good answer of a batch of rows, or of an example."""
+    batch = batch or {"prompt": ["q"], "response": ["a b"]}
+    found = tokenize(batch, tokenizer, args.template_options, size=math.inf)
+    problem = "no conversation has an answer, of the role 'assistant' and behind a question"
+    for text in rows_of(found):
+        answer_ids = [token for token in text["labels"] if token >= 0]
+        if text["refusal"]:
+            problem = f"the chat template refuses a conversation: {text['refusal']}"
+        elif answer_ids and answer_ids == text["stop_tokens"]:  # one token each
+            problem = "the chat template leaves out the answers"
+        elif answer_ids and answer_ids[-1] not in tokenizer.added_tokens_decoder:
+            problem = f"an answer ends with {tokenizer.decode(answer_ids[-9:])!r}, no special token"
+        elif answer_ids:
+            return answer_ids[-1]
+    sys.exit(f"error: {problem}")
+
+
+def set_stop_tokens(model, tokenizer, train_set):
+    """Adds the last tokens of the answers to those at which the base stops."""
+    ends = pyarrow.compute.list_flatten(train_set.data.column("stop_tokens")).unique().to_pylist()
+    settings = model.generation_config  # of the files generation_config.json
+    stops = settings.eos_token_id  # a number, a list or None
+    stops = stops if isinstance(stops, list) else [stops]
+    stops = stops + [token for token in ends if token in tokenizer.added_tokens_decoder]
+    settings.eos_token_id = [token for token in dict.fromkeys(stops) if token is not None]
+    # Transformers refuses to save changed settings that it doubts, such as those of some bases. By
+    # this hash it sees a change.
+    settings._original_object_hash = hash(settings)
+
+
+def pack(batch, size, several):
+    """Samples of `size` tokens. Each has one or several whole texts, then padding."""
+    samples = []
+    # CHAT 9: The longest texts come first, each into the fullest sample that has room.
+    for text in sorted(rows_of(batch), key=lambda row: -len(row["labels"])):
+        most = size - len(text["labels"])  # tokens of a sample that has room
+        with_room = [sample for sample in samples if len(sample["labels"]) <= most]
+        if several and with_room:
+            fullest = max(with_room, key=lambda sample: len(sample["labels"]))
+            fullest["answer_tokens"] += text["answer_tokens"]
+            for name in LISTS:
+                fullest[name] = np.append(fullest[name], text[name])
+        elif len(text["labels"]):  # one or more of its answers fit
+            samples.append(text)
+    for sample in samples:
+        padding = size - len(sample["labels"])
+        sample["input_ids"] = np.pad(sample["input_ids"], (0, padding))  # any token
+        sample["labels"] = np.pad(sample["labels"], (0, padding), constant_values=-100)
+        sample["position_ids"] = np.append(sample["position_ids"], np.arange(padding))
+    return {name: [sample[name] for sample in samples] for name in COLUMNS}
+
+
+def sample_order(args, train_samples):
+    """The samples of all epochs in their order. The seed decides it, so a resume repeats it."""
+    permutations = []
+    for epoch in range(args.num_epochs):
+        generator = np.random.RandomState((args.seed, epoch))  # equal in all versions of NumPy
+        permutations.append(generator.permutation(train_samples))
+    return np.concatenate(permutations)
+
+
+def model_inputs(batch, device):
+    """The tensors of a batch on `device`, and those that FlashAttention needs."""
+    if "position_ids" in batch:
+        # CHAT: FlashAttention joins all samples, and needs the places where conversations begin.
+        begins = torch.nonzero(batch["position_ids"].flatten() == 0).flatten()
+        places = torch.cat([begins, torch.tensor([batch["input_ids"].numel()])]).int()
+        batch = batch | {"cu_seq_lens_q": places, "cu_seq_lens_k": places}
+    if device.type == "cuda":
+        # Python goes on while the GPU copies from pinned memory.
+        batch = {k: v.pin_memory().to(device, non_blocking=True) for k, v in batch.items()}
+    longest = batch["input_ids"].shape[1]
+    return batch | {"max_length_q": longest, "max_length_k": longest}
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # CHAT: one pass is not worth compiling
+def mixes_conversations(model, device):
+    """Whether the first conversation of a sample changes the logits of the second one."""
+    ids = torch.arange(2, 18).repeat(2, 1)
+    ids[1, :8] += 1  # the second sample has another first conversation
+    batch = {"input_ids": ids, "position_ids": torch.arange(16).repeat(2, 1) % 8}
+    model.eval()
+    try:
+        logits = model(**model_inputs(batch, device), use_cache=False).logits
+    except ValueError:  # a model with linear attention refuses several conversations in a sample
+        return True
+    difference = logits[0, 8:] - logits[1, 8:]
+    return difference.abs().max() > 1e-3 * logits.abs().max()
+
+
+@torch.no_grad()
+def evaluate(model, eval_set, args, device, dp_rank, dp_size):  # DDP: each rank has a share
+    """The mean loss over all held-out answers, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    samples = len(eval_set)
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    for begin in range(0, samples, dp_size * args.batch_size):
+        first = begin + dp_rank * args.batch_size
+        indices = range(first, min(first + args.batch_size, samples))
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
+        batch = model_inputs(eval_set[indices or [0]], device)
+        # CHAT 10: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
+        loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
+        loss_sum += loss * bool(indices)
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    model.train()  # dropout on again
+    return loss_sum.item() / pyarrow.compute.sum(eval_set.data.column("answer_tokens")).as_py()
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A resumed run must keep these flags and facts, because they decide what the samples are.
+LASTING = ["model_name", "dataset_name", "dataset_subset", "text_column", "dataset_tokens"]
+LASTING += ["base_hash"]  # LORA: A and B fit to their base alone
+LASTING += ["lora_rank", "lora_alpha", "lora_targets"]  # LORA: the shapes and the scale of B A
+LASTING += ["seq_length", "seed", "dtype"]
+LASTING += ["template_hash", "template_options", "packing"]  # CHAT: samples depend on them
+# These may change without a word. All others may change, too, with a warning.
+FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
+FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
+FREE += ["chat_template"]  # CHAT: the name of a file, whose content template_hash stands for
+
+
+def open_run(args, setup):
+    """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
+    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
+        return None, None, state
+    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(run_folder / "lock")
+    if RANK == 0:  # DDP: one lock for all ranks
+        lock.acquire(timeout=0)  # fails if another process trains in this folder
+    atexit.register(lock.release)  # a reference, or the lock would end with this function
+    checkpoint = max(run_folder.glob("step-????????"), default=None)
+    if checkpoint:
+        say(f"Continuing from {checkpoint}")
+        state = SimpleNamespace(**json.loads((checkpoint / "state.json").read_text()))
+        before = json.loads((checkpoint / "parameters.json").read_text())
+        for name, now in setup.items():
+            change = f"{name} was {before.get(name)}, and is {now} now"
+            if now != before.get(name) and name in LASTING:
+                sys.exit(f"error: {change}: keep it, or choose another -e")
+            if now != before.get(name) and name not in FREE:
+                say(f"warning: {change}")
+    return run_folder, checkpoint, state
+
+
+def sharded_state(model, stateful):
+    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    # LORA 5: Frozen weights never change, so a checkpoint has only A and B, and their moments.
+    adapters = {n: x for n, x in weights.items() if ".lora_" in n}
+    return stateful | {"model": adapters, "optimizer": moments}
+
+
+def whole_weights(model):
+    """LORA: The whole adapters on rank 0, and nothing on other ranks. All ranks have to call it."""
+    options = state_dict.StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
+    )
+    weights = state_dict.get_model_state_dict(model, options=options)
+    # LORA 6: PEFT, Transformers and servers can read final/, because its names are those of PEFT.
+    # A tied head has a second name, which `ignore_frozen_params` keeps. So choose by name, too.
+    weights = {n.replace(".default", ""): x for n, x in weights.items() if ".lora_" in n}
+    return {f"base_model.model.{n}": x for n, x in weights.items()}
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
+    if RANK == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    dist.barrier()
+    if not all(gather(temporary.exists())):
+        sys.exit(f"error: not all ranks see {temporary}: put --save-dir on a shared disk")
+    yield temporary
+    if RANK > 0:
+        return
+    for file in temporary.glob("*.safetensors"):  # so far, only the owner may read these
+        shutil.copymode(temporary / "tokenizer_config.json", file)
+    os.sync()  # all files are on the disk before the folder gets its name
+    if folder.is_symlink():  # to a folder on another disk
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
+    """Writes all that an exact resume needs, then removes old checkpoints."""
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
+        # FSDP 11: Each rank saves its shards, as none has room for all. It waits for all ranks.
+        dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
+        if RANK > 0:
+            return  # rank 0 does the rest
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "state.json").write_text(json.dumps(vars(state), indent=2))
+        shutil.copy(run_folder / "metrics.jsonl", folder)
+        shutil.copy(run_folder / "parameters.json", folder)
+    for old in sorted(run_folder.glob("step-????????"))[: -args.keep_checkpoints]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks, and returns the device of this rank."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next lines, which else use GPU 0
+    store, _, _ = next(dist.rendezvous("env://"))
+    # DDP: torchrun's store outlives dead ranks. So each key begins with the number of restarts.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
+
+
+def gather(value):
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        for name, value in of_rank.items():
+            result[name.replace("/", f"/rank{rank}/")] = value
+    return result
+
+
+@contextmanager
+def timed(phase, times, wait):
+    """Adds the milliseconds of a block to `times`. With `wait`, they include the GPU's work."""
+    if wait:
+        torch.accelerator.synchronize()  # until the GPU has done all work before the block
+    begin = time.perf_counter()
+    yield
+    if wait:
+        torch.accelerator.synchronize()
+    times[f"time/{phase}_ms"] += 1e3 * (time.perf_counter() - begin)
+
+
+def memory_metrics(device):
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without CUDA, memory of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(model, device, train_samples):
+    """Facts about model and machine, which are logged once besides the flags."""
+    on_gpu = device.type == "cuda"
+    return {
+        "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "dataset_samples": train_samples,
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
+
+    def __init__(self, args, run_folder, checkpoint, state, parameters):
+        (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
+        if checkpoint:
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        options = {
+            "workspace": args.comet_workspace,
+            "project_name": args.comet_project_name,
+            "experiment_key": state.comet_key,  # a resumed run continues its experiment
+            "experiment_config": comet_ml.ExperimentConfig(
+                name=args.experiment_name, offline_directory=f"{run_folder}/comet"
+            ),
+        }
+        try:
+            has_key = bool(comet_ml.get_config("comet.api_key"))
+            self.comet = comet_ml.start(online=has_key, **options)
+        except Exception as error:  # no network
+            say(f"warning: Comet cannot be reached, so it writes a file ({error!r:.300})")
+            self.comet = comet_ml.start(online=False, **options)
+        self.comet.log_parameters(parameters)
+
+    def log(self, state, metrics):
+        # JSON has no infinity, which the gradient norm may be in fp16.
+        metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        entry = {"step": state.step, "epoch": state.epoch} | metrics
+        print(json.dumps(entry), file=self.file, flush=True)
+        self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
+
+
+def remember_signal(number, frame):
+    received_signals.append(number)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    # Ctrl-C also ends `| tee log`. Printing then fails, and must not prevent the last checkpoint.
+    with suppress(OSError):
+        tqdm.write(message)
+
+
+# -- Forms of rows, which become messages ----------------------------------------------------------
+
+# CHAT: The roles of ShareGPT, and their names in templates.
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+PAIRS = [("prompt", "completion"), ("prompt", "response"), ("instruction", "output")]
+
+
+def look_at_first(documents, tokenizer, args):
+    """Names what is not read, and returns a stop token. Ends the run if no answer is good."""
+    batch = with_json_as_text(documents)[:100]
+    rows = rows_of(batch)
+    conversations = [conversation_of(row) for row in rows]
+    # Of the columns that conversation_of has left, those with a value
+    columns = {name for row in rows for name, value in row.items() if value is not None}
+    keys = {key for messages, _ in conversations for message in messages for key in message}
+    keys |= {"tools" for _, tools in conversations if tools}
+    in_template = {*re.findall(r"\w+", str(tokenizer.chat_template))}
+    unread = columns | (keys - in_template - {"role", "content", "weight", "train"})
+    if unread:
+        say(f"columns, and keys of messages, that are not read: {', '.join(sorted(unread))}")
+    return find_stop_token(tokenizer, args, batch)
+
+
+def with_json_as_text(documents):
+    """Lists of JSON as text, which `conversation_of` parses. Nulls in it are the user's own."""
+    text = datasets.Json(decode=False)
+    for name, kind in documents.features.items():
+        if kind == datasets.List(datasets.Json()):  # keys differ between rows
+            documents = documents.cast_column(name, datasets.List(text))
+        elif kind == datasets.Json() and name in ("messages", "conversations", "tools", "history"):
+            documents = documents.cast_column(name, text)
+    return documents
+
+
+def rows_of(batch):
+    """The rows of a batch, as dictionaries. A batch has a list for each column."""
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def without_nulls(value):
+    """`datasets` fills missing keys with null, at every depth. In JSON text, null is meant."""
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def parsed(value, name, kind=object):
+    """The value of JSON text. Other values stay. It must be of this kind, or null."""
+    try:
+        value = json.loads(value or "null") if isinstance(value, str) else value
+    except json.JSONDecodeError:
+        sys.exit(f"error: {name} must be JSON, not the text {value[:60]!r}")
+    if not isinstance(value, kind | None):
+        sys.exit(f"error: {name} must be a {kind.__name__}, not {str(value)[:60]!r}")
+    return value
+
+
+def conversation_of(row):
+    """The messages of a row, and its tools or None. What is read is removed from the row."""
+    for column, value in row.items():
+        row[column] = without_nulls(value)
+    system = row.pop("system", None)
+    messages = [message_of({"role": "system", "content": system})] if system else []
+    name = next((name for name in ("messages", "conversations") if name in row), None)
+    pair = next((names for names in PAIRS if row.keys() >= {*names}), None)
+    if name and (row[name] is not None or not pair):  # null in rows of another form
+        messages += [message_of(turn, name) for turn in parsed(row.pop(name), name, list) or []]
+    elif pair and isinstance(row[pair[0]], list):  # two lists of messages, as TRL has them
+        messages += [message_of(m) | {"weight": 0} for m in row.pop(pair[0])]
+        messages += [message_of(m) for m in row.pop(pair[1])]
+    elif pair:
+        pairs = parsed(row.pop("history", None), "history", list) or []
+        if not all(isinstance(turn, list) and len(turn) == 2 for turn in pairs):
+            sys.exit(f"error: history must be a list of pairs, not {str(pairs)[:60]!r}")
+        # A cell may be 0, which is false, but is no empty cell.
+        parts = [row.pop(pair[0]), row.pop("input", None) if "output" in pair else None]
+        question = "\n\n".join(str(part) for part in parts if part not in (None, ""))
+        for asked, answer in [*pairs, (question, row.pop(pair[1]))]:
+            messages.append(message_of({"role": "user", "content": asked}))
+            messages.append(message_of({"role": "assistant", "content": answer}))
+    else:
+        sys.exit(f"error: the columns are {[*row]}: rename them to messages, or to one of {PAIRS}")
+    tools = [parsed(tool, "tools") for tool in parsed(row.pop("tools", None), "tools", list) or []]
+    return messages, tools or None
+
+
+def message_of(message, column="the row"):
+    """A message as templates read it: a role, a content, and calls of tools as dictionaries."""
+    message = parsed(message, f"a message of {column}", dict) or {}
+    message = {key: value for key, value in message.items() if value not in (None, [])}
+    if "tool_calls" in message:
+        calls = parsed(message["tool_calls"], "tool_calls", list) or []
+        message["tool_calls"] = [parsed(call, "a call of a tool", dict) or {} for call in calls]
+    role = message.pop("from", message.get("role"))
+    content = message.pop("value", message.get("content"))
+    if content is None and "tool_calls" in message:
+        content = ""
+    # A template would write None or a list as text, and the model would learn it.
+    if not isinstance(role, str) or not isinstance(content, str):
+        sys.exit(f"error: role and content of a message must be text, perhaps empty: {message}")
+    for call in message.get("tool_calls", []):
+        if "function" in call:
+            call["function"] = parsed(call["function"], "the function of a call", dict) or {}
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):  # servers parse this text, too
+            function["arguments"] = parsed(function["arguments"], "arguments") or {}
+    return message | {"role": ROLES.get(role, role), "content": content}
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+# CHAT: Conversations about Python's own library. The tiny model has no template of its own.
+# LORA: Frozen weights must have been trained before, here by the demo of chapter 3.
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
+    "model_name": f"{REPOSITORY}/outputs/demo-fsdp/final",
+    "dataset_name": f"{REPOSITORY}/models/tiny-chat/*.jsonl",
+    "chat_template": f"{REPOSITORY}/models/tiny-chat/template.jinja",
+    "num_epochs": 9,  # CHAT: the conversations fill few samples
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1, or about that
+    "max_steps": 400,
+    "lr": 5e-3,  # LORA: higher, as for --lr
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def parse_args():
+    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    folder_name = typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    add = parser.add_argument
+    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    add("-e", "--experiment-name", type=folder_name, help="names the run: saves, resumes, logs it")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
+    # CHAT: A chat model, which has a chat template.
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B-Instruct", help="Hub id or folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, folder, file or pattern")
+    add("--chat-template", type=str, help="a Jinja file, in place of the model's own template")
+    add("--template-options", type=dict, default={}, help="such as '{enable_thinking: false}'")
+    add("--packing", action=switch, default=True, help="several conversations in a sample")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=PositiveInt, default=8, help="samples per forward pass")
+    add("--gradient-accumulation-steps", type=PositiveInt, default=1, help="passes per step")
+    add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
+    add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
+    # LORA: B begins at 0, so adapters need about ten times the learning rate of a whole model.
+    add("--lr", type=float, default=3e-4, help="peak learning rate")
+    add("--lora-rank", type=PositiveInt, default=16, help="rows of A, and columns of B")
+    add("--lora-alpha", type=PositiveInt, default=32, help="B A is multiplied by alpha / rank")
+    add("--lora-targets", default="all-linear", help="or a pattern, such as '.*(q|v)_proj'")
+    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
+    add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
+    add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
+    add("--weight-decay", type=float, default=0.01, help="for matrices only")
+    add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
+    add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
+    add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
+    add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=PositiveInt, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
+    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
+    # DDP: No --device, because torchrun assigns the devices.
+    # FSDP: These two flags choose between speed and memory.
+    add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
+    add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    # Flags win over --config, it over --demo, and --demo over defaults. So parse again after each.
+    if config := parser.parse_args().config:
+        parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
+    if parser.parse_args().demo:
+        parser.set_defaults(DEMO)
+    args = parser.parse_args().clone(with_meta=False)  # the flags alone
+    # LORA: This demo begins where another demo has ended.
+    if args.model_name == DEMO["model_name"] and not os.path.exists(args.model_name):
+        sys.exit("error: first run the demo of chapter 3, whose model this demo continues")
+    if args.from_scratch:  # LORA: nothing would save the random weights
+        sys.exit("error: adapters need pretrained weights, so --from-scratch is of no use here")
+    if os.path.exists(f"{args.model_name}/adapter_config.json"):  # LORA: PEFT would stack them
+        sys.exit(f"error: {args.model_name} has adapters: first merge them with their base")
+    return args
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except datasets.exceptions.DatasetGenerationError as error:
+        sys.exit(f"error: {error.__cause__}")  # what is wrong in a file
+    except torch.OutOfMemoryError:
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
+    except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
+            raise  # an error in the loop keeps its traceback
+        sys.exit(f"error: {error}")
+    finally:
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
+            time.sleep(5)  # DDP: torchrun ends this rank meanwhile, so one rank prints the error
