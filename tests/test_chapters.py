@@ -202,7 +202,7 @@ def ideas_are_numbered(step: Step) -> Complaints:
 
 
 def ideas_are_in_the_readme(step: Step) -> Complaints:
-    page = (REPOSITORY / step.after / "README.md").read_text()
+    page = SCRIPTS[step.after].with_name("README.md").read_text()
     headings = re.findall(r"^### (\d+)\. ", page, re.MULTILINE)
     for number, idea in step.ideas:
         if idea not in headings:

@@ -17,7 +17,7 @@ from conftest import (
     resume,
     take_over,
 )
-from runner import CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_8, Job
+from runner import CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_8, REPOSITORY, Job
 from test_fsdp import told
 from test_multi_node import OWN_DISK
 
@@ -383,13 +383,13 @@ def test_the_merge_with_chapter_4(trainer, dataset, tmp_path):
     commands = re.findall("^git merge-file .*\npatch .*", readme, re.MULTILINE)
     assert len(commands) == 1
     for script in (CHAPTER_3, CHAPTER_4, CHAPTER_8):
-        shutil.copytree(script.parent, tmp_path / script.parent.name)
+        shutil.copytree(script.parent, tmp_path / script.parent.relative_to(REPOSITORY))
     subprocess.run(["sh", "-ec", commands[0]], check=True, cwd=tmp_path)
     flags = ["--max-steps", 8, "--ckpt-freq", 4, "--eval-freq", 4, "--eval-dataset", dataset]
     flags += ["--max-documents", 300, "--packing", "overflow"]
     flags += ["--shuffle-window", 9, "--keep-checkpoints", 9, "--gradient-accumulation-steps", 2]
     four = trainer(*flags, script=CHAPTER_4, processes=2, name="chapter-4")
-    options = {"script": tmp_path / CHAPTER_8.parent.name / "stream.py", "processes": 2}
+    options = {"script": tmp_path / "more" / CHAPTER_8.parent.name / "stream.py", "processes": 2}
     flags += SMALL
     whole = trainer(*flags, "--compress", "dct", "--keep", 1, **options, name="whole")
     assert_same_losses(four, whole, 8)

@@ -51,7 +51,7 @@ def test_every_config_is_understood(understood, chapter):
 def test_commands_in_the_comments(tmp_path, config, monkeypatch):
     """Each file names a command that uses it."""
     monkeypatch.chdir(REPOSITORY)
-    pattern = r"^#     (?:python|torchrun .*) (0\S+) (--config .*)$"
+    pattern = r"^#     (?:python|torchrun .*) (\S+) (--config .*)$"
     ((script, flags),) = re.findall(pattern, config.read_text(), re.MULTILINE)
     assert f"launch/configs/{config.name}" in flags
     assert_flags_are_understood(REPOSITORY / script, flags, tmp_path / "output")

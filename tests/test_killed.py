@@ -9,7 +9,7 @@ import signal
 
 import pytest
 from conftest import assert_same_model, exact
-from runner import REPOSITORY
+from runner import CHAPTERS_BY_NUMBER, REPOSITORY
 
 pytestmark = pytest.mark.rest
 
@@ -66,7 +66,7 @@ def test_a_kill_while_saving_loses_nothing(trainer, pretrained, kind):
     chapter, processes, flags = KINDS[kind]
     if kind == "adapters":  # of random weights, they are refused
         flags = [*flags, "-m", pretrained, "--no-from-scratch"]
-    options = {"script": REPOSITORY / chapter / "train-llm.py", "processes": processes}
+    options = {"script": CHAPTERS_BY_NUMBER[chapter[:2]], "processes": processes}
     flags = [*STEPS, *flags]
     whole = trainer(*flags, name="whole", before=KILL, **options)
     outputs = [run.output for run in getattr(whole.run, "ranks", [whole.run])]

@@ -22,7 +22,17 @@ from conftest import (
     write_documents,
     write_model,
 )
-from runner import CHAPTER_1, CHAPTER_3, CHAPTER_4, CHAPTER_5, Run, free_port, load, run_tool
+from runner import (
+    CHAPTER_1,
+    CHAPTER_3,
+    CHAPTER_4,
+    CHAPTER_5,
+    REPOSITORY,
+    Run,
+    free_port,
+    load,
+    run_tool,
+)
 from safetensors.torch import load_file
 from test_fsdp import FAMILIES, OFF, WATCH, assert_same_checkpoint, told
 from test_torchrun import Forking, ending
@@ -398,9 +408,9 @@ def test_the_merge_with_chapter_4(train, trainer, texts, tmp_path):
     readme = CHAPTER_5.with_name("README.md").read_text()
     (command,) = re.findall("^git merge-file .*", readme, re.MULTILINE)
     for script in (CHAPTER_3, CHAPTER_4, CHAPTER_5):
-        shutil.copytree(script.parent, tmp_path / script.parent.name)
+        shutil.copytree(script.parent, tmp_path / script.parent.relative_to(REPOSITORY))
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-    merged = tmp_path / "05-multi-node" / "stream.py"
+    merged = tmp_path / "more" / "05-multi-node" / "stream.py"
     for n in range(2):
         write_documents(tmp_path / f"{n}.jsonl", texts[n * 100 : n * 100 + 100])
     flags = ["-d", f"{tmp_path}/*.jsonl", "--max-steps", 8, "--ckpt-freq", 4, "--eval-freq", 8]

@@ -26,7 +26,7 @@ from conftest import (
     save_weights,
     write_documents,
 )
-from runner import REPOSITORY, load, run_tool
+from runner import CHAPTERS_BY_NUMBER, load, run_tool
 from safetensors.torch import load_file
 from test_chat import DEMO_TEMPLATE, assert_equal, flags_for, plain_loop
 from test_fsdp import OFF
@@ -122,7 +122,7 @@ torch.nn.Module.to_empty = to_empty_and_check
 
 
 def script_of(chapter: str):
-    return REPOSITORY / chapter / "train-llm.py"
+    return CHAPTERS_BY_NUMBER[chapter[:2]]
 
 
 def refuse(trainer, chapter: str, flags: list, sentence: str, status=1) -> None:

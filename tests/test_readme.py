@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import assert_one_sentence
@@ -260,10 +261,11 @@ def assert_flags_are_understood(script, flags: str, output) -> None:
 def test_chapter_readme_commands(tmp_path, readme):
     text = (REPOSITORY / readme).read_text()
     script = (REPOSITORY / readme).with_name("train-llm.py")
-    pattern = r"^(?:\w+=\S+ )?(python|torchrun .*?) \d\d-\S+/train-llm.py (.*?)(?:  +#.*)?$"
+    path = r"(?:more/)?\d\d-\S+/train-llm\.py"
+    pattern = rf"^(?:\w+=\S+ )?(python|torchrun .*?) {path} (.*?)(?:  +#.*)?$"
     commands = re.findall(pattern, text, re.MULTILINE)
     assert len(commands) >= 2
-    inline = re.findall(r"`(python|torchrun [^`]*)\s\d\d-\S+/train-llm\.py\s([^`]*)`", text)
+    inline = re.findall(rf"`(python|torchrun [^`]*)\s{path}\s([^`]*)`", text)
     commands += [(launch.strip(), flags) for launch, flags in inline]
     for number, (launch, flags) in enumerate(commands):
         assert_flags_are_understood(script, flags, tmp_path / str(number))
@@ -273,12 +275,11 @@ def test_chapter_readme_commands(tmp_path, readme):
 
 def test_launch_readme_commands(tmp_path):
     """As above. What run.sh makes of the variables is in tests/test_launch.py."""
-    pattern = r"^.*launch/(?:run|slurm)\.sh (\d\d\S*) (.*)$"
+    pattern = r"^.*launch/(?:run|slurm)\.sh (\d\d)\S* (.*)$"
     commands = re.findall(pattern, page(LAUNCH), re.MULTILINE)
     assert len(commands) == 12
     for number, (chapter, flags) in enumerate(commands):
-        (script,) = REPOSITORY.glob(f"{chapter}*/train-llm.py")
-        assert_flags_are_understood(script, flags, tmp_path / str(number))
+        assert_flags_are_understood(CHAPTERS_BY_NUMBER[chapter], flags, tmp_path / str(number))
 
 
 def without_comments(text: str) -> list[str]:
@@ -307,6 +308,7 @@ def test_each_idea_is_explained_with_its_code(name):
 
 def test_changed_lines_in_the_readme():
     said = re.findall(r"\[(\d+)\]\((.*)/changes.diff\)", README)
+    said = [(number, Path(name).name) for number, name in said]
     counts = {n: str(changed_code_lines(read(CONTINUES[n]), read(n))) for n in CONTINUES}
     assert {name: number for number, name in said} == counts
 
