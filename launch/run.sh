@@ -59,7 +59,7 @@ esac
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # With this folder on PYTHONPATH, each rank that waits leaves a dump in the folder HANG_DUMPS.
-[ -z "${HANG_DUMPS-}" ] || export PYTHONPATH="$repository/tools/preload${PYTHONPATH:+:$PYTHONPATH}"
+[ -z "${HANG_DUMPS-}" ] || export PYTHONPATH="$repository/tools/watch${PYTHONPATH:+:$PYTHONPATH}"
 
 [[ $nnodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] ||
   fail "NNODES=$nnodes must be a number of nodes, or the smallest and the largest number, as in 1:2"

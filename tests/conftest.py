@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 TINY_LLAMA = REPOSITORY / "models" / "tiny-llama"
 # mosaicml-streaming imports torchvision for images
 NO_TORCHVISION = importlib.util.find_spec("torchvision") is None
-STAND_IN = REPOSITORY / "tests" / "stand-in"
+STAND_IN = REPOSITORY / "tests" / "empty-torchvision"
 
 
 def write_model(folder: Path, **config) -> Path:

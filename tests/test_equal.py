@@ -177,7 +177,7 @@ def described(folder, name, number, model, batch, more) -> dict:
 
 def run(folder, name, cases, processes) -> None:
     (folder / f"{name}.json").write_text(json.dumps(cases))
-    many, output = REPOSITORY / "tests" / "many.py", folder / f"{name}.txt"
+    many, output = REPOSITORY / "tests" / "many_trainings.py", folder / f"{name}.txt"
     job = Job(many, [folder / f"{name}.json"], output, processes)
     assert job.wait(500) == 0, job.output[-5000:]
 

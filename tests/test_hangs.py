@@ -13,7 +13,7 @@ import torch
 from runner import REPOSITORY, Job, free_port, load, python
 
 TOOL = REPOSITORY / "tools" / "where-it-hangs.py"
-PRELOAD = REPOSITORY / "tools" / "preload"
+PRELOAD = REPOSITORY / "tools" / "watch"
 BROKEN = {path.name[0]: path for path in sorted((REPOSITORY / "learn" / "broken").glob("*.py"))}
 PAGE = (REPOSITORY / "learn" / "broken" / "README.md").read_text()
 # A process of the tests has torch, so it does by itself what Python does at its start.

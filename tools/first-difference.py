@@ -3,7 +3,7 @@
     python tools/first-difference.py --reference "python train.py" \
         --port "torchrun --standalone --nproc-per-node 2 train-ddp.py"
 
-Both commands run their first optimizer steps under a recorder (tools/preload/steps.py), without any
+Both commands run their first optimizer steps under a recorder (tools/watch/steps.py), without any
 change to the scripts. The tool then compares each parameter: the gradient before and after
 clipping, the settings of the optimizer, and the values after the step. Use fp32, no dropout, the
 same initial weights and the same global batch. A folder of --keep can take the place of a command.
@@ -25,7 +25,7 @@ import torch
 
 from models import positive
 
-PRELOAD = Path(__file__).resolve().parent / "preload"
+PRELOAD = Path(__file__).resolve().parent / "watch"
 # Relative differences that rounding explains: of gradients and values, and of updates. AdamW
 # divides each element by its own size, so rounding of the smallest elements shows in the update. In
 # bf16, this says nothing.

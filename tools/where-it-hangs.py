@@ -4,8 +4,8 @@
     HANG_DUMPS=/tmp/dumps launch/run.sh 02 --demo     # a rank that waits leaves a dump there
     python tools/where-it-hangs.py /tmp/dumps
 
-Given a command, the tool runs it until all ranks wait (tools/preload/hangs.py), and ends it. Given
-a folder, it reads the dumps there: those of the preload, and those that NCCL leaves at a timeout
+Given a command, the tool runs it until all ranks wait (tools/watch/hangs.py), and ends it. Given
+a folder, it reads the dumps there: those of tools/watch, and those that NCCL leaves at a timeout
 (TORCH_NCCL_DUMP_ON_TIMEOUT=1). PyTorch numbers the collectives of each process group. The ranks
 must call the same collective under the same number, so the first number where they differ is the
 place of the mistake.
@@ -32,9 +32,9 @@ from pathlib import Path
 
 import psutil
 
-PRELOAD = Path(__file__).resolve().parent / "preload"
+PRELOAD = Path(__file__).resolve().parent / "watch"
 # Frames of these files are no lines of the user's script, and these have what a script calls.
-LIBRARIES = ("tools/preload/", "-packages/", "lib/python3", "<frozen", "<string>")
+LIBRARIES = ("tools/watch/", "-packages/", "lib/python3", "<frozen", "<string>")
 FUNCTIONS = "torch/distributed/.*(distributed_c10d|_coll)"
 
 

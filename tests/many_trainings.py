@@ -1,4 +1,4 @@
-"""Runs chapters many times in the processes of one job: `many.py CASES`.
+"""Runs chapters many times in the processes of one job: `many_trainings.py CASES`.
 
 Starting processes takes longer than these trainings. In its first two steps, each rank saves its
 gradients, before they are clipped.
