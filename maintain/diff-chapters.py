@@ -2,7 +2,8 @@
 
     python maintain/diff-chapters.py
 
-It shows the diffs of the scripts of `learn/in-short/` in the README of this folder.
+It shows the diffs of the scripts of `learn/in-short/` in the README of this folder, and the first
+of them on the first page.
 The tests compare these files with the chapters, so that no change goes unseen.
 """
 
@@ -75,12 +76,13 @@ def unified_diff(before: Path, after: Path) -> str:
     return "".join(difflib.unified_diff(*texts, *names))
 
 
-def with_diffs(page: str) -> str:
-    """The README of learn/in-short/, with new diffs. A diff begins below the imports."""
+def with_diffs(page: str, comments: bool = True) -> str:
+    """A page with new diffs of short scripts. A diff begins below the imports."""
 
     def code(name: str) -> list[str]:
         text = (REPOSITORY / "learn" / "in-short" / f"{name}.py").read_text()
-        return text[text.index("\nSTEPS = ") :].splitlines(keepends=True)
+        lines = text[text.index("\nSTEPS = ") :].splitlines(keepends=True)
+        return [line for line in lines if comments or not line.lstrip().startswith("#")]
 
     def new_block(match: re.Match) -> str:
         before, after = match[1], match[2]
@@ -93,10 +95,13 @@ def with_diffs(page: str) -> str:
 
 def write_diffs() -> list[Path]:
     files = []
-    short_page = REPOSITORY / "learn" / "in-short" / "README.md"
-    if short_page.exists():
-        files.append(short_page)
-        short_page.write_text(with_diffs(short_page.read_text()))
+    # The first page has one diff, without comments.
+    pages = {"learn/in-short/README.md": True, "README.md": False}
+    for name, comments in pages.items():
+        page = REPOSITORY / name
+        if page.exists():
+            files.append(page)
+            page.write_text(with_diffs(page.read_text(), comments))
     for before, after in pairs():
         files.append(after.with_name("changes.diff"))
         files[-1].write_text(unified_diff(before, after))
