@@ -76,13 +76,13 @@ def unified_diff(before: Path, after: Path) -> str:
     return "".join(difflib.unified_diff(*texts, *names))
 
 
-def with_diffs(page: str, comments: bool = True) -> str:
-    """A page with new diffs of short scripts. A diff begins below the imports."""
+def with_diffs(page: str) -> str:
+    """A page with new diffs of short scripts, without imports and without lines of comments."""
 
     def code(name: str) -> list[str]:
         text = (REPOSITORY / "learn" / "in-short" / f"{name}.py").read_text()
         lines = text[text.index("\nSTEPS = ") :].splitlines(keepends=True)
-        return [line for line in lines if comments or not line.lstrip().startswith("#")]
+        return [line for line in lines if not line.lstrip().startswith("#")]
 
     def new_block(match: re.Match) -> str:
         before, after = match[1], match[2]
@@ -95,13 +95,11 @@ def with_diffs(page: str, comments: bool = True) -> str:
 
 def write_diffs() -> list[Path]:
     files = []
-    # The first page has one diff, without comments.
-    pages = {"learn/in-short/README.md": True, "README.md": False}
-    for name, comments in pages.items():
+    for name in ("README.md", "learn/in-short/README.md"):
         page = REPOSITORY / name
         if page.exists():
             files.append(page)
-            page.write_text(with_diffs(page.read_text(), comments))
+            page.write_text(with_diffs(page.read_text()))
     for before, after in pairs():
         files.append(after.with_name("changes.diff"))
         files[-1].write_text(unified_diff(before, after))

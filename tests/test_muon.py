@@ -54,11 +54,11 @@ def benchmark():
 
 
 def test_how_evenly(benchmark, capsys):
-    """The table of the page: the busiest rank on 8, 64 and 512 ranks."""
+    """The table of the record: the busiest rank on 8, 64 and 512 ranks."""
     models = ["meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"]
     benchmark.print_owners(load(CHAPTER_18), models, [8, 64, 512])
     _, *rows = re.findall(r"^\| meta-llama/\S+ \| \d+ (\| .*)$", capsys.readouterr().out, re.M)
-    text = page("more/18-muon/README.md")
+    text = page("benchmarks/records/muon.md")
     assert len(rows) == 5
     for row in rows:
         assert f"{row}\n" in text, row

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 PAGE = (REPOSITORY / "docs" / "porting.md").read_text()
 HEAD, *LOOPS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-ANY_BATCH, RESUME, FSDP, DECODER, CHECKPOINT, *SPLIT = LOOPS
+ANY_BATCH, FSDP, DECODER, CHECKPOINT, *SPLIT = LOOPS
 TENSOR_PARALLEL, PIPELINE, CONTEXT_PARALLEL = SPLIT
 
 MODEL = """
@@ -127,17 +127,6 @@ def test_any_batch(tmp_path, size, micro, processes):
     call = f"train(model, dataset, batches, micro_batch={micro}, lr=LR, max_norm={MAX_NORM})"
     assert_same(run(tmp_path, ANY_BATCH, call, processes, size), expected)
     assert_same_weights(tmp_path / "model.pt", weights)
-
-
-@pytest.mark.rest
-def test_resume(tmp_path):
-    expected, _ = without_any_of_this(size=8, optimizer="AdamW")
-    options = f"lr=LR, max_norm={MAX_NORM}, save_every=6"
-    first = f"train(model, dataset, batches[:14], {options})"
-    again = f"train(model, dataset, batches, {options})"
-    options = {"size": 8, "optimizer": "AdamW"}
-    assert_same(run(tmp_path, RESUME, first, 2, **options), of_steps(expected, 0, 14))
-    assert_same(run(tmp_path, RESUME, again, 4, **options), of_steps(expected, 12))
 
 
 # The first layer and the head share a matrix, as embeddings and head do.

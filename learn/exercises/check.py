@@ -11,15 +11,13 @@ import difflib
 import os
 import re
 import secrets
-import sys
 import textwrap
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import torch
 from ranks import Outcome, compute_reference, given_and_yours, run
-from techniques import TECHNIQUES, Blank, Technique
+from techniques import TECHNIQUES, Blank
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDER = REPOSITORY / "outputs" / "exercises"
@@ -71,17 +69,6 @@ def with_blanks(exercise: str) -> str:
 # The checks --------------------------------------------------------------------------------------
 
 
-class Line:
-    """A line of the report: `good` is None where the check cannot tell."""
-
-    def __init__(self, function: str, check: str, good: bool | None, text: str):
-        self.function, self.check, self.good, self.text = function, check, good, text
-
-    def __str__(self):
-        mark = {True: "ok", False: "WRONG", None: "-"}[self.good]
-        return f"    {self.check:<10} {mark:<6} {self.text}"
-
-
 def draw_seed() -> int:
     """Other numbers in each check, so that no solution can know them."""
     return secrets.randbits(48)
@@ -94,59 +81,50 @@ def reference(name: str, n: int):
 
 
 def run_exercise(name: str, text: str, path: Path, n: int, seconds: float) -> Outcome:
-    return run(text, path, lambda: reference(name, n), n, seconds, TECHNIQUES[name].memory)
+    return run(text, path, reference(name, n), n, seconds, TECHNIQUES[name].memory)
 
 
 @cache
 def outcome_of_original(name: str, n: int) -> Outcome:
-    """With the data of the solution: the bytes that are sent, and the products."""
+    """With the data of the solution: the bytes that are sent."""
     outcome = run_exercise(name, original(name), Path(name), n, seconds=20)
     if outcome.problem:
         raise SystemExit(f"error: the original does not run on this machine: {outcome.problem}")
     return outcome
 
 
-def judge(name: str, n: int, outcome: Outcome) -> list[Line]:
+def judge(name: str, n: int, outcome: Outcome):
+    """Yields (function, check, what is wrong or nothing, what to say if all is right)."""
     technique = TECHNIQUES[name]
-    lines = []
     for function, _, expected in reference(name, n):
         parts = outcome.parts[function]
-        right = outcome_of_original(name, n).parts[function]
-        results = results_line(parts, expected, n)
-        checks = [results, bytes_line(technique, parts, right)]
+        originals = outcome_of_original(name, n).parts[function]
+        said = f"equal to one process: {', '.join(expected[0])}"
+        yield function, "gradients", wrong_results(parts, expected, n), said
+        said = f"rank 0 sent {parts[0].sent}: {technique.bytes_text}"
+        yield function, "bytes", wrong_bytes(technique, parts, originals), said
         if technique.memory:
-            checks.append(memory_line(technique, parts, is_wrong=not results[1]))
-        checks.append(products_line(technique, parts, right))
-        if technique.order:
-            checks.append(order_line(technique, function, parts, n))
-        lines += [Line(function, *checked) for checked in checks]
-    return lines
+            said = f"rank 0 has {parts[0].most} bytes at most"
+            yield function, "memory", too_much_memory(technique, parts), said
 
 
-def results_line(parts, expected, n):
+def wrong_results(parts, expected, n) -> str:
     for rank, (part, right) in enumerate(zip(parts, expected, strict=True)):
         if part.changed_later:
-            text = f"rank {rank}: numbers still arrived after the function had returned"
-            return "gradients", False, f"{text}: {part.early or 'a request was not waited for'}"
+            return f"rank {rank}: numbers still arrived later: a request was not waited for"
         for name, tensor in right.items():
             wrong = wrong_result(part.results.get(name), tensor, n)
             for other_rank in range(n) if wrong else []:
-                other = expected[other_rank][name]
-                if not wrong_result(part.results.get(name), other, n):
+                if not wrong_result(part.results.get(name), expected[other_rank][name], n):
                     wrong = f"these are the numbers of rank {other_rank}"
-            if wrong and name == "weights" and "gradients" in right:  # these are right
-                wrong = "the gradients are right, and the update is wrong: look at the optimizer, "
-                wrong += "its options, and how many steps it makes"
             if wrong:
-                return "gradients", False, f'rank {rank}, "{name}": {part.early or wrong}'
-    return "gradients", True, f"equal to one process: {', '.join(expected[0])}"
+                return f'rank {rank}, "{name}": {wrong}'
+    return ""
 
 
 def wrong_result(tensor, right: torch.Tensor, n: int) -> str:
     if tensor is None:
         return "the function does not return this tensor"
-    if tensor.dim() > 1 and close_to(tensor.mT, right) and not close_to(tensor, right):
-        return "the transpose is right"
     if tensor.shape != right.shape:
         return f"the shape is {tuple(tensor.shape)}, expected {tuple(right.shape)}"
     if close_to(tensor, right):
@@ -158,30 +136,6 @@ def wrong_result(tensor, right: torch.Tensor, n: int) -> str:
     factor = ((tensor * right).sum() / (right * right).sum()).item()
     if close_to(tensor / factor, right):
         return too_large(factor, n)
-    for dim, size in enumerate(tensor.shape):
-        for count in (n, size if size <= 8 else n):
-            order = order_of_parts(tensor.chunk(count, dim), right.chunk(count, dim))
-            if order:
-                return f"the parts along dimension {dim} are in the order {order}"
-    return what_differs(tensor, right)
-
-
-def order_of_parts(parts, right_parts) -> str:
-    """Where each part should be, if the tensor has all the right parts."""
-    order = []
-    for part in parts:
-        order += [i for i, right in enumerate(right_parts) if close_to(part, right)]
-    return ", ".join(map(str, order)) if sorted(order) == list(range(len(parts))) else ""
-
-
-def what_differs(tensor, right: torch.Tensor) -> str:
-    fits = [close_to(part, right_part) for part, right_part in zip(tensor, right, strict=True)]
-    if any(fits):
-        first = fits.index(False)
-        return (
-            f"{sum(fits)} of {len(fits)} parts along dimension 0 are right, the first wrong one is "
-            f"{first}: print what it is made from"
-        )
     return (
         f"the largest difference to one process is {(tensor - right).abs().max():.1e}: on each "
         "rank, print what goes into a collective, and what comes out"
@@ -201,49 +155,23 @@ def too_large(factor: float, n: int) -> str:
     return f"{factor:.4g} times one process"
 
 
-def bytes_line(technique, parts, right_parts):
-    for rank, (part, right) in enumerate(zip(parts, right_parts, strict=True)):
+def wrong_bytes(technique, parts, originals) -> str:
+    for rank, (part, right) in enumerate(zip(parts, originals, strict=True)):
         if part.sent != right.sent:
             text = f"rank {rank} sent {part.sent}, expected {right.sent} ({technique.bytes_text})"
             cause = "something was not sent" if part.sent < right.sent else "less is enough"
-            return "bytes", False, f"{text}: {cause}"
-    return "bytes", True, f"rank 0 sent {parts[0].sent}: {technique.bytes_text}"
+            return f"{text}: {cause}"
+    return ""
 
 
-def memory_line(technique, parts, is_wrong):
+def too_much_memory(technique, parts) -> str:
     for rank, part in enumerate(parts):
-        if part.excess and is_wrong and any(part.early for part in parts):
-            return "memory", None, "not told: requests hold memory, so wait for all of them"
         if part.excess:
-            sizes, limit, line = part.excess
+            found, limit, line = part.excess
             where = f"on line {line}" if line else "when the function has returned"
-            text = f"rank {rank} has {as_sum(sizes)} bytes {where}, the limit is {limit}"
-            return "memory", False, f"{text}: {technique.memory_text}"
-    return "memory", True, f"rank 0 has {parts[0].most} bytes at most"
-
-
-def as_sum(sizes: list[int]) -> str:
-    """3 x 2048 + 256 = 6400"""
-    groups = sorted(Counter(sizes).items(), reverse=True)
-    terms = [f"{count} x {size}" if count > 1 else f"{size}" for size, count in groups]
-    return f"{' + '.join(terms)} = {sum(sizes)}"
-
-
-def products_line(technique, parts, right_parts):
-    for rank, (part, right) in enumerate(zip(parts, right_parts, strict=True)):
-        limit = round(technique.products * right.products)
-        if part.products > limit:
-            text = f"rank {rank} multiplies {part.products} times, and {limit} are enough"
-            return "products", False, f"{text}: look for a pass that runs twice"
-    return "products", True, f"rank 0 multiplies {parts[0].products} times in matrix products"
-
-
-def order_line(technique, function, parts, n):
-    for rank, part in enumerate(parts):
-        wrong = technique.order(function, part.events, rank, n)
-        if wrong:
-            return "order", False, f"rank {rank}: {wrong}"
-    return "order", True, "as expected"
+            text = f"rank {rank} has {found} bytes {where}, the limit is {limit}"
+            return f"{text}: {technique.memory_text}"
+    return ""
 
 
 # Known mistakes ----------------------------------------------------------------------------------
@@ -293,63 +221,35 @@ def grade(name: str, text: str, path: Path, seconds: float):
     for n in TECHNIQUES[name].processes:
         yield f"{n} processes"
         outcome = run_exercise(name, text, path, n, seconds)
-        lines = [] if outcome.problem else judge(name, n, outcome)
-        is_right = not outcome.problem and all(line.good is not False for line in lines)
+        judged = [] if outcome.problem else [*judge(name, n, outcome)]
+        is_right = not outcome.problem and not any(wrong for _, _, wrong, _ in judged)
         if not is_right:
             yield from printed(outcome)
         yield from (f"    {line}" for line in outcome.problem.splitlines())
-        yield from report(lines)
+        function = ""
+        for of_function, check, wrong, said in judged:
+            if of_function != function:
+                function = of_function
+                yield f"  {function}"
+            yield f"    {check:<10} {'WRONG' if wrong else 'ok':<6} {wrong or said}"
         if not is_right:
             break
-    if not is_right and n == 4 and not is_race(outcome) and not only_waste(lines):
+    if not is_right and n == 4:
         yield (
             "4 ranks are wrong and 2 are right: a rank number is written down somewhere, or the "
             "number of ranks"
         )
-    elif not is_right and n == 2 and not outcome.problem and not is_race(outcome):
+    elif not is_right and not outcome.problem:
         sentence = known_mistake(name, outcome)
         if sentence:
             yield f"It looks like this mistake: {sentence}."
     yield is_right
 
 
-def is_race(outcome: Outcome) -> bool:
-    """Whether a number was sent too early, or used too early: such a run may also be right."""
-    parts = [part for function in outcome.parts.values() for part in function if part]
-    return any(part.changed_later or part.early or "late gradient" in part.events for part in parts)
-
-
-def only_waste(lines: list[Line]) -> bool:
-    wrong = {line.check for line in lines if line.good is False}
-    return bool(wrong) and wrong <= {"memory", "products"}
-
-
-def report(lines: list[Line]):
-    function = ""
-    for line in lines:
-        if line.function != function:
-            function = line.function
-            yield f"  {function}"
-        yield str(line)
-
-
 def printed(outcome: Outcome):
     for rank, text in enumerate(outcome.printed):
         for line in text.splitlines()[-20:]:
             yield f"    rank {rank} printed: {line}"
-
-
-def ask(technique: Technique) -> None:
-    """A question before the check, where somebody can answer."""
-    if not sys.stdin.isatty():
-        return
-    print(f"Before the check: {technique.question}")
-    answer = input("Your answer (Enter: skip): ").strip()
-    number = re.match(r"\d+", answer.replace(",", ""))
-    if number and int(number[0]) == technique.answer:
-        print(f"Your answer is {answer}: right.")
-    elif answer:
-        print(f"Your answer is {answer}, and the formula has {technique.answer}.")
 
 
 def parse():
@@ -381,7 +281,6 @@ def main() -> int:
         print(f"not yet: {shown}, line {line}")
     if blanks:
         return 1
-    ask(TECHNIQUES[name])
     for item in grade(name, text, path, args.seconds):
         if isinstance(item, str):
             print(item, flush=True)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 
 NUMBER = 8  # bytes of a number in fp64, and of an index
 
@@ -19,19 +18,15 @@ class Blank:
 
 @dataclass
 class Technique:
-    """Without `memory` or `order`, the check cannot tell: see the limits in README.md."""
+    """Without `memory`, the check does not look at memory: see README.md."""
 
-    question: str
-    answer: int  # on 2 processes
     bytes_text: str  # the formula of the bytes that the original sends
     levels: dict[int, list[Blank]]
     # A sentence, the code of a script, and the code that takes its place. The check runs them all,
     # and compares their results with those of a wrong solution.
     mistakes: str
-    memory: Callable | None = None  # (function, rank, ranks, events, between collectives) -> bytes
+    memory: Callable | None = None  # (function, rank, ranks, collectives, between two) -> bytes
     memory_text: str = ""  # why these bytes are enough
-    order: Callable | None = None  # (function, events, rank, ranks) -> what is wrong, or None
-    products: float = 1  # how many times the multiplications of the original are allowed
     processes: tuple = (2, 4)
 
     def known_mistakes(self) -> list[tuple[str, str, str]]:
@@ -39,28 +34,6 @@ class Technique:
 
 
 # DDP ---------------------------------------------------------------------------------------------
-
-
-def ddp_order(function, events, rank, n):
-    if "backward ends" not in events:
-        return "there is no backward pass of autograd"
-    if events.count("backward begins") > 1 or "graph kept" in events:
-        return "one backward pass is enough, without `retain_graph`"
-    begin, end = events.index("backward begins"), events.index("backward ends")
-    reductions = [i for i, event in enumerate(events) if event == "all_reduce"]
-    if function == "gradient_by_gradient":
-        return None
-    if "late gradient" in events:
-        return "an all-reduce begins before both gradients of its bucket are complete"
-    inside = [i for i in reductions if begin < i < end]
-    waits = [i for i, event in enumerate(events) if event == "wait" and begin < i < end]
-    if not inside or "compute" not in events[inside[0] : end]:
-        return "no all-reduce begins while the backward pass still computes: nothing overlaps"
-    if len(reductions) != 2:
-        return f"two buckets need two all-reduces, and {len(reductions)} were made"
-    if waits and "compute" not in events[inside[0] : waits[0]]:
-        return "the backward pass waits until the first all-reduce is ready: nothing overlaps"
-    return None
 
 
 AVERAGE = Blank(
@@ -81,11 +54,7 @@ BUCKETS = Blank(
     "request.",
 )
 DDP = Technique(
-    question="The 4 gradients have 16 x 16 numbers of 8 bytes each. How many bytes does rank 0 "
-    "send in `gradient_by_gradient`, on 2 processes?",
-    answer=8192,
     bytes_text="2 (N - 1) / N times the gradients",
-    order=ddp_order,
     levels={
         1: [AVERAGE],
         2: [BUCKETS],
@@ -111,10 +80,8 @@ the mean is in another tensor: the all-reduce has to write into `tensor`
 
 # FSDP --------------------------------------------------------------------------------------------
 
-COLLECTIVES = "all_gather", "reduce_scatter", "all_reduce"
 
-
-def fsdp_memory(function, rank, n, events, between):
+def fsdp_memory(function, rank, n, collectives, between):
     """The output of each layer, two gradients of outputs, and one shard that may be copied. Forward
     a whole weight while the next one arrives, and between collectives a copy of it. Backward also
     the gradients of two weights, and of the shards. After it, AdamW's moments and its sums."""
@@ -122,30 +89,12 @@ def fsdp_memory(function, rank, n, events, between):
     shard = 8 * 8 * n * NUMBER
     weight = n * shard
     always = 6 * activation + shard
-    begun = len([event for event in events if event in COLLECTIVES])
+    begun = len(collectives)
     if begun <= 4:
         return always + (2 + between) * weight
     if begun < 12:
         return always + (4 + between) * weight + 4 * shard
     return always + 2 * weight + 6 * 4 * shard
-
-
-def fsdp_order(function, events, rank, n):
-    order = [event for event in events if event in COLLECTIVES]
-    forward, backward = order[:4], order[4:]
-    # How many weights of the backward pass are gathered, and their gradients are not sent
-    ahead = set(accumulate(1 if event == "all_gather" else -1 for event in backward))
-    pairs = sorted(backward) == 4 * ["all_gather"] + 4 * ["reduce_scatter"]
-    if forward != 4 * ["all_gather"] or not pairs or not ahead <= {0, 1, 2}:
-        return (
-            "expected: 4 all-gathers forward; backward, for each layer an all-gather and a "
-            "reduce-scatter, and at most the next all-gather before this reduce-scatter. "
-            f"Yours: {', '.join(order) or 'no collective'}"
-        )
-    fifth = [i for i, event in enumerate(events) if event == "all_gather"][4]
-    if events[:fifth].count("compute") > 4:
-        return "the forward pass computes a layer more than once"
-    return None
 
 
 GATHER = Blank(
@@ -163,15 +112,10 @@ BACKWARD = Blank(
     "ranks, so that `shards.grad[layer]` (8, 8 * world_size) gets the rows of this rank only.",
 )
 FSDP = Technique(
-    question="A layer has 16 x 16 numbers of 8 bytes, and each of 2 ranks has a shard of 8 x 16. "
-    "How many bytes does rank 0 send in a step with 4 layers?",
-    answer=12288,
     bytes_text="3 (N - 1) shards for each of 4 layers",
-    products=4 / 3,  # the backward pass may compute the output of a layer once more
     memory=fsdp_memory,
     memory_text="one whole weight and the next one, in the backward pass a gradient, too, and then "
     "AdamW's moments of the shards. Free a weight when its layer has computed",
-    order=fsdp_order,
     levels={
         1: [
             GATHER,
@@ -227,12 +171,9 @@ the backward pass begins with the last layer
 # Tensor parallelism ------------------------------------------------------------------------------
 
 TENSOR_PARALLEL = Technique(
-    question="A rank has 4 tokens of 16 numbers of 8 bytes. How many bytes does rank 0 send in "
-    "`own_tokens`, forward and backward, on 2 processes?",
-    answer=2048,
     bytes_text="4 (N - 1) times the tokens of a rank",
     # One and a half times the memory of the original, for tokens and for what belongs to the rank
-    memory=lambda function, rank, n, events, between: (
+    memory=lambda function, rank, n, collectives, between: (
         (4608 if function == "all_tokens" else 3456) * n + 3840
     ),
     memory_text="each rank computes with its own columns and rows only",
@@ -286,37 +227,13 @@ the gradient of the square of y is 2 y, not y
 # Pipeline ----------------------------------------------------------------------------------------
 
 MICRO_BATCH = 32 * 16 * NUMBER
-ORDERS = {
-    "gpipe": ["FFFFBBBB", "FFFFBBBB"],
-    "one_f_one_b": ["FFBFBFBB", "FBFBFBFB"],
-}
 
 
-def passes(events) -> str:
-    """F for each product outside of a backward pass, B for each backward pass."""
-    found, inside = "", False
-    for event in events:
-        if event == "backward begins":
-            found, inside = found + "B", True
-        elif event == "backward ends":
-            inside = False
-        elif event == "compute" and not inside:
-            found += "F"
-    return found
-
-
-def pipeline_memory(function, rank, n, events, between):
+def pipeline_memory(function, rank, n, collectives, between):
     """Rank 0 keeps outputs, and rank 1 keeps inputs and outputs. Two messages, and the gradient of
     the weight (16 x 16). While a pass computes, three tensors more."""
     kept = 4 if function == "gpipe" else 2 - rank
     return (kept * (1 + rank) + 2 + 3 * between) * MICRO_BATCH + 16 * 16 * NUMBER
-
-
-def pipeline_order(function, events, rank, n):
-    found = passes(events)
-    if found == ORDERS[function][rank]:
-        return None
-    return f"expected {' '.join(ORDERS[function][rank])}, and it was {' '.join(found)}"
 
 
 RUN = Blank(
@@ -331,13 +248,9 @@ RUN = Blank(
 )
 PIPELINE = Technique(
     processes=(2,),
-    question="How many micro-batches are in memory on rank 0 at most, in `one_f_one_b`?",
-    answer=2,
     bytes_text="4 micro-batches",
-    products=3 / 2,  # rank 0 may compute the gradient of its samples, too
     memory=pipeline_memory,
     memory_text="forget inputs, outputs and requests after the backward pass",
-    order=pipeline_order,
     levels={
         1: [
             Blank(
@@ -395,9 +308,6 @@ the loss is the mean over the whole batch, and not over one micro-batch
 # Gradient compression ----------------------------------------------------------------------------
 
 GRADIENT_COMPRESSION = Technique(
-    question="In each of 5 steps, rank 0 sends 32 numbers and their 32 indices to the other rank, "
-    "8 bytes each. How many bytes does it send on 2 processes?",
-    answer=2560,
     bytes_text="5 (N - 1) times 32 numbers and 32 indices",
     levels={
         1: [
@@ -440,9 +350,6 @@ the sum was not divided by the number of ranks
 # Local steps -------------------------------------------------------------------------------------
 
 LOCAL_STEPS = Technique(
-    question="The weights are 16 x 16 numbers of 8 bytes. There are 3 rounds of 4 steps. How many "
-    "bytes does rank 0 send on 2 processes?",
-    answer=6144,
     bytes_text="3 x 2 (N - 1) / N times the weights",
     levels={
         1: [
@@ -484,12 +391,7 @@ this is momentum without Nesterov's step ahead
 # Context parallelism -----------------------------------------------------------------------------
 
 CONTEXT_PARALLEL = Technique(
-    question="On 2 processes, the queries of a rank are 4 tokens with 4 heads of 8 numbers of 8 "
-    "bytes. Keys, values and the output are as large. All of them and their gradients change the "
-    "split. How many bytes does rank 0 send?",
-    answer=4096,
     bytes_text="8 (N - 1) times two heads of the tokens of a rank",
-    products=7 / 6,  # the backward pass may compute the scores once more
     levels={
         1: [
             Blank(
@@ -528,20 +430,8 @@ the causal mask is missing: a token sees the tokens after it
 # Ring attention ----------------------------------------------------------------------------------
 
 
-def ring_order(function, events, rank, n):
-    if set(events) & {"all_gather", "all_reduce", "reduce_scatter"}:
-        return "blocks go around the ring: send and receive them, and gather nothing"
-    return None
-
-
 RING_ATTENTION = Technique(
-    question="A block of keys has 6 x 8 numbers of 8 bytes, and a block of values, too. Keys and "
-    "values go around the ring once forward, and once backward together with their two gradients. "
-    "How many bytes does rank 0 send on 2 processes, if each block returns to its own rank?",
-    answer=4608,
     bytes_text="N times 2 blocks forward, and N times 4 blocks backward",
-    products=8 / 7,  # the backward pass may compute the output once more
-    order=ring_order,
     levels={
         1: [
             Blank(
@@ -577,9 +467,6 @@ the gradients of keys and values have to travel with their block
 # Expert parallelism ------------------------------------------------------------------------------
 
 EXPERT_PARALLEL = Technique(
-    question="Each token goes to its expert and back, in the forward and in the backward pass. How "
-    "often does a rank exchange something in `compute`, with the counts?",
-    answer=5,
     bytes_text="(N - 1) counts, and two rows of 16 for each token that leaves or arrives",
     levels={
         1: [
@@ -622,9 +509,6 @@ the results came back sorted by expert: they have to go to the places of their t
 # Muon --------------------------------------------------------------------------------------------
 
 MUON = Technique(
-    question="There are 4 matrices of 8 x 16 numbers of 8 bytes. Each of 2 ranks has half of the "
-    "rows, and owns two matrices. How many bytes does rank 0 send, with both exchanges?",
-    answer=2048,
     bytes_text="twice (N - 1) / N times the rows of a rank",
     levels={
         1: [
