@@ -13,8 +13,7 @@ from torch.utils.data import default_collate
 
 PAGE = (REPOSITORY / "docs" / "porting.md").read_text()
 HEAD, *LOOPS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-ANY_BATCH, FSDP, DECODER, CHECKPOINT, *SPLIT = LOOPS
-TENSOR_PARALLEL, PIPELINE, CONTEXT_PARALLEL = SPLIT
+ANY_BATCH, FSDP, DECODER, CHECKPOINT, TENSOR_PARALLEL = LOOPS
 
 MODEL = """
 import torch
@@ -156,12 +155,6 @@ dataset = torch.randint(0, 12, (64, 13), generator=torch.Generator().manual_seed
 dataset[:, 1::2] = dataset[:, ::2][:, :6]  # so that there is something to learn
 """
 )
-LOOPS_OF_A_DECODER = {
-    "tensor": (TENSOR_PARALLEL, ""),
-    "pipeline": (PIPELINE, "micro_batch=2, "),
-    "context": (CONTEXT_PARALLEL, "micro_batch=3, "),
-}
-every_split = pytest.mark.parametrize("name", LOOPS_OF_A_DECODER)
 
 
 def decoder_alone(optimizer="SGD"):
@@ -177,26 +170,22 @@ def decoder_alone(optimizer="SGD"):
     return plain_loop(names, optimizer, loss_of)[0]
 
 
-def run_split(folder, name, processes, steps=16, save_every=99, optimizer="SGD"):
-    loop, more = LOOPS_OF_A_DECODER[name]
-    call = f"train(model, dataset, batches[:{steps}], {more}lr=LR, max_norm={MAX_NORM}, "
+def run_split(folder, processes, steps=16, save_every=99, optimizer="SGD"):
+    call = f"train(model, dataset, batches[:{steps}], lr=LR, max_norm={MAX_NORM}, "
     call += f"save_every={save_every})"
     options = {"size": 8, "optimizer": optimizer, "model": TEXT}
-    return run(folder, CHECKPOINT + loop, call, processes, **options)
+    return run(folder, CHECKPOINT + TENSOR_PARALLEL, call, processes, **options)
 
 
 @pytest.mark.rest
-@every_split
-def test_split_decoder(tmp_path, name):
-    processes = 4 if name == "pipeline" else 3
-    assert_same(run_split(tmp_path, name, processes), decoder_alone())
+def test_tensor_parallelism(tmp_path):
+    assert_same(run_split(tmp_path, 3), decoder_alone())
 
 
-@every_split
 @pytest.mark.rest
-def test_split_decoder_resumes(tmp_path, name):
+def test_tensor_parallelism_resumes(tmp_path):
     """On another number of ranks, with the moments of AdamW."""
     expected = decoder_alone("AdamW")
     options = {"save_every": 6, "optimizer": "AdamW"}
-    assert_same(run_split(tmp_path, name, 2, steps=9, **options), of_steps(expected, 0, 9))
-    assert_same(run_split(tmp_path, name, 4, **options), of_steps(expected, 6))
+    assert_same(run_split(tmp_path, 2, steps=9, **options), of_steps(expected, 0, 9))
+    assert_same(run_split(tmp_path, 4, **options), of_steps(expected, 6))
