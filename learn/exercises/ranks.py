@@ -309,7 +309,7 @@ def collect(folder: Path, ranks, seconds: float) -> Outcome:
                 lost = lost or problem  # if another rank has ended, look at that rank first
                 if problem and "by peer" not in problem:
                     return Outcome(problem=problem)
-            elif not alive:
+            elif rank not in found and not alive:
                 text = f"rank {rank} has ended without a result, as it does if tensors of a "
                 text += "collective have other sizes than the other ranks expect. It"
                 return Outcome(problem=f"{text} {text_of(folder / f'note-{rank}')}")

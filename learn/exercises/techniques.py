@@ -83,17 +83,18 @@ the mean is in another tensor: the all-reduce has to write into `tensor`
 
 def fsdp_memory(function, rank, n, collectives, between):
     """The output of each layer, two gradients of outputs, and one shard that may be copied. Forward
-    a whole weight while the next one arrives, and between collectives a copy of it. Backward also
-    the gradients of two weights, and of the shards. After it, AdamW's moments and its sums."""
+    a whole weight while the next one arrives, its parts, and between collectives a copy of it.
+    Backward also the gradients of two weights, and of the shards. After it, AdamW's moments and its
+    sums."""
     activation = 2 * 8 * n * NUMBER
     shard = 8 * 8 * n * NUMBER
     weight = n * shard
     always = 6 * activation + shard
     begun = len(collectives)
     if begun <= 4:
-        return always + (2 + between) * weight
+        return always + (3 + between) * weight
     if begun < 12:
-        return always + (4 + between) * weight + 4 * shard
+        return always + (5 + between) * weight + 4 * shard
     return always + 2 * weight + 6 * 4 * shard
 
 
