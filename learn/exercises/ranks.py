@@ -99,12 +99,10 @@ def collective(name: str, args, rank: int, n: int) -> tuple[str, int]:
 
 def own_line(path: str) -> int:
     """The line of the solution that runs now, or 0."""
-    frame, line = inspect.currentframe(), 0
-    while frame:
-        if frame.f_code.co_filename == path and not line:
-            line = frame.f_lineno
+    frame = inspect.currentframe()
+    while frame and frame.f_code.co_filename != path:
         frame = frame.f_back
-    return line
+    return frame.f_lineno if frame else 0
 
 
 def with_code(path: str, line: int) -> str:
