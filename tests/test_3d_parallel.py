@@ -1,15 +1,14 @@
 """Chapter 13 trains what chapter 1 trains, on grids of stages, pipelines and groups."""
 
-import json
+import sys
 
 import pytest
 import test_pipeline_parallel
 import torch
 from conftest import AT_END
-from runner import CHAPTER_3, CHAPTER_6, CHAPTER_7, CHAPTER_13
+from runner import CHAPTER_3, CHAPTER_6, CHAPTER_7, CHAPTER_13, load
 from test_fsdp import told, whole_state
 
-GRID = {"script": CHAPTER_13}
 tied = test_pipeline_parallel.tied  # the fixture
 
 # Chapters that continue one run, one after the other: processes, flags, the last step
@@ -21,34 +20,8 @@ CHAIN = [
     (CHAPTER_7, 2, ["-b", 4, "--pipeline-parallel", 2], 4),
     (CHAPTER_13, 4, ["-b", 4, "--pipeline-parallel", 1, "--tensor-parallel", 2], 5),
     (CHAPTER_3, 2, ["-b", 4], 6),
-    (CHAPTER_13, 8, ["-b", 2, "--pipeline-parallel", 2, "--tensor-parallel", 2], 7),
+    (CHAPTER_13, 8, ["-b", 2, "--pipeline-parallel", 2, "--tensor-parallel", 2], 8),
 ]
-
-
-@pytest.mark.rest
-def test_a_run_goes_on_in_other_layouts_and_chapters(trainer, tied):
-    """Losses within 1e-6 of a run in chapter 1, and the same AdamW state as in chapter 3."""
-    flags = ["-m", tied, "--no-from-scratch", "--eval-freq", 7, "--ckpt-freq", 1, "--lr", 1e-3]
-    flags += ["--lr-scheduler", "constant"]  # does not depend on the number of steps
-    single = trainer(*flags, "-b", 8, "--max-steps", 7, name="single")
-    sharded = {"processes": 1, "script": CHAPTER_3}
-    sharded = trainer(*flags, "-b", 8, "--max-steps", 7, name="sharded", **sharded)
-    for chapter, processes, split, last in CHAIN:
-        options = {"processes": processes, "script": chapter, "name": "chain"}
-        run = trainer(*flags, *split, "--max-steps", last, **options)
-        assert ("Continuing from" in run.output) == (last > 1)
-    losses = single.column("loss")
-    print([a / b - 1 for a, b in zip(run.column("loss"), losses, strict=True)])
-    assert run.column("loss") == pytest.approx(losses, rel=1e-6)
-    assert run.column("eval/loss")[-1] == pytest.approx(single.column("eval/loss")[-1], rel=1e-6)
-    a, b = (whole_state(x.folder / "step-00000007") for x in (sharded, run))
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
-
-
-# -- Who has what ----------------------------------------------------------------------------------
-
 # Each rank tells at its end which seeds it used.
 WATCH = """
 import torch
@@ -69,23 +42,37 @@ WATCH += AT_END
 
 
 @pytest.mark.rest
-def test_seeds(trainer, tied):
-    """Tensor-parallel ranks drop the same activations, and all others drop other ones."""
-    flags = ["-m", tied, "-b", 2, "--max-steps", 2, "--eval-freq", 0]
-    flags += ["--pipeline-parallel", 2, "--tensor-parallel", 2]
-    run = trainer(*flags, processes=8, before=WATCH, **GRID)
+def test_a_run_goes_on_in_other_layouts_and_chapters(trainer, tied):
+    """Losses within 1e-6 of a run in chapter 1, and the same AdamW state as in chapter 3."""
+    flags = ["-m", tied, "--no-from-scratch", "--eval-freq", 8, "--ckpt-freq", 1, "--lr", 1e-3]
+    flags += ["--lr-scheduler", "constant"]  # does not depend on the number of steps
+    single = trainer(*flags, "-b", 8, "--max-steps", 8, name="single")
+    sharded = {"processes": 1, "script": CHAPTER_3}
+    sharded = trainer(*flags, "-b", 8, "--max-steps", 8, name="sharded", **sharded)
+    for chapter, processes, split, last in CHAIN:
+        options = {"processes": processes, "script": chapter, "name": "chain"}
+        options["before"] = WATCH if processes == 8 else ""
+        run = trainer(*flags, *split, "--max-steps", last, **options)
+        assert ("Continuing from" in run.output) == (last > 1)
+    losses = single.column("loss")
+    print([a / b - 1 for a, b in zip(run.column("loss"), losses, strict=True)])
+    assert run.column("loss") == pytest.approx(losses, rel=1e-6)
+    assert run.column("eval/loss")[-1] == pytest.approx(single.column("eval/loss")[-1], rel=1e-6)
+    a, b = (whole_state(x.folder / "step-00000008") for x in (sharded, run))
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)
+    # Tensor-parallel ranks drop the same activations, and all others drop other ones.
     seeds = told(run, "seeds ")
     assert seeds[0::2] == seeds[1::2]
-    assert len({seed for rank in seeds[0::2] for seed in rank}) == sum(map(len, seeds[0::2]))
+    assert len({seed for rank in seeds[0::2] for seed in rank}) == sum(map(len, seeds[0::2])) == 8
 
 
-@pytest.mark.rest
-def test_default_layout(trainer, tied):
+def test_default_layout(monkeypatch):
     """The groups are the nodes, and all of them are one pipeline."""
-    node = "import os; os.environ['LOCAL_WORLD_SIZE'] = '{}'"
-    flags = ["-m", tied, "--max-steps", 1, "--eval-freq", 0]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setattr(sys, "argv", ["train-llm.py"])
     for ranks, layout in ((1, (4, 1)), (2, (2, 2))):
-        options = {"processes": 4, "before": node.format(ranks)} | GRID
-        run = trainer(*flags, name=f"layout-{ranks}", **options)
-        flags_of_run = json.loads((run.folder / "parameters.json").read_text())
-        assert (flags_of_run["pipeline_parallel"], flags_of_run["tensor_parallel"]) == layout
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        args = load(CHAPTER_13).parse_args()
+        assert (args.pipeline_parallel, args.tensor_parallel) == layout

@@ -90,7 +90,7 @@ CASES = {
         ("14", "llama", 6, [AGAIN, OFFLOAD]),
         ("14", "llama untied", 12, [WHOLE, "--compile"]),
         ("18", "llama", 6, [AGAIN, OFFLOAD]),
-        ("18", "llama untied", 12, [WHOLE, "--compile"]),
+        ("18", "llama untied", 12, [WHOLE]),
         ("19", "llama untied", 4, [WHOLE, "--compile"]),
     ],
     "3": [

@@ -40,11 +40,11 @@ def tool():
     return load(TOOL)
 
 
-def hang(tool, script, folder, seconds=1, timeout=60):
+def hang(tool, script, folder, processes=2, seconds=1, timeout=60):
     """The dumps of a job that hangs, after the end of the job. They stay as they were."""
     dumps = folder / "dumps"
     env = {"HANG_DUMPS": str(dumps), "HANG_SECONDS": str(seconds)}
-    job = Job(script, [], folder / "output", 2, before=WATCH, env=env)
+    job = Job(script, [], folder / "output", processes, before=WATCH, env=env)
     end = time.monotonic() + timeout
     try:
         while not (dumps.is_dir() and tool.all_wait(dumps, seconds)):
@@ -145,11 +145,6 @@ MESH = "mesh = dist.init_device_mesh('cpu', (2, 2), mesh_dim_names=('dp', 'tp'))
 MESH += "rank == 3 or dist.all_reduce(torch.ones(1), group=mesh.get_group('tp'))"
 OWN_HANDLER = "signal.signal(signal.SIGTERM, lambda *_: None); "
 KINDS = {
-    "a mesh without one call": (
-        4,
-        MESH,
-        r"rank 2 waits in group \d \(mesh_tp\) in all_reduce .* which rank 3 did not call",
-    ),
     "an error": (
         2,
         OWN_HANDLER + "rank == 0 or [].index('one\\ntwo')",
@@ -183,6 +178,15 @@ def test_kinds_of_hangs_and_deaths(tmp_path, kind):
     env = os.environ | ({"RANK": "0", "WORLD_SIZE": "1"} if processes else {})
     done = python(TOOL, "--seconds", 3, command, status=1, env=env)
     assert re.search(sentence, done.stdout.splitlines()[-1]), done.stdout
+
+
+@pytest.mark.rest
+def test_a_mesh_without_one_call(tool, tmp_path, capsys):
+    script = tmp_path / "kind.py"
+    script.write_text(AFTER_START.replace("LINES", MESH))
+    assert tool.report(hang(tool, script, tmp_path, processes=4)) == 1
+    sentence = r"rank 2 waits in group \d \(mesh_tp\) in all_reduce .* which rank 3 did not call"
+    assert re.search(sentence, capsys.readouterr().out.splitlines()[-1])
 
 
 def test_a_process_that_is_no_rank(tmp_path):

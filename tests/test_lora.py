@@ -26,9 +26,9 @@ PATTERN = ["--lora-targets", ".*(q|v)_proj"]
 # By the ranks: the model, the samples of a rank at a time, and other flags
 CASES = {
     1: [("llama untied", 12, [])],
-    2: [("llama", 3, [OFFLOAD]), ("mixtral", 6, [AGAIN])],
+    2: [("llama", 3, [OFFLOAD]), ("mixtral", 6, [AGAIN]), ("llama", 6, ["--compile", AGAIN])],
     3: [("gpt2", 4, []), ("llama", 2, PATTERN)],
-    4: [("llama untied", 3, [WHOLE]), ("llama", 3, ["--compile", AGAIN])],
+    4: [("llama untied", 3, [WHOLE])],
 }
 
 

@@ -528,7 +528,7 @@ def test_killed_workers_come_back(train, nodes, tmp_path):
 def test_an_elastic_job_keeps_its_batch_and_its_losses(train, nodes, trainer, dataset):
     """One node, then two, then the second one is killed with its worker: as if alone all along."""
     flags = ["-d", dataset, "--eval-freq", 0, "--lr", 1e-3, "-b", 2, "--global-batch-size", 8]
-    flags += ["--max-steps", 5000, "--num-epochs", 9999, "--ckpt-freq", 20]
+    flags += ["--max-steps", 5000, "--num-epochs", 9999, "--ckpt-freq", 5]
     start_node = nodes("1:2", *flags, name="run")
 
     def start(number: int):
@@ -557,7 +557,7 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, nodes, trainer, da
     # Not the first restart: the second node may come too late for it
     wait_until(lambda: "memory/rank1/" in (first.folder / "metrics.jsonl").read_text())
     joined = step()
-    wait_until(lambda: step() > joined + 60)
+    wait_until(lambda: step() > joined + 20)
     before = resumes()
     victims = [*second.workers(), psutil.Process(second.process.pid)]
     for process in victims:
@@ -565,14 +565,14 @@ def test_an_elastic_job_keeps_its_batch_and_its_losses(train, nodes, trainer, da
     second.wait()
     wait_until(lambda: resumes() > before)
     alone = step()
-    wait_until(lambda: step() > alone + 20)
+    wait_until(lambda: step() > alone + 5)
     first.signal(signal.SIGTERM)
     assert first.wait() != 0
     records = first.records
     assert [record["step"] for record in records] == [*range(1, len(records) + 1)]
     ranks = ["memory/rank1/resident_gb" in record for record in records]
     assert not ranks[0]
-    assert sum(ranks) > 30
+    assert sum(ranks) > 10
     assert not ranks[-1]
 
     single = train(*flags, processes=1, name="single", start=True)

@@ -20,7 +20,7 @@ from runner import (
     CHAPTER_13,
     REPOSITORY,
     load,
-    python,
+    run_tool,
 )
 
 SLOW_LINKS = REPOSITORY / "benchmarks" / "slow-links.py"
@@ -430,17 +430,17 @@ def test_published_speeds():
 
 
 @pytest.mark.rest
-def test_command_line():
+def test_command_line(tmp_path):
     flags = ["-m", TINY_LLAMA / "config.json", "-b", 8, "-s", 256, "--nodes", 2, 1, "--explain"]
-    done = python(TOOL, *flags)
-    assert done.stdout.startswith("Computed, not measured. ")
-    rows = re.findall(r"^\| (\d+) \| \d+ \| (\w+) \|", done.stdout, re.MULTILINE)
+    output = run_tool(tmp_path, TOOL.name, *flags)
+    assert output.startswith("Computed, not measured. ")
+    rows = re.findall(r"^\| (\d+) \| \d+ \| (\w+) \|", output, re.MULTILINE)
     assert rows == [(n, m) for n in "12" for m in ("DDP", "FSDP", "HSDP", "TP", "PP")]
-    assert "| HSDP | all-reduce, layers |" in done.stdout
-    assert "| TP | all-gather, activations | 18 |" in done.stdout
-    assert "| PP | receive, tied weights | 1 |" in done.stdout
-    assert "| PP | reduce, tied gradients | 1 |" in done.stdout
-    assert tool.FORMULAE in done.stdout
+    assert "| HSDP | all-reduce, layers |" in output
+    assert "| TP | all-gather, activations | 18 |" in output
+    assert "| PP | receive, tied weights | 1 |" in output
+    assert "| PP | reduce, tied gradients | 1 |" in output
+    assert tool.FORMULAE in output
 
 
 # -- The chooser -----------------------------------------------------------------------------------
@@ -522,16 +522,16 @@ SMALL |= {"num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_head
 
 @pytest.mark.rest
 def test_traced_layouts(tmp_path):
-    """The command as a reader gives it; the chapters accept the command lines that it prints."""
+    """The chapters accept the command lines that it prints."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SMALL))
     flags = ["--devices", 16, "-s", 512, "--gpu-memory", 0.3, "--global-batch-size", 64]
-    done = python(TOOL, "--choose", "-m", path, *flags)
-    rows = re.findall(r"^\| (\w.*) \|$", done.stdout, re.MULTILINE)
+    output = run_tool(tmp_path, TOOL.name, "--choose", "-m", path, *flags)
+    rows = re.findall(r"^\| (\w.*) \|$", output, re.MULTILINE)
     cells = [row.split(" | ") for row in rows]
     traced = cells[0].index("GB, traced")
     assert all(row[traced] for row in cells[1:4])
-    (line,) = re.findall(r"^torchrun .*", done.stdout, re.MULTILINE)
+    (line,) = re.findall(r"^torchrun .*", output, re.MULTILINE)
     assert f"-m {path}" in line
 
 

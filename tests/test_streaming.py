@@ -84,8 +84,8 @@ def places_at(run, step: int) -> list[dict]:
 @pytest.mark.rest
 def test_two_resumes_in_a_row_across_passes(stream, trainer):
     """They read what an undisturbed run reads, also where the packer has a rest."""
-    flags = ["--max-steps", 64, "--keep-checkpoints", 99, "--eval-freq", 64]
-    flags += ["--shuffle-window", 20, "-b", 4]
+    flags = ["--max-steps", 32, "--keep-checkpoints", 99, "--eval-freq", 32]
+    flags += ["--shuffle-window", 20, "-b", 8]
     origin = stream(*flags, "--ckpt-freq", 1, name="origin")
     passes = origin.column("epoch")
     assert passes[0] == 0

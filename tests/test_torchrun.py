@@ -1,6 +1,5 @@
-"""Chapters 2 and 3 under torchrun itself: failures, signals, restarts, several nodes."""
+"""Chapter 2 under torchrun itself: failures and restarts. Several nodes: test_multi_node.py"""
 
-import itertools
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from conftest import Folder, assert_same_model, exact
-from runner import CHAPTER_2, REPOSITORY, Run, free_port, wait_for
+from runner import CHAPTER_2, REPOSITORY, Run, wait_for
 
 pytestmark = pytest.mark.rest
 
@@ -76,12 +75,8 @@ class Forking(Launch):
         return self.process.exitcode
 
 
-# As launch/run.sh sets it: each restart has a store of its own. If the first node is lost, new
-# workers would otherwise look for its store (torch 2.13).
-OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 ONE_NODE = ["--standalone", "--nproc-per-node", 2]
 FLAGS = ["--max-steps", 14, "--ckpt-freq", 4, "--eval-freq", 7, "--lr", 1e-3]
-RESTARTS = ["--max-restarts", 3]
 # In place of a chapter: rank 1 ends at its sixth step, with this code, in its first two lives. No
 # rank finds keys of an earlier life, which would be addresses of dead ranks.
 ENDING = """
@@ -108,12 +103,6 @@ if os.environ["RANK"] == "1" and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) <
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-DYING_FIRST = """
-import os, signal
-
-if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 def ending(folder: Path, code: str) -> Path:
@@ -123,23 +112,15 @@ def ending(folder: Path, code: str) -> Path:
 
 
 def test_killed_workers_come_back(trainer, tmp_path):
-    """Twice; the job goes on from its last checkpoint, exactly, on one node and on two."""
+    """Twice; the job goes on from its last checkpoint, exactly."""
     undisturbed = trainer(*FLAGS, name="undisturbed", processes=2)
     script = ending(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     restarts = ["--max-restarts", 2]  # none for another failure
     launch = Forking(trainer, "output", [*ONE_NODE, *restarts, script, CHAPTER_2], *FLAGS)
     assert launch.wait() == 0, launch.output
     assert launch.output.count("Continuing from") == 2
-    # In its first life, rank 1 now ends before it has met rank 0, which waits, and does not fail.
-    # So the two torchruns count different numbers of restarts.
-    script.write_text(DYING_FIRST + script.read_text())
-    start = nodes(trainer, "2", *FLAGS, name="nodes", scripts=[script, CHAPTER_2])
-    both = [start(env=OWN_STORE), start(env=OWN_STORE)]  # without it: chapter 5
-    assert [node.wait() for node in both] == [0, 0], "".join(node.output for node in both)
-    assert sum(node.output.count("Continuing from") for node in both) == 1
-    for run in (launch, both[0]):
-        assert exact(run.records) == exact(undisturbed.records)
-        assert_same_model(run, undisturbed)
+    assert exact(launch.records) == exact(undisturbed.records)
+    assert_same_model(launch, undisturbed)
 
 
 def test_one_rank_raises(trainer, tmp_path):
@@ -151,18 +132,3 @@ def test_one_rank_raises(trainer, tmp_path):
     assert "rank      : 1 " in cause
     assert "Traceback" in cause
     assert "ValueError: this rank breaks" in cause
-
-
-def nodes(trainer, count: str, *flags, name: str, scripts=(CHAPTER_2,)):
-    """Starts torchruns that meet on this machine, one with each call, with `Run`'s options."""
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
-    meeting += ["--rdzv-id", "test", "--nnodes", count, "--local-addr", "localhost"]
-    meeting += ["--rdzv-conf", "last_call_timeout=1"]  # not 30 s for nodes that may still come
-    command = [*meeting, "--nproc-per-node", 1, *RESTARTS, *scripts]
-    numbers = itertools.count()
-
-    def start(**options):
-        output = f"{name}-{next(numbers)}.txt"
-        return Forking(trainer, output, command, *flags, name=name, **options)
-
-    return start

@@ -25,15 +25,18 @@ METRICS = {
 EVAL_METRICS = {"step", "epoch", "eval/loss", "eval/perplexity"}
 
 
-# The first evaluation and the first checkpoint take a second more.
+# The first evaluation and the first checkpoint take 1,000 seconds more, by the clock of the run.
 SLOW = """
 import os, time, torch
+
+clock, late = time.perf_counter, []
+time.perf_counter = lambda: clock() + sum(late)
 
 def slow(owner, name):
     original = getattr(owner, name)
     def call(*arguments):
         setattr(owner, name, original)
-        time.sleep(1)
+        late.append(1000)
         return original(*arguments)
     setattr(owner, name, call)
 
@@ -50,7 +53,7 @@ def test_a_run_from_start_to_end(trainer, model):
     assert sum(losses[-5:]) / 5 < losses[0] - 2
     assert all(time > 0 for time in result.column("time/forward_ms"))
     # Steps after an evaluation or a checkpoint do not count its time.
-    assert max(result.column("time/total_ms")[1:]) < 1000
+    assert max(result.column("time/total_ms")) < 500_000
 
     # The interface: names of the metrics, when each record is written, files
     steps = [r for r in result.records if "loss" in r]
@@ -209,13 +212,12 @@ def test_schedules_with_options(trainer, schedule):
 
 @pytest.mark.rest
 def test_compile_changes_nothing_but_speed(trainer):
+    """With checkpointing: test_equal.py"""
     plain = trainer("--max-steps", 4, "--eval-freq", 2, name="plain")
-    cases = (["--eval-freq", 0], ["--eval-freq", 2, "--activation-checkpointing"])
-    for number, flags in enumerate(cases):  # evaluating compiles again: once
-        compiled = trainer("--max-steps", 4, "--compile", *flags, name=f"compiled-{number}")
-        assert compiled.column("loss") == pytest.approx(plain.column("loss"), rel=1e-4)
-        a, b = ((r.folder / "final" / "model.safetensors").read_bytes() for r in (plain, compiled))
-        assert a[:400] == b[:400]  # the header: the same names
+    compiled = trainer("--max-steps", 4, "--eval-freq", 2, "--compile", name="compiled")
+    assert compiled.column("loss") == pytest.approx(plain.column("loss"), rel=1e-4)
+    a, b = ((r.folder / "final" / "model.safetensors").read_bytes() for r in (plain, compiled))
+    assert a[:400] == b[:400]  # the header: the same names
     assert compiled.column("eval/loss") == pytest.approx(plain.column("eval/loss"), rel=1e-4)
 
 
