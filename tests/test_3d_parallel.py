@@ -22,13 +22,14 @@ CHAIN = [
     (CHAPTER_3, 2, ["-b", 4], 6),
     (CHAPTER_13, 8, ["-b", 2, "--pipeline-parallel", 2, "--tensor-parallel", 2], 8),
 ]
-# Each rank tells at its end which seeds it used.
+# Each rank tells at its end which seeds it trained with.
 WATCH = """
 import torch
 from torch.distributed.pipelining import schedules
 
 def step(self, x, **options):
-    seeds.append(torch.initial_seed())
+    if torch.is_grad_enabled():
+        seeds.append(torch.initial_seed())
     return original_step(self, x, **options)
 
 seeds = []
