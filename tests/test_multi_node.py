@@ -528,7 +528,7 @@ def test_killed_workers_come_back(train, nodes, tmp_path):
 def test_an_elastic_job_keeps_its_batch_and_its_losses(train, nodes, trainer, dataset):
     """One node, then two, then the second one is killed with its worker: as if alone all along."""
     flags = ["-d", dataset, "--eval-freq", 0, "--lr", 1e-3, "-b", 2, "--global-batch-size", 8]
-    flags += ["--max-steps", 5000, "--num-epochs", 9999, "--ckpt-freq", 5]
+    flags += ["--max-steps", 5000, "--num-epochs", 99, "--ckpt-freq", 5]
     start_node = nodes("1:2", *flags, name="run")
 
     def start(number: int):
