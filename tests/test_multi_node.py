@@ -24,6 +24,7 @@ from conftest import (
 )
 from runner import (
     CHAPTER_1,
+    CHAPTER_2,
     CHAPTER_3,
     CHAPTER_4,
     CHAPTER_5,
@@ -511,14 +512,17 @@ def nodes(trainer):
                 process.kill()
 
 
-def test_killed_workers_come_back(train, nodes, tmp_path):
-    """Twice, on two nodes whose torchruns share one store; the job goes on exactly."""
-    flags = ["--max-steps", 14, "--ckpt-freq", 4, "--eval-freq", 7, "--shard-size", 1]
-    undisturbed = train(*flags, name="undisturbed")
+@pytest.mark.parametrize(
+    ("chapter", "flags", "env"), [(CHAPTER_2, [], OWN_STORE), (CHAPTER_5, ["--shard-size", 1], {})]
+)
+def test_killed_workers_come_back(train, nodes, tmp_path, chapter, flags, env):
+    """Twice, on two nodes; with chapter 5, restarts may share a store. The job goes on exactly."""
+    flags = ["--max-steps", 14, "--ckpt-freq", 4, "--eval-freq", 7, *flags]
+    undisturbed = train(*flags, name="undisturbed", script=chapter)
     script = ending(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     script.write_text(DYING_FIRST + script.read_text())
-    start = nodes("2", *flags, "--lr", 1e-3, name="nodes", scripts=[script, CHAPTER_5])
-    both = [start(), start()]
+    start = nodes("2", *flags, "--lr", 1e-3, name="nodes", scripts=[script, chapter])
+    both = [start(env=env), start(env=env)]
     assert [node.wait() for node in both] == [0, 0], "".join(node.output for node in both)
     assert sum(node.output.count("Continuing from") for node in both) == 1
     assert exact(both[0].records) == exact(undisturbed.records)
