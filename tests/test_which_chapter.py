@@ -15,7 +15,7 @@ TEXT = page(WHICH)
 PRINTED = r"^```\npython (tools/\S+ [^\n]*)\n```\n\n```text\n(.*?)```$"
 COMMANDS = re.findall(PRINTED, TEXT, re.MULTILINE | re.DOTALL)
 LAUNCH = r"^(?:torchrun .*?|cd \S+ && python )"
-SENT = re.findall(LAUNCH + r"((?:more/)?\d\d-\S+/)?train-llm\.py (.*)$", TEXT, re.M)
+SENT = re.findall(LAUNCH + r"(?:more/)?(\d\d-\S+/)?train-llm\.py (.*)$", TEXT, re.M)
 
 
 # Those that tools/models.json has not
