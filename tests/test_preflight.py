@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 # 9 is a template with configuration files. The demos of 10 and 17 need another command first.
 CHAPTERS = sorted(CHAPTERS_BY_NUMBER.keys() - {"09", "10", "17"})
 TOOL = REPOSITORY / "tools" / "preflight.py"
+FROM_SCRATCH = ["--from-scratch", "--lr", 1e-3, "--warmup-steps", 5]
 MANY = [f"document {number} of many about a thing" for number in range(60)]
 
 
@@ -37,7 +38,7 @@ def look(tool, tmp_path, monkeypatch, capsys):
 
     def look(*flags, chapter="01"):
         if "--demo" not in flags:
-            flags = ["-m", TINY_LLAMA, "--from-scratch", "-s", 32, *flags]
+            flags = [*FROM_SCRATCH, "-m", TINY_LLAMA, "-s", 32, *flags]
         monkeypatch.setattr(sys, "argv", ["preflight.py", chapter, *map(str, flags)])
         with pytest.raises(SystemExit) as end:
             tool.main()
@@ -262,11 +263,12 @@ CASES = {
     "no folder": (lambda: ["-e", "run", "--save-dir", "/proc/x"], "cannot"),
     "a wrong file": (lambda: ["-d", "none.txt"], "none.txt"),
     "a run of other flags": (lambda: begun(seed=1), "seed was 1, and is 0 now"),
-    "a run of another rate": (lambda: begun(lr=1), "lr was 1, and is 3e-05 now"),
+    "a run of another rate": (lambda: begun(lr=1), "lr was 1, and is 0.001 now"),
+    "a rate of fine-tuning": (lambda: ["--lr", 3e-5], "are for fine-tuning: from scratch"),
     "an old run": (begun, "has no parameters.json"),
 }
 WARNINGS = {"a byte order mark", "held out by name", "of another writer", "twice ended"}
-WARNINGS |= {"no backward pass", "a run of another rate"}
+WARNINGS |= {"no backward pass", "a run of another rate", "a rate of fine-tuning"}
 WARNINGS |= {"linked twice", "hidden", "missing cells", "empty documents"}
 WARNINGS |= {"another class", "copies", "zeros in front", "special tokens", "twice begun"}
 WARNINGS |= {"another end", "biases", "stale shards"}
@@ -337,6 +339,28 @@ def test_demos_are_clean(look, tmp_path, chapter):
     little = [] if chapter in ("01", "16") else ["-d", REPOSITORY / "tools" / "*.py"]
     status, output = look("--demo", *little, "--save-dir", tmp_path, chapter=chapter)
     assert (status, output.splitlines()[-1]) == (0, "0 errors, 0 warnings"), output
+    if chapter == "01":  # 1,297,824 tokens in 5,069 samples, of which the run holds some out
+        assert "about 1,297,824 tokens, 5,070 samples; the run reads 0.63 epochs" in output
+        assert " 400 of 8 samples of 256 tokens on 1 devices: 819,200 tokens\n" in output
+
+
+def test_length_of_a_run(tool, tmp_path, capsys):
+    """Of a billion parameters: first with an estimate of its speed, then with its log."""
+    args = load(CHAPTERS_BY_NUMBER["03"]).parse_args
+    flags = ["-m", TINY_LLAMA, "-e", "run", "--save-dir", tmp_path, "--max-steps", 1000]
+    with mock.patch.object(sys, "argv", ["train-llm.py", *map(str, flags)]):
+        args = args()
+    report = tool.Report()
+    assert tool.check_length_of_run(args, 10**9, report) == pytest.approx(40)
+    log = tmp_path / "run" / "metrics.jsonl"
+    log.parent.mkdir()
+    log.write_text('{"tokens_per_second": 65536}\n{"eval/loss": 1}\n')
+    tool.check_length_of_run(args, 10**9, report)
+    output = capsys.readouterr().out
+    assert " 1,000 of 64 samples of 1,024 tokens on 8 devices: 65,536,000 tokens\n" in output
+    assert " 2 of 12.0 GB are kept; at most 40.0 GB are on the disk\n" in output
+    assert " 0.0 h at 532,000 tokens/s, estimated" in output
+    assert f" 0.3 h at 65,536 tokens/s, as measured in {log}\n" in output
 
 
 CLEAN = {

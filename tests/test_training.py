@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import LLAMA, resume, write_model
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run
+from runner import CHAPTER_1, CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, outcome
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 METRICS = {
@@ -93,6 +93,15 @@ def test_a_run_from_start_to_end(trainer, model):
     assert "warning" not in more.output
     assert more.records[: len(before)] == before
     assert [r["step"] for r in more.records[len(before) :]] == [61, 62, 62]
+
+
+def test_a_run_without_a_name(trainer, tmp_path):
+    """It warns at its start and at its end, since it saves nothing."""
+    flags = trainer.defaults("run")[2:]
+    status, output = outcome(tmp_path, CHAPTER_1, *flags, "--max-steps", 1)
+    assert (status, output.count("warning: without -e")) == (0, 2), output
+    assert output.splitlines()[-1] == "warning: without -e, this run has saved nothing"
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
 
 
 # -- Losses and updates ----------------------------------------------------------------------------

@@ -421,7 +421,7 @@ def technique(layout: Layout) -> list:
 
 
 def command(layout: Layout, devices: int, args, *more) -> str:
-    """The command line of the chapter, for each node."""
+    """The command line of the chapter, for each node. The run has a name, so it saves."""
     script = script_of(layout.chapter).relative_to(REPOSITORY)
     nodes = devices // min(args.devices_per_node, devices)
     launch = f"torchrun --standalone --nproc-per-node {devices}"
@@ -430,8 +430,10 @@ def command(layout: Layout, devices: int, args, *more) -> str:
         launch += " --rdzv-id run --rdzv-backend c10d --rdzv-endpoint node-0:29400"
     if layout.chapter == 1:
         launch = "python"
-    flags = ["-m", args.model_name, "-s", args.seq_length, "-b", layout.samples]
-    flags += ["--gradient-accumulation-steps", layout.micro_batches, *technique(layout), *more]
+    flags = ["-e", "mine", *(["--save-dir", "/shared/runs"] if nodes > 1 else [])]
+    flags += ["-d", '"texts/*.txt"', "-m", args.model_name, "-s", args.seq_length]
+    flags += ["-b", layout.samples, "--gradient-accumulation-steps", layout.micro_batches]
+    flags += [*technique(layout), *more]
     return f"{launch} {script} {' '.join(map(str, flags))}"
 
 

@@ -15,8 +15,10 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -54,6 +56,7 @@ BYTES = 10_000_000  # of each of these files
 ROWS = 1_000_000  # of CSV files
 SMALL = 300e6  # parameters of a model that this tool computes with
 NAMES_SHOWN = 5
+H100 = 400e12  # FLOPs per second, as in tools/estimate-scaling.py
 ENCODINGS = ["cp1252", "cp1250", "cp1251", "cp932", "gb18030", "big5", "cp949"]  # besides UTF-8
 
 
@@ -63,6 +66,7 @@ class Report:
     def __init__(self):
         self.errors = self.warnings = 0
         self.facts = {}
+        self.documents = self.tokens = 0  # to train on, about; 0 if not known
 
     @contextmanager
     def section(self, title: str, subject: str):
@@ -273,6 +277,7 @@ def check_documents(splits, args, report: Report) -> list[str]:
         report.warn(f"{empty / len(chosen):.0%} of the documents are empty, and left out")
     if not texts:
         sys.exit(f"error: no document has text in {column!r}: choose another --text-column")
+    report.documents = len(documents) * len(texts) / len(chosen)
     copies = len(texts) - len(set(texts))
     if copies > len(texts) / 100:
         report.warn(f"{copies / len(texts):.0%} of the documents are copies: remove all but one")
@@ -322,6 +327,8 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
         report.warn(f"{left_out:,} answers do not fit into {args.seq_length} tokens: raise -s")
     if not texts:
         sys.exit("error: no answer fits (raise -s), or no message has the role 'assistant'")
+    lengths = [len(ids) if args.packing else args.seq_length for ids, _ in texts]
+    report.tokens = len(documents) * sum(lengths) / len(chosen)
     tokens = zip(*texts[0], strict=True)
     marked = ""
     for is_answer, part in itertools.groupby(tokens, key=lambda pair: pair[1] >= 0):
@@ -347,6 +354,7 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
     size = sum(len(text.encode()) for text in texts)
     per = f"{len(tokens) / len(texts):,.0f} per document, {len(tokens) / size:.2f} per byte"
     report.fact("tokens", per)
+    report.tokens = report.documents * len(tokens) / len(texts)
     start = tokenizer.decode(tokens[: args.seq_length])
     report.fact("the first sample", repr(start[:200] + ("..." if len(start) > 200 else "")))
 
@@ -547,6 +555,63 @@ def check_resume(args, checkpoint: Path, chapter, report: Report) -> None:
         tell(f"{change}: keep it, or choose another -e")
 
 
+def check_length_of_run(args, parameters: int, report: Report) -> float:
+    """Tokens, steps, learning rate, time and checkpoints. Returns the GB that the run writes."""
+    devices = torch.cuda.device_count() or 8
+    if dist.is_initialized():
+        devices *= dist.get_world_size()  # one process of each node
+    if hasattr(args, "device"):  # chapter 1
+        devices = 1
+    together = [getattr(args, f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "context")]
+    shares = max(1, devices // math.prod(together))
+    global_batch = shares * args.batch_size * args.gradient_accumulation_steps
+    global_batch = getattr(args, "global_batch_size", None) or global_batch
+    per_epoch = report.tokens / args.seq_length
+    steps = args.max_steps
+    if report.tokens:
+        all_steps = int(args.num_epochs * per_epoch) // global_batch
+        steps = min(all_steps, args.max_steps or all_steps)
+        about = f"about {report.tokens:,.0f} tokens, {per_epoch:,.0f} samples"
+        epochs = f"{steps * global_batch / max(1, per_epoch):.2f} epochs"
+        report.fact("dataset", f"{about}; the run reads {epochs}")
+    tokens = (steps or 0) * global_batch * args.seq_length
+    batch = f"{global_batch:,} samples of {args.seq_length:,} tokens"
+    report.fact("steps", f"{steps or 0:,} of {batch} on {devices} devices: {tokens:,} tokens")
+    report.fact(
+        "learning rate", f"{args.lr:g}, {args.lr_scheduler}, {args.warmup_steps} to warm up"
+    )
+    from_scratch = getattr(args, "from_scratch", True)  # chapter 14 always does
+    if from_scratch and (args.lr <= 3e-5 or not args.warmup_steps):
+        rates = "from scratch, GPT-3 had a warm-up, and 6e-4 for 125M parameters, 2e-4 for 1.3B"
+        report.warn(f"the default --lr and --warmup-steps are for fine-tuning: {rates}")
+    speed, source = speed_of_run(args, parameters, devices)
+    if speed:
+        hours = f"{tokens / speed / 3600:,.1f} h at {speed:,.0f} tokens/s"
+        report.fact("time", f"{hours}, {source}")
+    checkpoint = 0.0 if hasattr(args, "lora_rank") else 12e-9 * parameters  # adapters are small
+    # One more while it is written, and then `final/`
+    peak = (args.keep_checkpoints + 1) * checkpoint + checkpoint / 3
+    if checkpoint:
+        kept = f"{args.keep_checkpoints} of {checkpoint:,.1f} GB are kept"
+        report.fact("checkpoints", f"{kept}; at most {peak:,.1f} GB are on the disk")
+    return peak
+
+
+def speed_of_run(args, parameters: int, devices: int) -> tuple[float, str]:
+    """Tokens per second: those of the log of the run, or an estimate for a model of some size."""
+    file = Path(args.save_dir).expanduser() / str(args.experiment_name) / "metrics.jsonl"
+    if file.exists():
+        speeds = [json.loads(line).get("tokens_per_second") for line in file.open()]
+        if speeds := [speed for speed in speeds if speed]:
+            return statistics.median(speeds), f"as measured in {file}"
+    config = AutoConfig.from_pretrained(args.model_name).get_text_config()
+    attention = 6 * config.num_hidden_layers * config.hidden_size * args.seq_length
+    passes = 8 / 6 if args.activation_checkpointing else 1
+    flops_per_token = passes * (6 * parameters + attention)
+    speed = devices * H100 / flops_per_token if parameters > SMALL / 3 else 0
+    return speed, "estimated for H100s that never wait; mixtures of experts are faster"
+
+
 def check_machine(args, parameters: int, chapter, report: Report) -> None:
     versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets)}
     report.fact("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
@@ -558,10 +623,7 @@ def check_machine(args, parameters: int, chapter, report: Report) -> None:
         folders["--save-dir"] = Path(args.save_dir).expanduser() / args.experiment_name
         if steps := sorted(folders["--save-dir"].glob("step-*")):
             check_resume(args, steps[-1], chapter, report)
-    # In GB: weights and two moments in fp32 per checkpoint, one more while it is written, `final/`
-    needed = {"--save-dir": (12 * (args.keep_checkpoints + 1) + 4) * parameters / 1e9}
-    if hasattr(args, "lora_rank"):  # adapters are small
-        needed = {}
+    needed = {"--save-dir": check_length_of_run(args, parameters, report)}
     for name, folder in folders.items():
         place = next(path for path in [folder, *folder.parents] if path.exists())
         try:  # some file systems do not lock, and two runs could then write into one folder
@@ -690,6 +752,7 @@ def look_at_rows(args, chapter, report: Report) -> None:
     tokens = rows.read(0)
     count, shards = sum(rows.sizes), len(rows.sizes)
     report.fact("rows", f"{count:,} of {args.seq_length} tokens, in {shards:,} shards")
+    report.tokens = count * args.seq_length
     report.fact("the first row", repr(tokenizer.decode(tokens[tokens >= 0])[:200]))
     if args.eval_freq:
         chapter.load_eval_tokens(args, tokenizer)

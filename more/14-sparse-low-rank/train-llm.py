@@ -246,6 +246,8 @@ def main():
         say(f"Done: the model is in {run_folder / 'final'}")
     gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
+    if not args.experiment_name:
+        say("warning: without -e, this run has saved nothing")
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -287,8 +289,7 @@ def build_model(args, device, whole):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile each layer, not the whole model. Then no attention mask is built, so the kernels
-        # that are fast without a mask can run. Layers of one kind also share their compiled code.
+        # Layer by layer: then no attention mask is built, and layers of one kind share their code.
         for layer in layers:
             layer.compile()
         model.loss_function = torch.compile(model.loss_function)  # no fp32 copy of the logits
@@ -553,8 +554,7 @@ def sample_order(args, train_samples):
 
 def read_batch(tokens, indices, args, device):
     """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
-    size = args.seq_length
-    samples = [tokens.slice(offset=i * size, length=size).to_numpy() for i in indices]
+    samples = [tokens.slice(i * args.seq_length, args.seq_length).to_numpy() for i in indices]
     batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
         batch = batch.pin_memory()  # the GPU copies from pinned memory, while Python goes on
@@ -596,7 +596,7 @@ def open_run(args, setup):
     """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
     state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
-        say("Without -e, this run saves no model, no checkpoints and no logs")
+        say("warning: without -e, this run saves no model, no checkpoints and no logs")
         return None, None, state
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)

@@ -275,6 +275,8 @@ def main():
         say(f"Done: the adapters are in {run_folder / 'final'}")  # LORA: not the model
     gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
+    if not args.experiment_name:
+        say("warning: without -e, this run has saved nothing")
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -314,8 +316,7 @@ def build_model(args, device, whole):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile each layer, not the whole model. Then no attention mask is built, so the kernels
-        # that are fast without a mask can run. Layers of one kind also share their compiled code.
+        # Layer by layer: then no attention mask is built, and layers of one kind share their code.
         for layer in layers:
             layer.compile()
         model.loss_function = torch.compile(model.loss_function)  # no fp32 copy of the logits
@@ -748,7 +749,7 @@ def open_run(args, setup):
     """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
     state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
     if not args.experiment_name:
-        say("Without -e, this run saves no model, no checkpoints and no logs")
+        say("warning: without -e, this run saves no model, no checkpoints and no logs")
         return None, None, state
     run_folder = Path(args.save_dir).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
