@@ -74,6 +74,8 @@ if [ -z "${NPROC_PER_NODE-}" ]; then
 fi
 [[ $NPROC_PER_NODE =~ ^([1-9][0-9]*|auto|cpu|gpu|xpu)$ ]] ||
   fail "NPROC_PER_NODE=$NPROC_PER_NODE must be a number of processes, such as 8"
+# As torchrun would set it for several processes, without its long message
+[ "$NPROC_PER_NODE" = 1 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 options=(--nproc-per-node "$NPROC_PER_NODE" --max-restarts "${MAX_RESTARTS:-0}")
 
 if [ "$nnodes" = 1 ]; then

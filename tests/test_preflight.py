@@ -347,7 +347,7 @@ def test_demos_are_clean(look, tmp_path, chapter):
 def test_length_of_a_run(tool, tmp_path, capsys):
     """Of a billion parameters: first with an estimate of its speed, then with its log."""
     args = load(CHAPTERS_BY_NUMBER["03"]).parse_args
-    flags = ["-m", TINY_LLAMA, "-e", "run", "--save-dir", tmp_path, "--max-steps", 1000]
+    flags = ["-m", TINY_LLAMA, "-e", "run", "--save-dir", tmp_path, "--max-steps", 100_000]
     with mock.patch.object(sys, "argv", ["train-llm.py", *map(str, flags)]):
         args = args()
     report = tool.Report()
@@ -357,10 +357,10 @@ def test_length_of_a_run(tool, tmp_path, capsys):
     log.write_text('{"tokens_per_second": 65536}\n{"eval/loss": 1}\n')
     tool.check_length_of_run(args, 10**9, report)
     output = capsys.readouterr().out
-    assert " 1,000 of 64 samples of 1,024 tokens on 8 devices: 65,536,000 tokens\n" in output
+    assert " 100,000 of 64 samples of 1,024 tokens on 8 devices: 6,553,600,000 tokens\n" in output
     assert " 2 of 12.0 GB are kept; at most 40.0 GB are on the disk\n" in output
-    assert " 0.0 h at 532,000 tokens/s, estimated" in output
-    assert f" 0.3 h at 65,536 tokens/s, as measured in {log}\n" in output
+    assert " 3.4 h at 533,054 tokens/s, estimated" in output
+    assert f" 27.8 h at 65,536 tokens/s, as measured in {log}\n" in output
 
 
 CLEAN = {

@@ -1,4 +1,4 @@
-"""docs/which-chapter.md: its commands print the lines below them."""
+"""docs/questions.md and docs/which-chapter.md: commands print the lines below them, and save."""
 
 import re
 import shlex
@@ -11,11 +11,10 @@ from runner import CHAPTERS_BY_NUMBER, run_tool
 from test_readme import WHICH, assert_flags_are_understood, page
 from transformers import AutoConfig
 
-TEXT = page(WHICH)
+TEXT = page("docs/questions.md") + page(WHICH)
 PRINTED = r"^```\npython (tools/\S+ [^\n]*)\n```\n\n```text\n(.*?)```$"
 COMMANDS = re.findall(PRINTED, TEXT, re.MULTILINE | re.DOTALL)
-LAUNCH = r"^(?:torchrun .*?|cd \S+ && python )"
-SENT = re.findall(LAUNCH + r"(?:more/)?(\d\d-\S+/)?train-llm\.py (.*)$", TEXT, re.M)
+SENT = re.findall(r"^(?:torchrun|python) .*?(\d\d)-[\w-]+/train-llm\.py (.*)$", TEXT, re.M)
 
 
 # Those that tools/models.json has not
@@ -52,15 +51,18 @@ def test_what_the_commands_print(folder, number):
     output = run(command, folder)
     for line in printed.splitlines():
         assert line in output.splitlines(), output
+    for flags in re.findall(r"train-llm\.py (.*)", output):
+        assert flags.startswith("-e mine ")
+        assert ' -d "texts/' in flags
 
 
 @pytest.mark.rest
 def test_flags_of_the_command_lines(tmp_path):
-    sent = [(chapter, flags) for chapter, flags in SENT if chapter]
-    assert len(sent) > 9
-    for number, (chapter, flags) in enumerate(sent):
-        script = CHAPTERS_BY_NUMBER[chapter[:2]]
-        assert_flags_are_understood(script, flags, tmp_path / str(number))
+    """All runs have a name, so that they save, but the one that only fills the cache."""
+    assert len(SENT) > 15
+    for number, (chapter, flags) in enumerate(SENT):
+        assert ("-e " in flags) != ("--device cpu" in flags), flags
+        assert_flags_are_understood(CHAPTERS_BY_NUMBER[chapter], flags, tmp_path / str(number))
 
 
 def test_two_corpora_are_mixed(tmp_path, monkeypatch):
@@ -69,7 +71,7 @@ def test_two_corpora_are_mixed(tmp_path, monkeypatch):
         texts = [f"{name} {number}" for number in range(1000)]
         write_documents(tmp_path / f"{name}.jsonl", texts)
     monkeypatch.chdir(tmp_path)
-    exec(re.search(r"## Two corpora.*?```python\n(.*?)```", TEXT, re.DOTALL)[1], {})
+    exec(re.search(r"### Two corpora.*?```python\n(.*?)```", TEXT, re.DOTALL)[1], {})
     texts = pyarrow.parquet.read_table("mixed.parquet")["text"].to_pylist()
     assert 0.66 < sum("web" in text for text in texts) / len(texts) < 0.74
 
@@ -86,7 +88,7 @@ def test_own_dataset_becomes_a_file(tmp_path, monkeypatch):
             return f"text {number}"
 
     monkeypatch.chdir(tmp_path)
-    line = re.search(r"own PyTorch `Dataset` \|.*?`(datasets\..*?)`", TEXT)[1]
+    line = re.search(r"^datasets\.Dataset\.from_generator.*", TEXT, re.M)[0]
     eval(line, {"datasets": datasets, "mine": Texts()})
     texts = pyarrow.parquet.read_table("mine.parquet")["text"].to_pylist()
     assert texts == ["text 0", "text 1", "text 2"]
