@@ -53,7 +53,7 @@ def test_what_the_commands_print(folder, number):
         assert line in output.splitlines(), output
     for flags in re.findall(r"train-llm\.py (.*)", output):
         assert flags.startswith("-e mine ")
-        assert ' -d "texts/' in flags
+        assert " -d data/texts " in flags
 
 
 @pytest.mark.rest

@@ -431,7 +431,7 @@ def command(layout: Layout, devices: int, args, *more) -> str:
     if layout.chapter == 1:
         launch = "python"
     flags = ["-e", "mine", *(["--save-dir", "/shared/runs"] if nodes > 1 else [])]
-    flags += ["-d", '"texts/*.txt"', "-m", args.model_name, "-s", args.seq_length]
+    flags += ["-d", "data/texts", "-m", args.model_name, "-s", args.seq_length]
     flags += ["-b", layout.samples, "--gradient-accumulation-steps", layout.micro_batches]
     flags += [*technique(layout), *more]
     return f"{launch} {script} {' '.join(map(str, flags))}"
