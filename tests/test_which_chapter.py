@@ -88,7 +88,7 @@ def test_own_dataset_becomes_a_file(tmp_path, monkeypatch):
             return f"text {number}"
 
     monkeypatch.chdir(tmp_path)
-    line = re.search(r"^datasets\.Dataset\.from_generator.*", TEXT, re.M)[0]
+    line = re.search(r"^datasets\.Dataset\..*?^\)$", TEXT, re.M | re.S)[0]
     eval(line, {"datasets": datasets, "mine": Texts()})
     texts = pyarrow.parquet.read_table("mine.parquet")["text"].to_pylist()
     assert texts == ["text 0", "text 1", "text 2"]
