@@ -109,8 +109,10 @@ def evenly(items, count: int) -> list:
 
 
 def load_chapter(name: str):
-    """The script of a chapter as a module: `03` or `03-fsdp`."""
-    found = list(REPOSITORY.glob(f"{Path(name).name}*/train-llm.py"))
+    """The script of a chapter as a module: `3`, `03` or `03-fsdp`."""
+    name = Path(name).name.zfill(2)
+    folders = (REPOSITORY, REPOSITORY / "more")
+    found = [file for folder in folders for file in folder.glob(f"{name}*/train-llm.py")]
     if len(found) != 1 or "09" in name:
         sys.exit(f"error: {name} is no chapter with flags: give one such as 03 (and not 09)")
     module = load_script(found[0])
