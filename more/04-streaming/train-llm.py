@@ -1,9 +1,8 @@
 """Chapter 4: a corpus larger than the disk, streamed while the model trains.
 
-No training text is downloaded or tokenized beforehand. A thread reads documents from files or the
-Hub, tokenizes them, packs them into rows and shuffles the rows. Meanwhile, the devices train on
-earlier rows. A checkpoint holds the place of each rank in its stream. Comments with STREAM 1 to 11
-mark the ideas.
+No text is downloaded or tokenized beforehand. A thread reads documents from files or the Hub, and
+makes rows of tokens. Meanwhile, the devices train on earlier rows. A checkpoint holds the place of
+each rank in its stream. Comments with STREAM 1 to 11 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e c4-stream --from-scratch \
@@ -19,7 +18,6 @@ import signal
 import sys
 import sysconfig
 import time
-import uuid
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -36,6 +34,7 @@ os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at t
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
 import comet_ml
 import datasets.distributed
+import jsonargparse
 import numpy as np
 import psutil
 import pyarrow.compute
@@ -44,8 +43,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
-from jsonargparse import ActionYesNo, ArgumentParser, typing
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveInt
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -66,7 +64,8 @@ received_signals = []  # the handler of signals appends to this list, and the lo
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 def main():
-    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # a daemon may have no output
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # shows each line at once
     if RANK > 0:  # DDP: the others would print the same
         sys.stdout = open(os.devnull, "w")
     args = parse_args()
@@ -91,9 +90,11 @@ def main():
     if args.eval_freq and len(eval_tokens) < args.seq_length:
         sys.exit("error: too little text to evaluate on: give --eval-dataset, or --eval-freq 0")
     say(f"Streaming {documents.num_shards:,} files; {len(eval_tokens):,} tokens are held out")
+    # STREAM: Nobody knows all tokens of a stream, so those of the first document stand for them.
+    first = next(iter(tokenize_split(documents, tokenizer, args.text_column)), None)
+    args.tokens_hash = datasets.fingerprint.Hasher.hash(first)
 
     # A run with -e continues from its newest checkpoint. How many steps are left?
-    # STREAM: Ranks and files decide who reads which document. Nobody knows the number of tokens.
     setup = args.as_dict() | {"global_batch": global_batch}
     setup |= {"dp_size": dp_size, "files": documents.num_shards}
     run_folder, checkpoint, state = open_run(args, setup)
@@ -106,7 +107,8 @@ def main():
     if not args.max_steps:
         sys.exit("error: a stream has no known length: give --max-steps for the schedule")
     total_steps = args.max_steps
-    if run_folder and state.step >= total_steps and (run_folder / "final").exists():
+    has_final = run_folder and (run_folder / "final" / f"step-{state.step:08d}").exists()
+    if has_final and state.step >= total_steps:
         say(f"Already complete: choose another -e, or delete {run_folder}")
         return
     if not checkpoint:
@@ -272,6 +274,7 @@ def main():
             if RANK == 0:
                 whole.save_pretrained(folder, state_dict=weights)  # it has no weights itself
                 tokenizer.save_pretrained(folder)
+            (folder / f"step-{state.step:08d}").touch()  # the run may be extended, and stop
         say(f"Done: the model is in {run_folder / 'final'}")
     gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
@@ -389,8 +392,7 @@ READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".json
 READERS |= {".csv": "csv", ".parquet": "parquet"}
 EVAL_SAMPLES = 1000  # held-out samples at most, because each evaluation takes time
 PADDING = -100  # at the end of a row; the label of a token that has no loss
-# STREAM: The place at the beginning of a stream.
-START = {"pass": 0, "position": None, "rest": [], "rows": 0}
+START = {"pass": 0, "position": None, "rest": [], "rows": 0}  # STREAM: place of the first row
 
 
 def load_documents(args, tokenizer):
@@ -571,8 +573,7 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 # A resumed run must keep these flags and facts, because they decide what the samples are.
-LASTING = ["model_name", "dataset_name", "dataset_subset", "text_column", "dataset_tokens"]
-LASTING += ["seq_length", "seed", "dtype"]
+LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 # STREAM: These decide what the rows are, too, and which rank reads them.
 LASTING += ["packing", "shuffle_window", "max_documents", "dp_size", "files"]
 # These may change without a word. All others may change, too, with a warning.
@@ -582,11 +583,11 @@ FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_acc
 
 def open_run(args, setup):
     """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
-    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
+    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=os.urandom(16).hex())
     if not args.experiment_name:
         say("warning: without -e, this run saves no model, no checkpoints and no logs")
         return None, None, state
-    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder = Path(os.path.expandvars(args.save_dir)).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
@@ -636,7 +637,10 @@ def new_folder(folder):
         return
     for file in temporary.glob("*.safetensors"):  # so far, only the owner may read these
         shutil.copymode(temporary / "tokenizer_config.json", file)
-    os.sync()  # all files are on the disk before the folder gets its name
+    for path in [*temporary.rglob("*"), temporary]:  # on the disk before it gets its name
+        opened = os.open(path, os.O_RDONLY)
+        os.fsync(opened)
+        os.close(opened)
     if folder.is_symlink():  # to a folder on another disk
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -743,20 +747,16 @@ class RunLog:
         if checkpoint:
             shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        options = {
-            "workspace": args.comet_workspace,
-            "project_name": args.comet_project_name,
-            "experiment_key": state.comet_key,  # a resumed run continues its experiment
-            "experiment_config": comet_ml.ExperimentConfig(
-                name=args.experiment_name, offline_directory=f"{run_folder}/comet"
-            ),
-        }
+        archive = f"{run_folder}/comet"  # without a key
+        config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
+        options = {"workspace": args.comet_workspace, "project_name": args.comet_project_name}
+        options["experiment_key"] = state.comet_key  # a resumed run continues its experiment
         try:
             has_key = bool(comet_ml.get_config("comet.api_key"))
-            self.comet = comet_ml.start(online=has_key, **options)
+            self.comet = comet_ml.start(online=has_key, experiment_config=config, **options)
         except Exception as error:  # no network
             say(f"warning: Comet cannot be reached, so it writes a file ({error!r:.300})")
-            self.comet = comet_ml.start(online=False, **options)
+            self.comet = comet_ml.start(online=False, experiment_config=config, **options)
         self.comet.log_parameters(parameters)
 
     def log(self, state, metrics):
@@ -798,48 +798,49 @@ DEMO = {
 
 
 def parse_args():
-    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
-    folder_name = typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    seed = jsonargparse.typing.restricted_number_type("seed", int, [(">=", 0), ("<", 2**32)])
     add = parser.add_argument
-    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    switch = jsonargparse.ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=jsonargparse.typing.Path_fr, help="a YAML file; the command line wins")
     add("-e", "--experiment-name", type=folder_name, help="names the run: saves, resumes, logs it")
-    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
-    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
-    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--comet-project-name", type=str, default="distributed-training-demo", help="at Comet")
+    add("--comet-workspace", type=str, help="workspace at Comet; by default, the account's own")
+    add("-m", "--model-name", type=str, default="meta-llama/Llama-3.2-1B", help="Hub id or folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, folder, file or pattern")
-    add("--text-column", default="text", help="the column to train on")
-    add("--dataset-subset", help="configuration name on the Hub")
+    add("-d", "--dataset-name", type=str, default="tatsu-lab/alpaca", help="Hub id, files, folder")
+    add("--text-column", type=str, default="text", help="the column to train on")
+    add("--dataset-subset", type=str, help="configuration name on the Hub")
     add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=PositiveInt, default=8, help="samples per forward pass")
     add("--gradient-accumulation-steps", type=PositiveInt, default=1, help="passes per step")
     add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
     add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
-    add("--lr", type=float, default=3e-5, help="peak learning rate")
-    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr", type=NonNegativeFloat, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", type=str, default="cosine", help="a name of transformers.get_scheduler")
     add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
-    add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
-    add("--weight-decay", type=float, default=0.01, help="for matrices only")
+    add("--adam-beta2", type=OpenUnitInterval, default=0.999, help="from scratch: often 0.95")
+    add("--weight-decay", type=NonNegativeFloat, default=0.01, help="for matrices only")
     add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
-    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
+    add("--attention", type=str, help="sdpa, flash_attention_2 or another name of Transformers")
     add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
     add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=PositiveInt, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
-    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
+    add("--save-dir", type=str, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # STREAM: The documents to read, and how they become rows.
     add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
     add("--shuffle-window", type=PositiveInt, default=1024, help="rows that are shuffled together")
     add("--max-documents", type=PositiveInt, help="read only this many, over all ranks")
-    add("--eval-dataset", help="held-out documents; without it, the validation split of -d")
-    add("--eval-dataset-subset", help="configuration name on the Hub")
+    add("--eval-dataset", type=str, help="held-out documents; by default, a split of -d")
+    add("--eval-dataset-subset", type=str, help="configuration name on the Hub")
     add("--eval-documents", type=PositiveInt, default=1000, help="number of held-out documents")
     # FSDP: These two flags choose between speed and memory.
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")

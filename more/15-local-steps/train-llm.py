@@ -11,7 +11,6 @@ one message per round instead of one per step. Comments with LOCAL 1 to 12 mark 
 """
 
 import atexit
-import hashlib
 import json
 import math
 import os
@@ -21,12 +20,11 @@ import sys
 import sysconfig
 import threading
 import time
-import uuid
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, lru_cache
 from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +35,7 @@ os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at t
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
 import comet_ml
 import datasets
+import jsonargparse
 import numpy as np
 import psutil
 import pyarrow.compute
@@ -45,8 +44,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
-from jsonargparse import ActionYesNo, ArgumentParser, typing
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveInt
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,7 +69,8 @@ received_signals = []  # the handler of signals appends to this list, and the lo
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 def main():
-    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # a daemon may have no output
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # shows each line at once
     if RANK > 0:  # DDP: the others would print the same
         sys.stdout = open(os.devnull, "w")
     args = parse_args()
@@ -104,11 +103,10 @@ def main():
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
-    order = sample_order(args, train_samples)  # of all epochs
+    args.tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
 
     # A run with -e continues from its newest checkpoint. How many steps are left?
     setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
-    setup["tokens_hash"] = hash_of(train_tokens)  # NODES: another text may have as many tokens
     run_folder, checkpoint, state = open_run(args, setup)
     # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
     files = facts_of_node(args)  # NODES: files of a node may differ, too
@@ -116,12 +114,11 @@ def main():
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
         sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
-    total_steps = state.step + (len(order) - state.samples) // global_batch
-    if args.max_steps:
-        total_steps = min(total_steps, args.max_steps)
-    # NODES: With `local`, final/ is on the disk of rank 0 only.
-    has_final = gather(bool(run_folder) and (run_folder / "final").exists())[0]
-    if state.step >= total_steps and has_final:
+    total_steps = state.step + (args.num_epochs * train_samples - state.samples) // global_batch
+    total_steps = min(total_steps, args.max_steps or total_steps)
+    has_final = run_folder and (run_folder / "final" / f"step-{state.step:08d}").exists()
+    has_final = gather(has_final)[0]  # NODES: with `local`, final/ is on the disk of rank 0 only
+    if has_final and state.step >= total_steps:
         say(f"Already complete: choose another -e, or delete {run_folder}")
         return
 
@@ -200,7 +197,8 @@ def main():
             # NODES 1: Only the last micro-batch averages over the copies, because links are slow.
             model.set_requires_all_reduce(micro_step == accumulation - 1)
             with timed("data", times, wait):
-                indices = order[first : first + args.batch_size]
+                epoch, place = divmod(first, train_samples)
+                indices = sample_order(args.seed, epoch, train_samples)[place:][: args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
@@ -290,6 +288,7 @@ def main():
             if RANK == 0:
                 whole.save_pretrained(folder, state_dict=weights)  # it has no weights itself
                 tokenizer.save_pretrained(folder)
+            (folder / f"step-{state.step:08d}").touch()  # the run may be extended, and stop
         say(f"Done: the model is in {run_folder / 'final'}")
     gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
@@ -560,13 +559,12 @@ def tokenize(rows, tokenizer, column):
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
 
 
-def sample_order(args, train_samples):
-    """The samples of all epochs in their order. The seed decides it, so a resume repeats it."""
-    permutations = []
-    for epoch in range(args.num_epochs):
-        generator = np.random.RandomState((args.seed, epoch))  # equal in all versions of NumPy
-        permutations.append(generator.permutation(train_samples))
-    return np.concatenate(permutations)
+@lru_cache(maxsize=1)  # so each epoch is drawn when it begins
+def sample_order(seed, epoch, train_samples):
+    """The order of the samples in an epoch and in the next one, since a batch may need both."""
+    # The seed decides the order, so a resume repeats it. All versions of NumPy draw equal numbers.
+    generators = [np.random.RandomState((seed, number)) for number in (epoch, epoch + 1)]
+    return np.concatenate([generator.permutation(train_samples) for generator in generators])
 
 
 def read_batch(tokens, indices, args, device):
@@ -601,8 +599,7 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 # A resumed run must keep these flags and facts, because they decide what the samples are.
-LASTING = ["model_name", "dataset_name", "dataset_subset", "text_column", "dataset_tokens"]
-LASTING += ["seq_length", "seed", "dtype"]
+LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 # These may change without a word. All others may change, too, with a warning.
 FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
 FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
@@ -615,11 +612,14 @@ RANK_FOLDER = f"rank-{RANK}"  # NODES: this rank's checkpoints, with --checkpoin
 
 def open_run(args, setup):
     """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
-    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
+    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=os.urandom(16).hex())
+    # NODES: Without a name on one node, its ranks would not take part in what follows.
+    if len(set(gather(args.experiment_name))) > 1:
+        sys.exit("error: ranks differ in experiment_name: give all nodes the same -e")
     if not args.experiment_name:
         say("warning: without -e, this run saves no model, no checkpoints and no logs")
         return None, None, state
-    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder = Path(os.path.expandvars(args.save_dir)).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
@@ -627,7 +627,7 @@ def open_run(args, setup):
         lock.acquire(timeout=120)  # fails if another process trains in this folder
     atexit.register(lock.release)  # a reference, or the lock would end with this function
     # NODES: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
-    probe = run_folder / gather(uuid.uuid4().hex)[0]  # a name that rank 0 has chosen
+    probe = run_folder / gather(os.urandom(16).hex())[0]  # a name that rank 0 has chosen
     if RANK == 0:
         probe.touch()
     dist.barrier()
@@ -645,7 +645,7 @@ def open_run(args, setup):
         say(f"Continuing from {checkpoint}")
         state = SimpleNamespace(**json.loads((checkpoint / "state.json").read_text()))
         if begins_elsewhere:
-            state.comet_key = uuid.uuid4().hex  # NODES: a new run is a new experiment
+            state.comet_key = os.urandom(16).hex()  # NODES: a new run is a new experiment
         before = json.loads((checkpoint / "parameters.json").read_text())
         for name, now in setup.items():
             change = f"{name} was {before.get(name)}, and is {now} now"
@@ -729,7 +729,10 @@ def new_folder(folder):
         return
     for file in temporary.glob("*.safetensors"):  # so far, only the owner may read these
         shutil.copymode(temporary / "tokenizer_config.json", file)
-    os.sync()  # all files are on the disk before the folder gets its name
+    for path in [*temporary.rglob("*"), temporary]:  # on the disk before it gets its name
+        opened = os.open(path, os.O_RDONLY)
+        os.fsync(opened)
+        os.close(opened)
     if folder.is_symlink():  # to a folder on another disk
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -835,7 +838,7 @@ def join_process_group():
     # cannot trust an old key to get it, so each writes a random key under "rank N", and rank 0
     # writes the prefix under this key.
     if RANK == 0:
-        prefix = uuid.uuid4().hex
+        prefix = os.urandom(16).hex()
         others = [f"rank {rank}" for rank in range(1, WORLD_SIZE)]
         for other in others:
             store.delete_key(other)  # a dead rank may have asked
@@ -843,7 +846,7 @@ def join_process_group():
             answer_key = store.get(other).decode()  # waits until the rank has written
             store.set(answer_key, prefix)
     else:
-        answer_key = uuid.uuid4().hex
+        answer_key = os.urandom(16).hex()
         while not store.check([answer_key]):  # until rank 0 has answered
             store.set(f"rank {RANK}", answer_key)  # again, as rank 0 may delete an early one
             time.sleep(0.1)
@@ -863,16 +866,8 @@ def gather(value):
     return values
 
 
-def hash_of(tokens):
-    """Of all tokens in their order."""
-    digest = hashlib.sha256()  # NODES: 10 billion tokens take about a minute
-    for part in tokens.chunks:
-        digest.update(part.to_numpy())
-    return digest.hexdigest()
-
-
 def facts_of_node(args):
-    """Script, versions and config, which are files on the disk of this node."""
+    """NODES: Script, versions and config, which are files on the disk of this node."""
     return {
         "script": Path(__file__).read_text(),
         "torch": torch.__version__,
@@ -939,20 +934,16 @@ class RunLog:
         if checkpoint:
             shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        options = {
-            "workspace": args.comet_workspace,
-            "project_name": args.comet_project_name,
-            "experiment_key": state.comet_key,  # a resumed run continues its experiment
-            "experiment_config": comet_ml.ExperimentConfig(
-                name=args.experiment_name, offline_directory=f"{run_folder}/comet"
-            ),
-        }
+        archive = f"{run_folder}/comet"  # without a key
+        config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
+        options = {"workspace": args.comet_workspace, "project_name": args.comet_project_name}
+        options["experiment_key"] = state.comet_key  # a resumed run continues its experiment
         try:
             has_key = bool(comet_ml.get_config("comet.api_key"))
-            self.comet = comet_ml.start(online=has_key, **options)
+            self.comet = comet_ml.start(online=has_key, experiment_config=config, **options)
         except Exception as error:  # no network
             say(f"warning: Comet cannot be reached, so it writes a file ({error!r:.300})")
-            self.comet = comet_ml.start(online=False, **options)
+            self.comet = comet_ml.start(online=False, experiment_config=config, **options)
         self.comet.log_parameters(parameters)
 
     def log(self, state, metrics):
@@ -997,41 +988,42 @@ DEMO = {
 
 
 def parse_args():
-    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
-    folder_name = typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    seed = jsonargparse.typing.restricted_number_type("seed", int, [(">=", 0), ("<", 2**32)])
     add = parser.add_argument
-    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    switch = jsonargparse.ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=jsonargparse.typing.Path_fr, help="a YAML file; the command line wins")
     add("-e", "--experiment-name", type=folder_name, help="names the run: saves, resumes, logs it")
-    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
-    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
-    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--comet-project-name", type=str, default="distributed-training-demo", help="at Comet")
+    add("--comet-workspace", type=str, help="workspace at Comet; by default, the account's own")
+    add("-m", "--model-name", type=str, default="meta-llama/Llama-3.2-1B", help="Hub id or folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, folder, file or pattern")
-    add("--text-column", default="text", help="the column to train on")
-    add("--dataset-subset", help="configuration name on the Hub")
+    add("-d", "--dataset-name", type=str, default="tatsu-lab/alpaca", help="Hub id, files, folder")
+    add("--text-column", type=str, default="text", help="the column to train on")
+    add("--dataset-subset", type=str, help="configuration name on the Hub")
     add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=PositiveInt, default=8, help="samples per forward pass")
     add("--gradient-accumulation-steps", type=PositiveInt, default=1, help="passes per step")
     add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
     add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
-    add("--lr", type=float, default=3e-5, help="peak learning rate")
-    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr", type=NonNegativeFloat, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", type=str, default="cosine", help="a name of transformers.get_scheduler")
     add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
-    add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
-    add("--weight-decay", type=float, default=0.01, help="for matrices only")
+    add("--adam-beta2", type=OpenUnitInterval, default=0.999, help="from scratch: often 0.95")
+    add("--weight-decay", type=NonNegativeFloat, default=0.01, help="for matrices only")
     add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
-    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
+    add("--attention", type=str, help="sdpa, flash_attention_2 or another name of Transformers")
     add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
     add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=PositiveInt, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
-    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
+    add("--save-dir", type=str, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # FSDP: These two flags choose between speed and memory.
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
