@@ -12,6 +12,11 @@ FLAGS = {
     "zero batch": (["-b", 0], 'Parser key "batch_size"'),
     "negative clipping": (["--max-grad-norm", -1], 'Parser key "max_grad_norm"'),
     "no number": (["--lr", "fast"], 'Parser key "lr"'),
+    "negative rate": (["--lr", -1], 'Parser key "lr"'),
+    "negative decay": (["--weight-decay", -0.1], 'Parser key "weight_decay"'),
+    "moments that never end": (["--adam-beta2", 1], 'Parser key "adam_beta2"'),
+    "large seed": (["--seed", 2**32], 'Parser key "seed"'),
+    "switch in place of a text": (["--config", "{tmp}/no.yaml"], 'Parser key "text_column"'),
     "no such device": (["--device", "mps"], "--device: invalid choice: 'mps' (choose from 'cpu')"),
     "slash in the name": (["-e", "a/b"], 'Parser key "experiment_name"'),
     "name that climbs": (["-e", ".."], 'Parser key "experiment_name"'),
@@ -47,6 +52,7 @@ def files(tmp_path_factory):
     with (folder / "large.txt").open("w") as large:
         large.truncate(20_000_001)
     (folder / "unknown.yaml").write_text("batchsize: 8")
+    (folder / "no.yaml").write_text("text_column: no")  # YAML reads this as false
     config = json.loads((TINY_LLAMA / "tokenizer_config.json").read_text())
     config.pop("eos_token")
     (write_model(folder / "endless", **LLAMA) / "tokenizer_config.json").write_text(

@@ -621,9 +621,9 @@ def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> S
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = DEMO_TEMPLATE.read_text()
     args = SimpleNamespace(dataset_name=str(data), dataset_subset=None, template_options={})
-    args = SimpleNamespace(**vars(args), seq_length=SIZE, packing=packing, seed=0, num_epochs=3)
+    args = SimpleNamespace(**vars(args), seq_length=SIZE, packing=packing)
     train_set, eval_set = chat.load_samples(args, tokenizer)
-    order = chat.sample_order(args, len(train_set))
+    order = chat.sample_order(0, 0, len(train_set))
     model = adapt(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     by_decay = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (1, 0)]
     groups = [{"params": p, "weight_decay": d} for p, d in zip(by_decay, (0.01, 0), strict=True)]

@@ -242,7 +242,7 @@ def test_single_trains_as_chapter_1(short, single, tmp_path):
         file = tmp_path / "data" / f"{split}-00000.parquet"
         datasets.Dataset.from_dict({"text": texts}).to_parquet(file)
     # Its own order of samples is another one.
-    given = f"def sample_order(args, samples):\n    return np.array({order})\n\n\n"
+    given = f"def sample_order(seed, epoch, samples):\n    return np.array({order})\n\n\n"
     entry = 'if __name__ == "__main__":'
     script = tmp_path / "train-llm.py"
     script.write_text(CHAPTER_1.read_text().replace(entry, given + entry))

@@ -145,7 +145,7 @@ def test_one_job(trainer, request, chapter):
 
     def train(name):
         options = {"script": script_of(chapter), "processes": PROCESSES.get(chapter, 2)}
-        options |= {"before": WATCH_SAVES, "env": {"SAVES": str(trainer.folder)}}
+        options["before"] = WATCH_SAVES
         return trainer(*steps, *flags, name=name, **options)
 
     run = train("run")
@@ -202,7 +202,7 @@ def rows_job(trainer, chapter, weights, corpus, data, before="") -> None:
     flags += ["--eval-dataset", held_out, "--eval-documents", 10, "--shuffle-window", 16]
 
     def train(name):
-        options = {"script": script_of(chapter), "env": {"SAVES": str(trainer.folder)}}
+        options = {"script": script_of(chapter)}
         options["before"] = before + WATCH_SAVES + NO_FLOATS
         return watched(trainer, *flags, name=name, **options)
 
@@ -242,7 +242,7 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
 
     def train(name):
         options = {"script": script_of(chapter), "processes": 2}
-        options |= {"before": WATCH_SAVES + NO_FLOATS, "env": {"SAVES": str(trainer.folder)}}
+        options["before"] = WATCH_SAVES + NO_FLOATS
         return trainer(*flags, name=name, **options)
 
     run = train("run")

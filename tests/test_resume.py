@@ -77,12 +77,16 @@ def test_batch_size_and_steps_may_change(trainer):
     assert (decay["weight_decay"], decay["betas"]) == (0.5, (0.9, 0.9))
     again = trainer("--max-steps", 15, *flags[2:])  # nothing has changed since
     assert "warning" not in again.output
+    # The model of another step, as if the last run had died before it wrote its own
+    (again.folder / "final/step-00000015").rename(again.folder / "final/step-00000014")
+    for said in ("Done: the model is in", "Already complete"):
+        assert said in trainer("--max-steps", 15, *flags[2:]).output
     # 4 steps of a cosine of 14, at the place where step 10 stands on it
     assert result.column("learning_rate")[10] == pytest.approx(0.00188255, rel=1e-4)
 
 
 # What a resume says about a flag or fact that has changed. It warns of all others.
-REFUSED = "model_name dataset_name dataset_subset text_column dataset_tokens seq_length seed dtype"
+REFUSED = "model_name tokens_hash seq_length seed dtype"
 SILENT = """num_epochs max_steps eval_freq log_freq ckpt_freq keep_checkpoints batch_size
 gradient_accumulation_steps device config save_dir"""
 
@@ -90,7 +94,7 @@ gradient_accumulation_steps device config save_dir"""
 def test_changes_of_a_resume(chapter_1, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train-llm.py", "-e", "run"])
     args = chapter_1.parse_args()
-    setup = args.as_dict() | {"global_batch": 8, "dataset_tokens": 9}
+    setup = args.as_dict() | {"global_batch": 8, "dataset_tokens": 9, "tokens_hash": "4f"}
     for name in {*setup} - {"experiment_name"}:
         args.save_dir = f"{tmp_path}/{name}"
         folder = tmp_path / name / "run" / "step-00000001"
@@ -115,13 +119,22 @@ def test_another_training_under_the_same_name_is_refused(trainer, tmp_path):
     assert after.records == before.records
     (before.folder / "step-00000003" / "parameters.json").unlink()  # as older versions
     assert_one_sentence(trainer("--max-steps", 4, status=1).output, "parameters.json")
-    # The same file with other text in it
-    data = tmp_path / "same.txt"
-    data.write_text("some words " * 5000)
-    trainer("--max-steps", 3, "-d", data, name="data")
-    data.write_text("some words " * 6000)
-    output = trainer("--max-steps", 5, "-d", data, name="data", status=1).output
-    assert_one_sentence(output, "dataset_tokens was")
+    # Files that change places, after which the samples have other texts
+    for file, text in {"a.txt": "some words " * 5000, "b.txt": "other ones " * 5000}.items():
+        (tmp_path / file).write_text(text)
+    flags = ["-d", f"{tmp_path}/*.txt", "--ckpt-freq", 2]
+    before = trainer("--max-steps", 3, *flags, name="data")
+    (tmp_path / "a.txt").rename(tmp_path / "c.txt")
+    output = trainer("--max-steps", 5, *flags, name="data", status=1).output
+    assert_one_sentence(output, "tokens_hash was")
+    # A checkpoint of an older version, without the hash, and another folder with the same files
+    (tmp_path / "c.txt").rename(tmp_path / "a.txt")
+    flags[1] = f"{tmp_path}/../{tmp_path.name}/*.txt"
+    assert "warning: dataset_name was" in trainer("--max-steps", 5, *flags, name="data").output
+    file = before.folder / "step-00000005" / "parameters.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokens_hash": None}))
+    output = trainer("--max-steps", 6, *flags, name="data", status=1).output
+    assert_one_sentence(output, "tokens_hash was None")
 
 
 @pytest.mark.rest
@@ -142,25 +155,24 @@ WATCH_DISK = """
 import os
 import pathlib
 
-sync, rename = os.sync, pathlib.Path.rename
+sync, rename = os.fsync, pathlib.Path.rename
 synced = {}
 
-def sizes(folder):
-    return {str(file): file.stat().st_size for file in folder.rglob("*")}
-
-def watched_sync():
-    synced.clear()
-    for folder in pathlib.Path(os.environ["SAVES"]).rglob("incomplete"):
-        synced.update(sizes(folder))
-    sync()
+def watched_sync(opened):
+    path = pathlib.Path(f"/proc/self/fd/{opened}").resolve()
+    if path.exists():
+        synced[path] = path.stat().st_size
+    sync(opened)
 
 def watched_rename(path, target):
     if path.name == "incomplete":
-        on_disk = sizes(path) == synced
+        sizes = {file.resolve(): file.stat().st_size for file in [path, *path.rglob("*")]}
+        on_disk = sizes.items() <= synced.items()
         print("\\nnamed", pathlib.Path(target).name, on_disk, flush=True)
+        synced.clear()
     return rename(path, target)
 
-os.sync, pathlib.Path.rename = watched_sync, watched_rename
+os.fsync, pathlib.Path.rename = watched_sync, watched_rename
 """
 
 
@@ -172,8 +184,7 @@ def assert_synced(output: str, names: list[str]) -> None:
 
 def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer):
     """A killed process cannot show a missing sync. Chapters 2 to 10: test_quick.py"""
-    env = {"SAVES": str(trainer.folder)}
-    result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=WATCH_DISK, env=env)
+    result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=WATCH_DISK)
     assert_synced(result.output, ["step-00000001", "step-00000002", "final"])
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 os.environ["COMET_DISABLE_AUTO_LOGGING"] = "1"
 
 import datasets
+import numpy as np
 import psutil
 import torch
 import transformers
@@ -88,7 +89,9 @@ def set_up(*own_flags: str):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model_name)
     tokens, _ = chapter_1.load_tokens(args, tokenizer)
-    order = chapter_1.sample_order(args, len(tokens) // args.seq_length)
+    samples = len(tokens) // args.seq_length
+    epochs = range(0, args.num_epochs, 2)  # sample_order() draws two of them
+    order = np.concatenate([chapter_1.sample_order(args.seed, n, samples) for n in epochs])
     count = args.max_steps * args.batch_size * WORLD_SIZE * args.gradient_accumulation_steps
     dataset = Samples(tokens, order[:count], args.seq_length)
     model = chapter_1.load_model(args, checkpoint=None).to(device)

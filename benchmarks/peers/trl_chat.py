@@ -133,11 +133,11 @@ STEPS, BATCH, LR = 30, 2, 1e-3
 def load_samples(folder: Path, packing: bool):
     """The samples of the chapter in its order."""
     args = {"seq_length": SIZE, "template_options": {}, "packing": packing, "dataset_subset": None}
-    args |= {"dataset_name": str(folder / "rows.jsonl"), "num_epochs": 3, "seed": 0}
+    args |= {"dataset_name": str(folder / "rows.jsonl")}
     chapter, args = load_chapter(16), SimpleNamespace(**args)
     with contextlib.redirect_stdout(io.StringIO()):
         samples, _ = chapter.load_samples(args, AutoTokenizer.from_pretrained(folder / "model"))
-    order = chapter.sample_order(args, len(samples))
+    order = chapter.sample_order(0, 0, len(samples))
     return samples.with_format(None).select(order[: STEPS * BATCH])
 
 

@@ -755,8 +755,9 @@ def gather(value):
 
 
 def facts_of_node(args):
-    """NODES: Script, versions and config, which are files on the disk of this node."""
+    """Script, versions and config."""
     return {
+        # NODES: These are files on the disk of this node.
         "script": Path(__file__).read_text(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
