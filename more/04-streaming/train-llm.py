@@ -107,8 +107,7 @@ def main():
     if not args.max_steps:
         sys.exit("error: a stream has no known length: give --max-steps for the schedule")
     total_steps = args.max_steps
-    has_final = run_folder and (run_folder / "final" / f"step-{state.step:08d}").exists()
-    if has_final and state.step >= total_steps:
+    if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
         return
     if not checkpoint:
@@ -120,7 +119,8 @@ def main():
     whole = load_model(args, checkpoint=None) if RANK == 0 else None
     model = build_model(args, device, whole)
     groups = parameter_groups(model, args)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    betas = (0.9, float(args.adam_beta2))  # plain numbers, since torch.load() takes no others
+    optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
     # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
@@ -196,8 +196,7 @@ def main():
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
                 # STREAM 4: The label of padding is -100, and this label has no loss.
-                # Padding comes last, so no other token attends to padding. So padding needs no
-                # mask, and may have any token id.
+                # Padding comes last, so no other token attends to padding, and it needs no mask.
                 options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
                 loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
             with timed("backward", times, wait):
@@ -382,7 +381,7 @@ def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    decay = {"params": matrices, "weight_decay": float(args.weight_decay)}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 

@@ -102,8 +102,7 @@ def main():
         sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
     total_steps = state.step + (args.num_epochs * train_samples - state.samples) // global_batch
     total_steps = min(total_steps, args.max_steps or total_steps)
-    has_final = run_folder and (run_folder / "final" / f"step-{state.step:08d}").exists()
-    if has_final and state.step >= total_steps:
+    if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
         return
 
@@ -128,7 +127,8 @@ def main():
         # DDP calls Compression.hook(compression, bucket), which is compression.hook(bucket).
         ddp_model.register_comm_hook(compression, Compression.hook)
     groups = parameter_groups(model, args)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    betas = (0.9, float(args.adam_beta2))  # plain numbers, since torch.load() takes no others
+    optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
     # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
@@ -329,7 +329,7 @@ def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    decay = {"params": matrices, "weight_decay": float(args.weight_decay)}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 
@@ -543,10 +543,9 @@ def tokenize(rows, tokenizer, column):
 
 @lru_cache(maxsize=1)  # so each epoch is drawn when it begins
 def sample_order(seed, epoch, train_samples):
-    """The order of the samples in an epoch and in the next one, since a batch may need both."""
-    # The seed decides the order, so a resume repeats it. All versions of NumPy draw equal numbers.
-    generators = [np.random.RandomState((seed, number)) for number in (epoch, epoch + 1)]
-    return np.concatenate([generator.permutation(train_samples) for generator in generators])
+    """The samples of an epoch and of the next one, in their order. A batch may need both."""
+    states = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]  # equal in any NumPy
+    return np.concatenate([state.permutation(train_samples) for state in states])
 
 
 def read_batch(tokens, indices, args, device):

@@ -34,7 +34,7 @@ import datasets
 import hydra
 import numpy as np
 import psutil
-import pyarrow as pa
+import pyarrow.compute
 import torch
 import transformers
 from accelerate.utils import gather, reduce, wait_for_everyone
@@ -47,6 +47,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Subset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_utils import rotate_checkpoints
 
 # -- Configuration ---------------------------------------------------------------------------------
 # All fields with their types and defaults. The files in conf/ override the defaults, and the
@@ -198,8 +199,10 @@ def train(config):
     if not total_steps:
         fail("the dataset is too small: lower per_device_train_batch_size or seq_length")
     args.max_steps = min(args.max_steps, total_steps)
-    checkpoint = run.resume(config, global_batch)
-    say(f"{args.world_size} × {args.device}, global batch {global_batch}, checkpoint: {checkpoint}")
+    tokens = getattr(train_samples, "dataset", train_samples).tokens  # with those held out
+    tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, tokens.chunks))
+    checkpoint = run.resume(config, global_batch, tokens_hash)
+    say(f"{args.world_size} x {args.device}, global batch {global_batch}, checkpoint: {checkpoint}")
     trainer = InOrder(
         model,
         args,
@@ -240,6 +243,7 @@ def training_arguments(config):
         environment.export(set_cuda_visible_devices=False)
     settings = asdict(config.optimizer) | asdict(config.training) | asdict(config.parallel)
     several = settings.pop("several")
+    del settings["save_total_limit"]  # Run removes old checkpoints, as the Trainer is too early
     on_gpu = torch.cuda.is_available()  # on the job's node, not on the submitting node
     settings["bf16"] &= on_gpu
     if several and os.getenv("GROUP_WORLD_SIZE") == "1":  # torchrun, on one node
@@ -313,8 +317,7 @@ class PackedSamples:
             remove_columns=documents.column_names,
             features=datasets.Features(input_ids=datasets.List(datasets.Value("int32"))),
         )
-        chunks = tokenized.data.column("input_ids").chunks  # each chunk is a list of documents
-        self.tokens = pa.chunked_array([chunk.flatten() for chunk in chunks])
+        self.tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
         self.seq_length = data.seq_length
 
     def __len__(self):
@@ -348,11 +351,9 @@ class InOrder(transformers.Trainer):
         """
         size = len(self.train_dataset)
         count = self.args.max_steps * self.get_total_train_batch_size(self.args)
-        epochs = [
-            np.random.RandomState((self.args.seed, epoch)).permutation(size)
-            for epoch in range(count // size + 1)
-        ]
-        return np.concatenate(epochs)[:count]
+        epochs = range(count // size + 1)
+        orders = [np.random.RandomState((self.args.seed, n)).permutation(size) for n in epochs]
+        return np.concatenate(orders)[:count]
 
 
 # -- The callback of a run -------------------------------------------------------------------------
@@ -372,15 +373,14 @@ class Run(transformers.TrainerCallback):
             # conf/hydra/launcher/slurm.yaml holds back the signals that come during the imports.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
         self.file = Path(config.run_folder, "run.json")
+        self.keep = config.training.save_total_limit
 
-    def resume(self, config, global_batch):
+    def resume(self, config, global_batch, tokens_hash):
         """Returns the newest complete checkpoint, or None. The settings must not have changed."""
         self.tokens_per_step = global_batch * config.data.seq_length
         self.parameters = asdict(config) | {"global_batch": global_batch}
-        settings = (
-            f"{config.model}, {config.data}, {config.optimizer}, seed {config.training.seed}, "
-            f"global batch {global_batch}"
-        )
+        settings = f"{config.model}, {config.data}, {config.optimizer}, seed {config.training.seed}"
+        settings += f", global batch {global_batch}, tokens {tokens_hash}"
         self.record = {"settings": settings, "checkpoint": None, "comet_key": os.urandom(16).hex()}
         if self.file.exists():
             self.record = json.loads(self.file.read_text())
@@ -397,8 +397,8 @@ class Run(transformers.TrainerCallback):
             tell = say if args.device.type == "cpu" else fail
             tell("parallel=fsdp, but nothing is sharded: on CPUs, the Trainer runs DDP instead")
         if args.should_save:
-            text = json.dumps(self.parameters, indent=2)
-            Path(args.output_dir, "parameters.json").write_text(text)
+            parameters = json.dumps(self.parameters, indent=2)
+            Path(args.output_dir, "parameters.json").write_text(parameters)
         self.step, self.time = state.global_step, time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -416,8 +416,7 @@ class Run(transformers.TrainerCallback):
             memory = torch.cuda.max_memory_reserved() or psutil.Process().memory_info().rss
             ranks = gather(torch.tensor([memory / 1e9], device=args.device)).tolist()
             logs |= {f"memory/rank{rank}_gb": gb for rank, gb in enumerate(ranks)}
-        # The history is part of each checkpoint. So a resumed run begins with the records up to its
-        # checkpoint, and each step is in the file once.
+        # Checkpoints have the history, so after a resume each step is in the file once.
         state.log_history[-1] |= logs
         if args.should_save:
             lines = [json.dumps(record).replace("eval_", "eval/") for record in state.log_history]
@@ -432,6 +431,7 @@ class Run(transformers.TrainerCallback):
             new_file = self.file.with_suffix(".new")
             new_file.write_text(json.dumps(self.record))
             new_file.replace(self.file)
+            rotate_checkpoints(args.output_dir, self.keep, self.record["checkpoint"])
 
 
 def leave(trainer):

@@ -113,9 +113,9 @@ def main():
         sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
     total_steps = state.step + (args.num_epochs * train_samples - state.samples) // global_batch
     total_steps = min(total_steps, args.max_steps or total_steps)
-    has_final = run_folder and (run_folder / "final" / f"step-{state.step:08d}").exists()
-    has_final = gather(has_final)[0]  # NODES: with `local`, final/ is on the disk of rank 0 only
-    if has_final and state.step >= total_steps:
+    # NODES: With `local`, final/ is on the disk of rank 0 only.
+    has_final = gather(run_folder and (run_folder / f"final/step-{state.step:08d}").exists())[0]
+    if state.step >= total_steps and has_final:
         say(f"Already complete: choose another -e, or delete {run_folder}")
         return
 
@@ -127,7 +127,8 @@ def main():
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    betas = (0.9, float(args.adam_beta2))  # plain numbers, since torch.load() takes no others
+    optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
     # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
@@ -208,8 +209,7 @@ def main():
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
                 # MDS 4: The label of padding is -100, and this label has no loss.
-                # Padding comes last, so no other token attends to padding. So padding needs no
-                # mask, and may have any token id.
+                # Padding comes last, so no other token attends to padding, and it needs no mask.
                 options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
                 loss = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options).loss
             with timed("backward", times, wait):
@@ -400,7 +400,7 @@ def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    decay = {"params": matrices, "weight_decay": float(args.weight_decay)}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 

@@ -115,8 +115,7 @@ def main():
         sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
     total_steps = state.step + (args.num_epochs * train_samples - state.samples) // global_batch
     total_steps = min(total_steps, args.max_steps or total_steps)
-    has_final = run_folder and (run_folder / "final" / f"step-{state.step:08d}").exists()
-    if has_final and state.step >= total_steps:
+    if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
         return
 
@@ -130,7 +129,8 @@ def main():
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    betas = (0.9, float(args.adam_beta2))  # plain numbers, since torch.load() takes no others
+    optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
     # CHAT 2: Some families of models let a conversation see the one before it, so test the model.
     # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
     if args.packing and mixes_conversations(model, device):
@@ -300,6 +300,11 @@ def build_model(args, device, whole):
         # LORA 1: Both models get the same adapters, so rank 0 also sends A and B.
         # A resumed run reads the frozen weights again. Then its checkpoint replaces A and B alone.
         add_adapters(model, args)
+    # LORA: PEFT passes over experts of families that it does not know, so say what has no A and B.
+    sizes = {n: p.numel() for n, p in model.named_parameters() if p.dim() > 1 and ".lora_" not in n}
+    frozen = {name: size for name, size in sizes.items() if ".base_layer." not in name}
+    names = sorted({re.sub(r"\.\d+", "", name) for name in frozen})  # equal in all layers
+    say(f"No adapters: {sum(frozen.values()) / sum(sizes.values()):.0%} of the weights ({names})")
     # FSDP: No autocast, because the policy in shard_model() casts the weights that FSDP gathers.
     shard_model(model, args, device)
     send_weights(whole, model, device)
@@ -390,16 +395,12 @@ def hash_of_base(name):
     """LORA: Changes with the files of the base, of which 1,000 pieces each are read."""
     if not os.path.isdir(name):
         return AutoConfig.from_pretrained(name)._commit_hash  # the version on the Hub
-    digest = datasets.fingerprint.Hasher()
     files = [file for file in Path(name).iterdir() if file.suffix in (".safetensors", ".bin")]
+    pieces = []
     for file in [Path(name, "config.json"), *sorted(files)]:
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}")
-        with file.open("rb") as stream:
-            for place in range(0, size, size // 1000 + 1):
-                stream.seek(place)
-                digest.update(stream.read(4096))
-    return digest.hexdigest()
+        content = np.memmap(file, mode="r")
+        pieces += [content[n : n + 4096] for n in range(0, len(content), len(content) // 1000 + 1)]
+    return datasets.fingerprint.Hasher.hash_bytes(pieces)
 
 
 def add_adapters(model, args):
@@ -436,7 +437,7 @@ def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    decay = {"params": matrices, "weight_decay": float(args.weight_decay)}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 
@@ -676,10 +677,9 @@ def pack(batch, size, several):
 
 @lru_cache(maxsize=1)  # so each epoch is drawn when it begins
 def sample_order(seed, epoch, train_samples):
-    """The order of the samples in an epoch and in the next one, since a batch may need both."""
-    # The seed decides the order, so a resume repeats it. All versions of NumPy draw equal numbers.
-    generators = [np.random.RandomState((seed, number)) for number in (epoch, epoch + 1)]
-    return np.concatenate([generator.permutation(train_samples) for generator in generators])
+    """The samples of an epoch and of the next one, in their order. A batch may need both."""
+    states = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]  # equal in any NumPy
+    return np.concatenate([state.permutation(train_samples) for state in states])
 
 
 def model_inputs(batch, device):
@@ -737,8 +737,7 @@ def evaluate(model, eval_set, args, device, dp_rank, dp_size):  # DDP: each rank
 
 # A resumed run must keep these flags and facts, because they decide what the samples are.
 LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
-LASTING += ["base_hash"]  # LORA: A and B fit to their base alone
-LASTING += ["lora_rank", "lora_alpha", "lora_targets"]  # LORA: the shapes and the scale of B A
+LASTING += ["base_hash", "lora_rank", "lora_alpha", "lora_targets"]  # LORA: A and B fit to them
 LASTING += ["template_hash", "template_options", "packing"]  # CHAT: samples depend on them
 # These may change without a word. All others may change, too, with a warning.
 FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]

@@ -102,8 +102,7 @@ def main():
         sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
     total_steps = state.step + (args.num_epochs * train_samples - state.samples) // global_batch
     total_steps = min(total_steps, args.max_steps or total_steps)
-    has_final = run_folder and (run_folder / "final" / f"step-{state.step:08d}").exists()
-    if has_final and state.step >= total_steps:
+    if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
         return
 
@@ -349,7 +348,7 @@ def load_model(args, checkpoint):
 
 def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
+    matrices = [p for p in model.parameters() if p.dim() > 1 and p.requires_grad]
     # MUON 1: Muon trains the matrices of layers, and AdamW trains all other parameters.
     # A row of the embeddings or of the head belongs to one token, and trains better with AdamW.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -357,8 +356,8 @@ def parameter_groups(model, args):
     of_muon = [p for p in matrices if p in in_layers]
     matrices = [p for p in matrices if p not in in_layers]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    decay = {"params": matrices, "weight_decay": args.weight_decay}
-    muon = {"params": of_muon, "weight_decay": args.weight_decay}
+    decay = {"params": matrices, "weight_decay": float(args.weight_decay)}
+    muon = {"params": of_muon, "weight_decay": float(args.weight_decay)}
     return [decay, {"params": vectors, "weight_decay": 0.0}, muon]  # MUON: the last group
 
 
@@ -375,7 +374,8 @@ class Muon(torch.optim.AdamW):
     """
 
     def __init__(self, groups, args, device, dp_rank, dp_size):
-        super().__init__(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+        betas = (0.9, float(args.adam_beta2))  # plain numbers, since torch.load() takes no others
+        super().__init__(groups, lr=float(args.lr), betas=betas, fused=True)
         # The device that multiplies matrices. With --cpu-offload, shards are on the CPU.
         self.device = device
         # bf16 is exact enough for Newton-Schulz. fp16 is not, because its range is too small.
@@ -572,10 +572,9 @@ def tokenize(rows, tokenizer, column):
 
 @lru_cache(maxsize=1)  # so each epoch is drawn when it begins
 def sample_order(seed, epoch, train_samples):
-    """The order of the samples in an epoch and in the next one, since a batch may need both."""
-    # The seed decides the order, so a resume repeats it. All versions of NumPy draw equal numbers.
-    generators = [np.random.RandomState((seed, number)) for number in (epoch, epoch + 1)]
-    return np.concatenate([generator.permutation(train_samples) for generator in generators])
+    """The samples of an epoch and of the next one, in their order. A batch may need both."""
+    states = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]  # equal in any NumPy
+    return np.concatenate([state.permutation(train_samples) for state in states])
 
 
 def read_batch(tokens, indices, args, device):
