@@ -239,6 +239,10 @@ def test_output(tmp_path, estimate):
     for method, largest in zip(("chapter 1", "DDP", "FSDP"), on_one["largest batch"], strict=False):
         fits = [total(traces, method, 1, int(largest) + more) <= 0.0135e9 for more in (0, 1)]
         assert fits == [True, False], method
+    both = "--chunked-loss --context-parallel 2"
+    for wrong, said in {both: "does not go with", "--gpu-memory 0": "0 is not above 0"}.items():
+        status, text = estimate(*wrong.split())
+        assert (status, said in text) == (2, True), text
 
 
 # -- Figures in the READMEs ------------------------------------------------------------------------

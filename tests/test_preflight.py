@@ -11,12 +11,14 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from conftest import LLAMA, TINY_LLAMA, write_documents, write_model
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, load
 from test_chat import DEMO_TEMPLATE
+from test_equal import MODELS
 from test_fsdp import save_weights
 from tokenizers import Tokenizer, processors
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 # 9 is a template with configuration files. The demos of 10 and 17 need another command first.
 CHAPTERS = sorted(CHAPTERS_BY_NUMBER.keys() - {"09", "10", "17"})
@@ -36,7 +38,7 @@ def look(tool, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tool, "SAMPLE", 100)
 
-    def look(*flags, chapter="01"):
+    def look(*flags, chapter="1"):
         if "--demo" not in flags:
             flags = [*FROM_SCRATCH, "-m", TINY_LLAMA, "-s", 32, *flags]
         monkeypatch.setattr(sys, "argv", ["preflight.py", chapter, *map(str, flags)])
@@ -260,6 +262,8 @@ CASES = {
         "no plain decoder of text",
     ),
     "a home in quotes": (lambda: ["-m", "~/model"], "write the whole path"),
+    "a variable in quotes": (lambda: ["-d", "$DATA/x.txt"], "write the whole path"),
+    "no layers": (lambda: ["-m", model(model_type="openai-gpt", n_embd=32)], "in no layer, so"),
     "no folder": (lambda: ["-e", "run", "--save-dir", "/proc/x"], "cannot"),
     "a wrong file": (lambda: ["-d", "none.txt"], "none.txt"),
     "a run of other flags": (lambda: begun(seed=1), "seed was 1, and is 0 now"),
@@ -271,7 +275,7 @@ WARNINGS = {"a byte order mark", "held out by name", "of another writer", "twice
 WARNINGS |= {"no backward pass", "a run of another rate", "a rate of fine-tuning"}
 WARNINGS |= {"linked twice", "hidden", "missing cells", "empty documents"}
 WARNINGS |= {"another class", "copies", "zeros in front", "special tokens", "twice begun"}
-WARNINGS |= {"another end", "biases", "stale shards"}
+WARNINGS |= {"another end", "biases", "stale shards", "no layers"}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -318,6 +322,25 @@ def test_targets_that_no_layer_has(look, pretrained):
     targets = ["--no-from-scratch", "-m", pretrained, "--lora-targets", "q_proj,v_proj"]
     status, output = look(*flags, *targets, chapter="17")
     assert (status, "q_proj,v_proj not found" in output) == (1, True), output
+
+
+# By hand: what weight decay takes, since it has two dimensions, and what is no matrix
+TIME_MIX = [f"attention.time_mix_{name}" for name in ("key", "receptance", "value")]
+TIME_MIX += [f"feed_forward.time_mix_{name}" for name in ("key", "receptance")]
+NO_MATRICES = {
+    "gpt_oss": [f"model.layers.*.mlp.experts.{name}_proj_bias" for name in ("down", "gate_up")],
+    "mamba": ["backbone.layers.*.mixer.A_log"],
+    "rwkv": [f"rwkv.blocks.*.{name}" for name in TIME_MIX],
+    "ernie4_5_moe": [],  # its correction bias is frozen
+}
+
+
+@pytest.mark.parametrize("family", sorted({name.split()[0] for name in MODELS} | {*NO_MATRICES}))
+def test_weight_decay_of_what_is_no_matrix(tool, family):
+    config = AutoConfig.for_model(family, **MODELS.get(family, {"num_hidden_layers": 2}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sorted({*tool.other_tensors(model)}) == NO_MATRICES.get(family, [])
 
 
 def test_held_out_documents_of_the_training(tool, capsys):

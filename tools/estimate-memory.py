@@ -949,7 +949,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     llama = "meta-llama/Llama-3.2-1B"
     add("-m", "--model-name", default=llama, help="Hub id, local folder, or a config.json")
     add("--devices", type=count, nargs="+", default=[1, 2, 4, 8], help="numbers of GPUs")
-    add("--gpu-memory", type=float, default=80.0, help="of each, GB = 1e9 bytes")
+    add("--gpu-memory", type=positive(float), default=80.0, help="of each, GB = 1e9 bytes")
     add("-s", "--seq-length", type=count, default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=count, default=8, help="samples per device and forward pass")
     add("--gradient-accumulation-steps", type=count, default=1, help="passes per optimizer step")
@@ -974,6 +974,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--compile", action=argparse.BooleanOptionalAction, help="[on for cuda, off for cpu]")
     add("--explain", action="store_true", help="also each moment of a step")
     args = parser.parse_args(argv)
+    if args.chunked_loss and args.context_parallel:
+        parser.error("--chunked-loss does not go with --context-parallel: give one of them")
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.compile = args.device == "cuda" if args.compile is None else args.compile
     args.alpha = args.lora_alpha = 1  # of chapters 14 and 17, without effect on memory

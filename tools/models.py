@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+if sys.stdout:  # not closed
+    sys.stdout.reconfigure(errors="replace")  # a terminal may know ASCII alone
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Of the memory of a GPU, for what PyTorch does not count: CUDA's context, the buffers of NCCL and
 # cuBLAS, gaps between blocks. A rule of thumb.

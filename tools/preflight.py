@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -45,6 +46,7 @@ from transformers import (
     GenerationConfig,
     get_scheduler,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import cached_file
 
 from models import REPOSITORY, check_length, load_script
@@ -426,6 +428,7 @@ def check_model(args, chapter, report: Report) -> int:
     with torch.device("meta"):  # a model without memory for its weights
         model = AutoModelForCausalLM.from_config(config, **options)
     check_scheduler(args, model)
+    check_parameters(model, args, report)
     parameters = model.num_parameters()
     from_scratch = getattr(args, "from_scratch", True)  # chapter 14 always does
     source = "random weights" if from_scratch else "the weights of its files"
@@ -454,6 +457,33 @@ def check_decoder(args, config, report: Report) -> None:
         sys.exit(f"error: --attention {args.attention} cannot train: choose another one")
     if args.attention == "flex_attention" and not torch.cuda.is_available():
         report.warn("--attention flex_attention has no backward pass on CPUs: train on a GPU")
+
+
+def check_parameters(model, args, report: Report) -> None:
+    """What do the layers hold, and does weight decay take matrices alone?"""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    known = {p for part in [*layers, *ends] for p in part.parameters()}
+    outside = {n: p.numel() for n, p in model.named_parameters() if p not in known}
+    share = sum(outside.values()) / model.num_parameters()
+    report.fact("layers", f"{len(layers)}; {share:.1%} of the weights are in no layer")
+    if share > 0.01:
+        what = "--compile, --activation-checkpointing and the units of FSDP leave them out"
+        report.warn(f"{some(outside)}: in no layer, so {what}")
+    if args.weight_decay and (wrong := [*other_tensors(model)]):
+        what = "no matrices, but of two dimensions, so they get weight decay"
+        report.warn(f"{some(wrong)}: {what}: perhaps give --weight-decay 0")
+
+
+def other_tensors(model):
+    """Names of biases, norms, decays and the like that have two dimensions, as matrices have."""
+    for name, parameter in model.named_parameters():
+        path, _, own_name = name.rpartition(".")
+        is_norm = "Norm" in type(model.get_submodule(path)).__name__
+        of_expert = "expert" in path and "bias" not in own_name
+        is_matrix = (own_name.endswith("weight") and not is_norm) or of_expert
+        if parameter.requires_grad and parameter.dim() > 1 and not is_matrix:
+            yield re.sub(r"\.\d+\.", ".*.", name)
 
 
 def check_scheduler(args, model) -> None:
@@ -617,8 +647,10 @@ def speed_of_run(args, parameters: int, devices: int) -> tuple[float, str]:
 def check_machine(args, parameters: int, chapter, report: Report) -> None:
     versions = {module.__name__: module.__version__ for module in (torch, transformers, datasets)}
     report.fact("versions", ", ".join(f"{name} {version}" for name, version in versions.items()))
-    if args.model_name.startswith("~"):
-        report.error(f"-m {args.model_name}: Transformers does not know ~, so write the whole path")
+    if args.model_name.startswith(("~", "$")):
+        report.error(f"-m {args.model_name}: only a shell knows ~ and $, so write the whole path")
+    if "$" in args.dataset_name:
+        report.error(f"-d {args.dataset_name}: only a shell knows $, so write the whole path")
     folders = {"HF_HOME": Path(datasets.config.HF_CACHE_HOME)}
     folders["HF_DATASETS_CACHE"] = Path(datasets.config.HF_DATASETS_CACHE)
     if args.experiment_name:
