@@ -37,6 +37,14 @@ def positive(kind):
     return number
 
 
+def sync(folder: Path) -> None:
+    """Waits until a folder and all of its files are on the disk, as the chapters do."""
+    for path in [*folder.rglob("*"), folder]:
+        opened = os.open(path, os.O_RDONLY)
+        os.fsync(opened)
+        os.close(opened)
+
+
 def table(header: str, rows: list[list]) -> str:
     """As Markdown. The header has its bars between the columns."""
     lines = [f"| {header} |", "|---" * (header.count("|") + 1) + "|"]

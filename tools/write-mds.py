@@ -41,7 +41,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from models import REPOSITORY, load_script, positive
+from models import REPOSITORY, load_script, positive, sync
 
 DEMO = {
     "model_name": f"{REPOSITORY}/models/tiny-llama",
@@ -194,7 +194,7 @@ def write_part(folder: Path, rows: list[np.ndarray], place: dict, args: argparse
             writer.write({"tokens": row})
     facts = place | {"largest_token": int(max(row.max() for row in rows))}
     (temporary / "place.json").write_text(json.dumps(facts))
-    os.sync()  # as in the chapters
+    sync(temporary)
     temporary.rename(folder)
 
 
@@ -283,7 +283,7 @@ def write_rows(args: argparse.Namespace) -> int:
     index = args.output / "incomplete" / "index.json"
     places = [json.loads(file.read_text()) for file in args.output.glob("part-*/place.json")]
     rows_file |= {"largest_token": max(place["largest_token"] for place in places)}
-    # For people: chapter 10 puts the same hash into its checkpoints, as `index_hash`.
+    # For people: chapter 10 puts the same hash into its checkpoints, as `tokens_hash`.
     rows_file |= {"index_hash": xxhash.xxh3_64(index.read_bytes()).hexdigest()}
     rows_file |= {"rows": rows_in(index)}
     (args.output / "rows.json").write_text(json.dumps(rows_file, indent=2))
