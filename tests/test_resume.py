@@ -120,16 +120,18 @@ def test_another_training_under_the_same_name_is_refused(trainer, tmp_path):
     (before.folder / "step-00000003" / "parameters.json").unlink()  # as older versions
     assert_one_sentence(trainer("--max-steps", 4, status=1).output, "parameters.json")
     # Files that change places, after which the samples have other texts
+    folder = tmp_path / "texts"
+    folder.mkdir()
     for file, text in {"a.txt": "some words " * 5000, "b.txt": "other ones " * 5000}.items():
-        (tmp_path / file).write_text(text)
-    flags = ["-d", f"{tmp_path}/*.txt", "--ckpt-freq", 2]
+        (folder / file).write_text(text)
+    flags = ["-d", f"{folder}/*.txt", "--ckpt-freq", 2]
     before = trainer("--max-steps", 3, *flags, name="data")
-    (tmp_path / "a.txt").rename(tmp_path / "c.txt")
+    (folder / "a.txt").rename(folder / "c.txt")
     output = trainer("--max-steps", 5, *flags, name="data", status=1).output
     assert_one_sentence(output, "tokens_hash was")
-    # A checkpoint of an older version, without the hash, and another folder with the same files
-    (tmp_path / "c.txt").rename(tmp_path / "a.txt")
-    flags[1] = f"{tmp_path}/../{tmp_path.name}/*.txt"
+    # The same files under another name, and a checkpoint of an older version, without the hash
+    (folder / "c.txt").rename(folder / "a.txt")
+    flags[1] = f"{folder}/../texts/*.txt"
     assert "warning: dataset_name was" in trainer("--max-steps", 5, *flags, name="data").output
     file = before.folder / "step-00000005" / "parameters.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"tokens_hash": None}))
