@@ -440,6 +440,7 @@ DIFFERENCES = {
     "transformers": "import transformers; transformers.__version__ = '5.0.0'",
     "config": "import transformers.models.llama as llama; llama.LlamaConfig.to_json_string = "
     "lambda *_: 'another'",
+    "experiment_name": "at = sys.argv.index('-e'); del sys.argv[at : at + 2]",
     "tokens_hash": "sys.argv[sys.argv.index('-d') + 1] = os.environ['ANOTHER_ORDER']",
 }
 

@@ -637,7 +637,7 @@ def open_run(args, setup):
     state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=os.urandom(16).hex())
     # NODES: Without a name on one node, its ranks would not take part in what follows.
     if len(set(gather(args.experiment_name))) > 1:
-        sys.exit("error: ranks differ in experiment_name: give all nodes the same -e")
+        sys.exit("error: ranks differ in ['experiment_name']: give all nodes the same -e")
     if not args.experiment_name:
         say("warning: without -e, this run saves no model, no checkpoints and no logs")
         return None, None, state
