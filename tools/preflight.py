@@ -462,8 +462,9 @@ def check_decoder(args, config, report: Report) -> None:
 def check_parameters(model, args, report: Report) -> None:
     """What do the layers hold, and does weight decay take matrices alone?"""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    known = {p for part in [*layers, *ends] for p in part.parameters()}
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    parts = [*layers, *tables, model.get_output_embeddings()]
+    known = {p for part in parts for p in part.parameters()}
     outside = {n: p.numel() for n, p in model.named_parameters() if p not in known}
     share = sum(outside.values()) / model.num_parameters()
     report.fact("layers", f"{len(layers)}; {share:.1%} of the weights are in no layer")
