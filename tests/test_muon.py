@@ -9,7 +9,7 @@ from runner import CHAPTER_1, CHAPTER_18, REPOSITORY, Job, load
 from test_fsdp import SCALER, assert_all_skip_update_3, told
 from test_readme import page, section
 
-ADAMW = "torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)"
+ADAMW = "torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)"
 INSTEAD = "torch_muon.AdamWAndMuon(model, args.lr, args.adam_beta2, args.weight_decay)"
 
 
