@@ -90,7 +90,7 @@ def test_comet_does_not_hold_up_training(trainer):
 
 
 FACTS = """global_batch world_size parameters_total parameters_trainable dataset_samples
-dataset_tokens device_name device_memory_gb torch_version cuda_version
+tokens_hash device_name device_memory_gb torch_version cuda_version
 transformers_version"""
 
 

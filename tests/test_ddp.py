@@ -179,7 +179,7 @@ def test_rank_0_alone_speaks(trainer):
 
 DIFFERENCES = {
     "lr": "sys.argv += ['--lr', '0.5']",
-    "dataset_tokens": "sys.argv[sys.argv.index('-d') + 1] = os.environ['OTHER']",
+    "tokens_hash": "sys.argv[sys.argv.index('-d') + 1] = os.environ['OTHER']",
     "step of the checkpoint": "pathlib.Path.glob = lambda *_: iter(())",
 }
 

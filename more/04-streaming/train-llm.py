@@ -92,11 +92,11 @@ def main():
     say(f"Streaming {documents.num_shards:,} files; {len(eval_tokens):,} tokens are held out")
     # STREAM: Nobody knows all tokens of a stream, so those of the first document stand for them.
     first = next(iter(tokenize_split(documents, tokenizer, args.text_column)), None)
-    args.tokens_hash = datasets.fingerprint.Hasher.hash(first)
+    tokens_hash = datasets.fingerprint.Hasher.hash(first)
 
     # A run with -e continues from its newest checkpoint. How many steps are left?
-    setup = args.as_dict() | {"global_batch": global_batch}
-    setup |= {"dp_size": dp_size, "files": documents.num_shards}
+    setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
+    setup |= {"dp_size": dp_size, "files": documents.num_shards}  # STREAM: fixed, too
     run_folder, checkpoint, state = open_run(args, setup)
     # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
     setups = gather(setup | {"step of the checkpoint": state.step})

@@ -103,10 +103,10 @@ def main():
         sys.exit("error: too few answers fit, to train on or to hold out: lower -b, or raise -s")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
-    args.tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
+    tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
 
     # A run with -e continues from its newest checkpoint. How many steps are left?
-    setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
+    setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)
     # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
     setups = gather(setup | {"step of the checkpoint": state.step})
