@@ -255,8 +255,19 @@ class Measurements:
         """The rows of chapter 10."""
         folder = self.folder / "shards"
         if not folder.exists():
-            script = REPOSITORY / "tools" / "write-mds.py"
-            command = [script, "-o", folder, "-m", model, "-d", TEXT, "-s", length]
+            script = REPOSITORY / "tools" / "prepare-data.py"
+            command = [
+                script,
+                TEXT,
+                "-o",
+                folder,
+                "--no-shuffle",
+                "--mds",
+                "-m",
+                model,
+                "-s",
+                length,
+            ]
             start(command, 0, self.seconds_left())
         return folder
 

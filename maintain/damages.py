@@ -1,4 +1,4 @@
-"""Damages chapters on purpose, one line at a time, and checks that a test notices.
+"""Damages chapters and tools on purpose, one line at a time, and checks that a test notices.
 
     python maintain/damages.py              # all damages
     python maintain/damages.py 02 13        # the damages of these chapters
@@ -31,7 +31,8 @@ class Damage:
     new: list[str] = field(default_factory=list)
 
     def script(self, folder: Path) -> Path:
-        return folder / self.chapter / "train-llm.py"
+        path = folder / self.chapter
+        return path if path.suffix else path / "train-llm.py"
 
     def text(self) -> str:
         """The damaged script. The old lines must be there once."""

@@ -209,6 +209,28 @@ def conversations(texts, tmp_path_factory) -> Path:
     return write_rows(tmp_path_factory.mktemp("chat") / "chat.jsonl", rows)
 
 
+@pytest.fixture
+def prepare(tmp_path, monkeypatch, capsys):
+    """Runs tools/prepare-data.py in this process and in the folder of the test: its output."""
+    tool = load(REPOSITORY / "tools" / "prepare-data.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+
+    def run(*flags, status=0) -> str:
+        monkeypatch.setattr("sys.argv", ["prepare-data.py", "-o", "out", *map(str, flags)])
+        capsys.readouterr()
+        code = 0
+        try:
+            tool.main()
+        except SystemExit as end:
+            code = end.code or 0
+        output = capsys.readouterr().out + (code if isinstance(code, str) else "")
+        assert (1 if isinstance(code, str) else int(code)) == status, output
+        return output
+
+    return run
+
+
 def replaced(text: str, changes: dict) -> str:
     """The text with other pieces. Each of the old ones is there once."""
     for piece, instead in changes.items():

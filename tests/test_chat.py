@@ -149,91 +149,8 @@ def test_answers_that_do_not_fit(chat):
             assert found[name][0] == whole[name][0][:length]
 
 
-CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": null, "b": 3}'}}
-PARSED = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": 3}}}
-FILLED = {"function": {"name": "f", "arguments": {"a": None, "b": 3}}, "id": None}
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-SYSTEM = {"role": "system", "content": "s"}
-CALLS = {"role": "assistant", "content": "", "tool_calls": [PARSED]}
-# A row, and its messages
-FORMS = [
-    ({"messages": [Q, A | {"name": None, "tool_calls": []}], "id": 3}, [Q, A]),
-    ({"messages": json.dumps([Q, A | {"name": None}])}, [Q, A]),
-    ({"messages": [json.dumps(Q), json.dumps(A)]}, [Q, A]),
-    ({"messages": None}, []),
-    ({"messages": ""}, []),
-    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [Q, A]),
-    ({"conversations": [{"from": "system", "value": "s"}, Q, A]}, [SYSTEM, Q, A]),
-    ({"conversations": [{"from": "tool", "value": "t"}]}, [{"role": "tool", "content": "t"}]),
-    ({"conversations": [Q, A], "system": "s"}, [SYSTEM, Q, A]),
-    ({"messages": [Q, A], "prompt": "x", "completion": "y"}, [Q, A]),
-    ({"messages": None, "prompt": "q", "completion": "a"}, [Q, A]),
-    ({"prompt": "q", "completion": "a"}, [Q, A]),
-    ({"prompt": "q", "response": "a", "system": ""}, [Q, A]),
-    ({"prompt": [Q, A], "completion": [A]}, [Q | {"weight": 0}, A | {"weight": 0}, A]),
-    ({"instruction": "q", "input": "", "output": "a", "text": "t"}, [Q, A]),
-    ({"instruction": "q", "input": None, "output": "a", "system": "s"}, [SYSTEM, Q, A]),
-    ({"instruction": "q", "output": "a", "history": [["q", "a"]]}, [Q, A, Q, A]),
-    ({"instruction": "q", "output": "a", "history": '[["q", "a"]]'}, [Q, A, Q, A]),
-    ({"instruction": "q", "output": "a", "history": None}, [Q, A]),
-    ({"instruction": "q", "input": "000", "output": "a"}, [Q | {"content": "q\n\n000"}, A]),
-    ({"instruction": "q", "input": 0, "output": "a"}, [Q | {"content": "q\n\n0"}, A]),
-    # In JSON text, a null is meant. In fields of `datasets`, the row does not have the key.
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}, [CALLS]),
-    ({"messages": json.dumps([{"role": "assistant", "tool_calls": [PARSED]}])}, [CALLS]),
-    ({"messages": [{"role": "assistant", "tool_calls": json.dumps([PARSED])}]}, [CALLS]),
-    ({"messages": [{"role": "assistant", "tool_calls": [json.dumps(PARSED)]}]}, [CALLS]),
-    (
-        {"messages": [CALLS | {"tool_calls": [{"function": json.dumps(CALL["function"])}]}]},
-        [CALLS | {"tool_calls": [{"function": PARSED["function"]}]}],
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [FILLED]}]},
-        [CALLS | {"tool_calls": [{"function": {"name": "f", "arguments": {"b": 3}}}]}],
-    ),
-    (
-        {"messages": [A | {"tool_calls": [{"name": "f", "arguments": ""}]}]},
-        [A | {"tool_calls": [{"name": "f", "arguments": {}}]}],
-    ),
-]
-# A part of the sentence, and a row
-REFUSED = [
-    ("rename them to messages, or", {"prompt": "q", "answer": "a"}),
-    ("messages must be JSON, not the text", {"messages": "[{'role': 'user'}]"}),
-    ("a message of messages must be a dict, not '3'", {"messages": [3]}),
-    ("messages must be a list, not '3'", {"messages": "3"}),
-    ("messages must be a list, not", {"messages": Q}),
-    ("history must be a list of pairs", {"instruction": "", "output": "", "history": [Q]}),
-    ("history must be a list, not", {"instruction": "", "output": "", "history": "4"}),
-    ("tools must be a list, not '4'", {"tools": "4", "messages": [Q, A]}),
-    ("tool_calls must be a list, not '4'", {"messages": [A | {"tool_calls": 4}]}),
-    ("a call of a tool must be a dict, not '4'", {"messages": [A | {"tool_calls": [4]}]}),
-    ("function of a call must be a dict", {"messages": [A | {"tool_calls": [{"function": 4}]}]}),
-    ("arguments must be JSON", {"messages": [A | {"tool_calls": [{"arguments": "{"}]}]}),
-    ("must be text, perhaps empty", {"messages": [{"content": "a"}]}),
-    ("must be text, perhaps empty", {"messages": [Q, A | {"content": None}]}),
-    ("must be text, perhaps empty", {"messages": [Q, A | {"content": 4}]}),
-    ("must be text, perhaps empty", {"messages": [Q, A | {"content": [{"type": "text"}]}]}),
-    ("must be text, perhaps empty", {"prompt": "q", "completion": None}),
-]
-
-
-def test_forms_of_rows(chat):
-    for row, expected in FORMS:
-        assert chat.conversation_of(json.loads(json.dumps(row))) == (expected, None), row
-    tool = {"type": "function", "function": {"name": "f", "default": None}}
-    without = {"type": "function", "function": {"name": "f"}}
-    for tools, expected in (
-        ([tool], [without]),
-        (json.dumps([tool]), [tool]),
-        ([json.dumps(tool)], [tool]),
-        ("[]", None),
-        (None, None),
-    ):
-        assert chat.conversation_of({"messages": [], "tools": tools}) == ([], expected)
-    for sentence, row in REFUSED:
-        with pytest.raises(SystemExit, match=f"error: .*{re.escape(sentence)}"):
-            chat.conversation_of(row)
+CALLS = [{"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": 3}}}]
 
 
 def test_messages_without_a_loss(chat):
@@ -252,7 +169,7 @@ def test_messages_without_a_loss(chat):
 def test_the_first_token_has_no_label(chat):
     """In a sample, the conversation before would predict it."""
     bare = "{% for m in messages %}{{ m.content }}{{ eos_token if m.role != 'user' }}{% endfor %}"
-    rows = {"prompt": [""], "completion": ["a b c"]}
+    rows = {"messages": [[Q | {"content": ""}, A | {"content": "a b c"}]]}
     [labels] = chat.tokenize(rows, tokenizer_with(bare), {}, 99)["labels"]
     assert labels[0] == -100
     assert min(labels[1:]) >= 0
@@ -284,7 +201,7 @@ def test_samples_have_every_conversation_once(chat):
 # A part of the sentence, and a template
 WRONG = {
     "leaves out the answers": CHATML.replace("m.content", "''"),
-    "refuses a conversation: an answer does not begin where its prompt ends": CHATML.replace(
+    "is refused .*: an answer does not begin where its prompt ends": CHATML.replace(
         "assistant\n'", "assistant\n<think>'"
     ),
     "no special token": CHATML.replace("<|im_end|>", ""),
@@ -293,8 +210,10 @@ WRONG = {
 
 @pytest.mark.parametrize("sentence", WRONG)
 def test_wrong_templates(chat, sentence):
+    args = SimpleNamespace(template_options={})
+    rows = {"messages": [[Q, A | {"content": "a b"}]]}
     with pytest.raises(SystemExit, match=f"error: .*{sentence}"):
-        chat.find_stop_token(tokenizer_with(WRONG[sentence]), SimpleNamespace(template_options={}))
+        chat.find_stop_token(tokenizer_with(WRONG[sentence]), args, rows)
 
 
 # -- Tokens of a server ----------------------------------------------------------------------------
@@ -338,11 +257,14 @@ def test_tokens_of_a_server(chat, family):
         for number, answer in enumerate(answers):
             messages += [Q | {"content": f"question {number}"}, A | {"content": answer}]
         if family == "tools":
-            messages += [A | {"tool_calls": [CALL]}, {"role": "tool", "content": "4"}, A]
+            calls = json.dumps(CALLS)
+            messages += [A | {"tool_calls": calls}, {"role": "tool", "content": "4"}, A]
         tools = [{"type": "function", "function": {"name": "f"}}] if family == "tools" else None
-        batch = {"messages": [json.dumps(messages)], "tools": [tools]}
+        batch = {"messages": [messages], "tools": [json.dumps(tools)]}
         found = chat.tokenize(batch, tokenizer, {}, 9999)
-        parsed, _ = chat.conversation_of({"messages": json.dumps(messages)})
+        parsed, _ = chat.conversation_of({"messages": messages})
+        if family == "tools":
+            assert parsed[-3]["tool_calls"] == CALLS
         texts = list(zip(found["input_ids"], found["labels"], strict=True))
         if found["refusal"] != [""] * len(texts):
             refused += 1
@@ -372,7 +294,7 @@ def test_tokens_of_a_server(chat, family):
         assert found["answers"] == [number] + [0] * (len(texts) - 1)  # in the first text
     if family in FAMILIES:
         args = SimpleNamespace(template_options={})
-        assert chat.find_stop_token(tokenizer, args) == answer_ids[-1]
+        assert chat.find_stop_token(tokenizer, args, batch) == answer_ids[-1]
     expected = len(TURNS) - 2 if family == "a thought" else 0
     assert refused == expected
 
@@ -390,7 +312,7 @@ def test_answers_of_sentencepiece(chat):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for answer, expected in (("ab", ["a", "b"]), (" ab", ["▁a", "b"]), ("\na", ["\n", "a"])):
-        row = {"prompt": ["a"], "response": [answer + "<end>"]}
+        row = {"messages": [[Q | {"content": "a"}, A | {"content": answer + "<end>"}]]}
         [labels] = chat.tokenize(row, tokenizer, {}, 99)["labels"]
         ids = [label for label in labels if label >= 0]
         assert tokenizer.convert_ids_to_tokens(ids) == [*expected, "<end>"]
@@ -405,9 +327,7 @@ PLAIN = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n«a<|im_end|>»"
 
 def write_file(file, rows) -> None:
     """In the format of the ending. A table has a type for each field: absent keys are null."""
-    if not rows:
-        file.touch()
-    elif file.suffix == ".jsonl":
+    if file.suffix == ".jsonl":
         write_rows(file, rows)
     else:
         rows = datasets.Dataset.from_list(rows)
@@ -418,37 +338,20 @@ TURN = {"messages": [Q, A]}
 PAIR = {"prompt": "q", "response": "a"}
 LONG = {"messages": [Q, A | {"content": "a " * 99}]}
 REFUSED_ROW = {"messages": [Q | {"content": "No"}, A]}
-SHAREGPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
-CODES = [{"instruction": "q", "input": "", "output": "a"}]
-CODES += [{"instruction": "q", "input": f"{n:03}", "output": "NA"} for n in range(99)]
+CODES = [{"instruction": "q", "input": f"{n:03}", "output": "NA"} for n in range(99)]
 CALLED = [[{"function": {"name": "f", "arguments": {key: 1}}}] for key in "ab"]
 CALLED = [{"messages": [Q, A | {"tool_calls": calls}]} for calls in CALLED]
 # The ending of a file, its rows, and what the first text or the sentence has
 FILES = {
-    "messages as text": ("jsonl", [{"messages": json.dumps([Q, A])}] * 99, PLAIN),
-    "messages in a table": ("csv", [{"messages": json.dumps([Q, A])}] * 99, PLAIN),
-    "ShareGPT": ("parquet", [SHAREGPT] * 99, PLAIN),
-    "responses": ("csv", [PAIR] * 99, PLAIN),
-    "an empty table": ("csv", [], "an empty table.csv: No columns to parse from file"),
-    "codes": ("csv", CODES[1:], "user\nq\n\n000<|im_end|>\n<|im_start|>assistant\n«NA"),
-    "empty cells": ("csv", CODES, PLAIN),
-    # Both calls have one type, so the nulls are those of absent keys.
+    "codes": ("csv", CODES, "user\nq\n\n000<|im_end|>\n<|im_start|>assistant\n«NA"),
+    # Nulls in a table are those of absent keys. In JSON, they are meant.
     "calls with nulls": ("parquet", CALLED * 50, "«a<call>a=1<|call|>»"),
-    # These rows have several types, so `datasets` keeps them as JSON text, and the null is meant.
     "a null that is meant": (
         "jsonl",
-        [{"messages": [Q, A | {"tool_calls": [PARSED]}]}] + [TURN] * 99,
+        [{"messages": [Q, A | {"tool_calls": CALLS}]}] + [TURN] * 99,
         "«a<call>a=nullb=3<|call|>»",
     ),
     "tools": ("jsonl", [TURN | {"tools": [{"name": "f"}]}] * 99, '{"name": "f"}<|im_s'),
-    "not read": (
-        "jsonl",
-        [{"messages": [Q | {"mood": 1}, A], "score": 3}] * 99,
-        "columns, and keys of messages, that are not read: mood, score",
-    ),
-    # This column has two types, so `datasets` keeps it as JSON text.
-    "a number": ("jsonl", [PAIR] * 99 + [PAIR | {"response": 7}], "error: role and content of"),
-    "a list": ("jsonl", [PAIR] * 99 + [PAIR | {"prompt": [Q], "response": [A]}], PLAIN),
     "a long one at the end": ("jsonl", [TURN] * 50 + [LONG] * 2, PLAIN),
     "few refused": (
         "jsonl",
@@ -460,37 +363,30 @@ FILES = {
         [TURN] * 94 + [REFUSED_ROW] * 5,
         "error: more than 5 % of the conversations are refused",
     ),
-    "all refused": ("jsonl", [REFUSED_ROW] * 99, "error: the chat template refuses a conv"),
+    "all refused": ("jsonl", [REFUSED_ROW] * 99, "a conversation is refused"),
     "no answers": ("jsonl", [{"messages": [Q]}] * 99, "error: no conversation has an answer"),
-    "other columns": ("csv", [{"question": "q", "answer": "a"}], "error: the columns are"),
-    "Python": ("jsonl", [{"messages": str([Q, A])}], "error: messages must be JSON, not"),
 }
 
 
 LISTS = ("input_ids", "labels")
 
 
-def test_files_that_differ(chat, tmp_path):
-    """Other columns are read. Where a column has another type, the libraries do not name the file.
-
-    Nor is there a file with another ending.
-    """
-    for name, more in ("a", {}), ("b", {"system": "s"}):
-        write_file(tmp_path / f"{name}.csv", [{"prompt": "q", "response": "007"} | more])
-    args = SimpleNamespace(dataset_name=f"{tmp_path}/*.csv", dataset_subset=None)
-    rows = chat.load_documents(args)["train"]
-    assert (rows["response"][:], rows["system"][:]) == (["007", "007"], [None, "s"])
-    for name, label in ("a", 1), ("b", "one"):
-        write_rows(tmp_path / f"{name}.jsonl", [TURN | {"label": label}])
-    args = SimpleNamespace(dataset_name=f"{tmp_path}/*.jsonl", dataset_subset=None)
-    with pytest.raises(SystemExit, match=r"error: .*/b.jsonl: .* key label"):
-        chat.load_documents(args)
-    args.dataset_name = str(tmp_path / "a.txt")
-    (tmp_path / "a.txt").write_text("Hello")
-    with pytest.raises(
-        SystemExit, match=r"no files for .*: give existing .* end in \.json, \.jsonl"
+def test_data_that_are_not_clean(chat, tmp_path):
+    """Files of other tools: one sentence, and nothing is guessed."""
+    args = SimpleNamespace(dataset_subset=None, template_options={}, seq_length=64, packing=False)
+    listed = A | {"content": [{"type": "text", "text": "a"}]}
+    for rows, sentence in (
+        ([PAIR], "rows.jsonl has no messages: let tools/prepare-data.py make them"),
+        ([{"messages": json.dumps([Q, A])}], "a conversation is refused (docs/data.md says why): "),
+        (
+            [{"messages": [Q, A | {"tool_calls": CALLS}]}],
+            "must be str, bytes or bytearray, not list",
+        ),
+        ([{"messages": [Q | {"content": []}, listed]}], "the content of a message is no text"),
     ):
-        chat.load_documents(args)
+        args.dataset_name = str(write_rows(tmp_path / "rows.jsonl", rows * 9))
+        with pytest.raises(SystemExit, match=f"error: .*{re.escape(sentence)}"):
+            chat.load_samples(args, tokenizer_with(CHATML))
 
 
 def test_held_out(chat, tmp_path, monkeypatch):
@@ -510,8 +406,8 @@ def test_held_out(chat, tmp_path, monkeypatch):
         )
         assert tuple(map(len, parts)) == expected
         assert len(parts[1].data.column("answer_tokens")) == expected[1]
-    with pytest.raises(SystemExit, match=f"error: {tmp_path} has no train-"):
-        chat.load_documents(SimpleNamespace(dataset_name=str(tmp_path)))
+    with pytest.raises(SystemExit, match=f"error: .* has not written {tmp_path}: give it this fol"):
+        chat.load_samples(SimpleNamespace(dataset_name=str(tmp_path)), None)
 
 
 def test_no_answer_fits(chat, tmp_path, capsys):
@@ -524,11 +420,13 @@ def test_no_answer_fits(chat, tmp_path, capsys):
     assert "31 conversations, 30 answers: 0 fit into -s 64" in capsys.readouterr().out
 
 
-def test_files_of_conversations(chat, tmp_path, capsys):
+def test_files_of_conversations(chat, prepare, tmp_path, capsys):
     """Each file is read, with nothing silent, or refused before its conversations are tokenized."""
     for case, (ending, rows, expected) in FILES.items():
         write_file(file := tmp_path / f"{case}.{ending}", rows)
-        args = SimpleNamespace(dataset_name=str(file), dataset_subset=None, template_options={})
+        prepare(file, "--as", "messages", "--no-shuffle", "--overwrite")
+        name = str(tmp_path / "out")
+        args = SimpleNamespace(dataset_name=name, dataset_subset=None, template_options={})
         args = SimpleNamespace(**vars(args), seq_length=64, packing=False)
         try:
             train, held_out = chat.load_samples(args, tokenizer := tokenizer_with(STRICT + TOOLS))

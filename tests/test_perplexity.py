@@ -83,15 +83,15 @@ def test_files_are_read_as_prepare_data_reads_them(tool, pretrained, tmp_path):
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(text.encode()))
     (tmp_path / "c.jsonl").write_text('{"text": "one"}\n{"text": ""}\n{"text": "two"}\n')
     (tmp_path / "wide.txt").write_text(text, "utf-16")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "train-0.txt").write_text("zero")
+    (tmp_path / "folder" / "validation-0.txt").write_text(text)
     args = argparse.Namespace(dataset_subset=None, text_column="text", eval_documents=9)
     end = tokenizer.eos_token_id
     expected = [[*tokenizer(part)["input_ids"], end] for part in ("one", "two")]
-    for name in ("a.txt", "p[8].txt", "b.txt.gz", "c.jsonl"):
+    for name in ("a.txt", "p[8].txt", "b.txt.gz", "c.jsonl", "wide.txt", "folder"):
         args.dataset_name = str(tmp_path / name)
-        assert tool.tokenized(tool.load_held_out(args), tokenizer, args) == expected, name
-    args.dataset_name = str(tmp_path / "wide.txt")
-    with pytest.raises(OSError, match=r"wide\.txt: convert it to UTF-8"):
-        tool.tokenized(tool.load_held_out(args), tokenizer, args)
+        assert tool.tokenized(tokenizer, args) == expected, name
 
 
 def test_a_tokenizer_of_another_model(measure, held_out, tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -149,6 +150,15 @@ def stale_shards():
     return ["-m", path, "--no-from-scratch"]
 
 
+def of_the_tool(pattern="", text="text"):
+    """A folder of tools/prepare-data.py, with copies, or a pattern in it."""
+    with open("x_dev.jsonl", "w") as file:
+        file.write(json.dumps({"text": MANY[0]}))
+    flags = [*jsonl([*MANY, *MANY[:9]], "x.jsonl")[1:], "x_dev.jsonl", "-o", "p"]
+    subprocess.run([sys.executable, TOOL.with_name("prepare-data.py"), *flags], check=True)
+    return ["-d", f"p{pattern}"]
+
+
 def prepared(split=""):
     os.mkdir("p")
     pq.write_table(pa.table({"text": MANY}), "p/train-00000.parquet")
@@ -210,27 +220,29 @@ CASES = {
         "test.jsonl: trained on",
     ),
     "of another writer": (prepared, "has not written p"),
+    "a prepared folder": (of_the_tool, "10 documents are copies: prepare them with --dedupe"),
+    "held-out files": (lambda: of_the_tool("/*.parquet"), "give the folder, -d p"),
     "no such split": (lambda: prepared(":sft"), "no split 'sft': choose one of ['train']"),
     "utf-16 rows": (lambda: written("x.csv", "text\na\n".encode("utf-16")), "UTF-16"),
     "binary": (lambda: written("x.txt", b"a\0b" * 99), "zero bytes"),
     "linked twice": (linked, "a link leads there"),
     "a dead link": (dead, "links to files that do not exist"),
     "pages": (lambda: written("x.html", b"<p>text", "*.html"), "no chapter reads x.html"),
-    "semicolons": (lambda: written("x.csv", b"id;text\n1;a\n"), "has no commas"),
+    "semicolons": (lambda: written("x.csv", b"id;text\n1;a\n"), "give --delimiter"),
     "hidden": (hidden, "1 hidden files: .cache/x.txt"),
-    "save_to_disk": (saved_to_disk, "to_parquet"),
-    "a folder": (folder, "python tools/prepare-data.py 'a/**/*.txt' -o FOLDER"),
+    "save_to_disk": (saved_to_disk, "python tools/prepare-data.py saved -o FOLDER"),
+    "a folder": (folder, "python tools/prepare-data.py a -o FOLDER"),
     "stale cache": (changed_at_the_same_time, "`touch` the files"),
     "missing cells": (lambda: written("x.csv", b"text,n\nNone,1\nNA,2\nwords,3\n"), "2 cells"),
     "zeros in front": (
         lambda: written("x.csv", b"text\na\n" + b"0000123\n" * 20_000),
         "10,001 cells, such as 0000123",
     ),
-    "bytes": (lambda: parquet(pa.array([b"text"])), ".decode()"),
-    "lists": (lambda: parquet(pa.array([["a", "b"]])), "join its parts"),
-    "fields": (lambda: parquet(pa.array([{"role": "user"}])), "chapter 16"),
-    "numbers": (lambda: parquet(pa.array([1, 2])), "to keep its zeros"),
-    "another column": (lambda: jsonl(MANY, column="story"), "no column 'text'"),
+    "bytes": (lambda: parquet(pa.array([b"text"])), "but a bytes"),
+    "lists": (lambda: parquet(pa.array([["a", "b"]])), "but a list"),
+    "fields": (lambda: parquet(pa.array([{"role": "user"}])), "but a dict"),
+    "numbers": (lambda: parquet(pa.array([1, 2])), "but a int"),
+    "another column": (lambda: jsonl(MANY, column="story"), "choose --text-column"),
     "empty documents": (lambda: jsonl(["", *MANY]), "2% of the documents are empty"),
     "copies": (lambda: jsonl(["a", "a", "b"]), "copies"),
     "special tokens": (lambda: [*tokenizer(with_begin), *jsonl(["b a b"])], "special tokens"),
@@ -273,6 +285,7 @@ CASES = {
 }
 WARNINGS = {"a byte order mark", "held out by name", "of another writer", "twice ended"}
 WARNINGS |= {"no backward pass", "a run of another rate", "a rate of fine-tuning"}
+WARNINGS |= {"a prepared folder"}
 WARNINGS |= {"linked twice", "hidden", "missing cells", "empty documents"}
 WARNINGS |= {"another class", "copies", "zeros in front", "special tokens", "twice begun"}
 WARNINGS |= {"another end", "biases", "stale shards", "no layers"}
@@ -299,7 +312,7 @@ def test_conversations(look):
     flags = [*jsonl(rows, column="messages"), "--chat-template", "strict.jinja"]
     status, output = look(*flags, chapter="16")
     for part in (
-        "columns, and keys of messages, that are not read: mood",
+        "columns, and keys of messages: mood",
         "31 of user, 31 of assistant",
         "user: 'a', assistant: 'b'",
         "'User: a\\nAssistant:« b<|endoftext|>»'",
@@ -309,7 +322,7 @@ def test_conversations(look):
     assert status == 0, output
     for messages, part in (
         ([question, answer | {"role": "model"}], "no conversation has an answer, of the role 'ass"),
-        ("[3]", "a message of messages must be a dict, not '3'"),
+        ("[3]", "a conversation is refused (docs/data.md says why)"),
     ):
         flags = [*jsonl([messages], f"{part[0]}.jsonl", "messages"), *template]
         status, output = look(*flags, chapter="16")

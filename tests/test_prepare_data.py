@@ -1,53 +1,94 @@
 """tools/prepare-data.py: whatever the files are, the folder has each document once."""
 
+import bz2
 import gzip
 import json
+import lzma
+import os
+import random
 import signal
+from collections import Counter
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import assert_one_sentence, write_documents, write_rows
-from runner import REPOSITORY, load, outcome, python, run_tool
+from runner import CHAPTER_16, REPOSITORY, load, outcome, python, run_tool
 from test_data import expected, tokenizer, tokens_of  # noqa: F401
 
 TOOL = REPOSITORY / "tools" / "prepare-data.py"
 
 
 @pytest.fixture(scope="module")
-def tool():
-    return load(TOOL)
+def documents():
+    return load(REPOSITORY / "tools" / "documents.py")
 
 
-def splits_of(tool, *names, column="text") -> dict[str, list]:
-    splits = tool.load_documents([str(name) for name in names], None, column)
-    return {split: [row["text"] for row in rows] for split, rows in splits.items()}
+def splits_of(documents, *names, **options) -> dict[str, list]:
+    """What the tool reads, by its split, in the order of the sources."""
+    args = documents.reading(**options)
+    files, _ = documents.find_files([str(name) for name in names], args)
+    splits = {}
+    for file in files:
+        found = [text for _, text, _ in documents.documents_of(file, args, documents.Found())]
+        splits.setdefault("validation" if file.held_out else "train", []).extend(found)
+    return splits
 
 
-def test_files_of_every_kind(tool, texts, tmp_path):
+@pytest.fixture
+def prepared(prepare, tmp_path):
+    """The output of the tool, and the rows of the splits of the folder `out`."""
+
+    def run(*flags, status=0) -> tuple[str, dict]:
+        output = prepare(*flags, status=status)
+        splits = {"train": [], "validation": []}
+        for file in sorted((tmp_path / "out").glob("*.parquet")):
+            rows = pq.read_table(file).to_pylist()
+            splits[file.name.split("-")[0]] += [row.get("text", row) for row in rows]
+        return output, splits
+
+    return run
+
+
+def test_files_of_every_kind(documents, texts, tmp_path):
     rows = datasets.Dataset.from_dict({"n": [1] * len(texts), "story": texts})
     rows.to_parquet(tmp_path / "a.parquet")
+    rows.save_to_disk(tmp_path / "saved")
     rows.to_csv(tmp_path / "a.csv")
+    rows.to_pandas().to_csv(tmp_path / "a.tsv", sep="\t", index=False)
     rows.to_json(tmp_path / "a[1].jsonl")  # a name, although it looks like a pattern
-    (tmp_path / "b.json.gz").write_bytes(gzip.compress((tmp_path / "a[1].jsonl").read_bytes()))
-    for name in ("a.parquet", "a.csv", "a[1].jsonl", "b.json.gz"):
-        assert splits_of(tool, tmp_path / name, column="story") == {"train": texts}, name
-        with pytest.raises(OSError, match=r"no text in 'text': .* \['n', 'story'\]"):
-            splits_of(tool, tmp_path / name)
-    with pytest.raises(OSError, match="no text in column 'n', but '1'"):
-        splits_of(tool, tmp_path / "a.parquet", column="n")
-    for name in ("none.txt", "*.md", "a.tsv"):
-        (tmp_path / "a.tsv").write_text("text\n")
-        with pytest.raises(SystemExit, match=r"give existing ones that end in .txt, .md, "):
-            splits_of(tool, tmp_path / name)
+    (tmp_path / "list.json").write_text(json.dumps([*rows], indent=2))
+    (tmp_path / "lines.json").write_text("\n".join(json.dumps(row, indent=1) for row in rows))
+    data = (tmp_path / "a[1].jsonl").read_bytes()
+    (tmp_path / "wide.jsonl").write_bytes(data.decode().encode("utf-16"))
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "b.json.bz2").write_bytes(bz2.compress(data))
+    (tmp_path / "b.json.xz").write_bytes(lzma.compress(data))
+    (tmp_path / "b.json.zst").write_bytes(pa.compress(data, "zstd", asbytes=True))
+    for path in tmp_path.iterdir():
+        assert splits_of(documents, path, text_column="story") == {"train": texts}, path
+    with pytest.raises(SystemExit, match=r"a.parquet: no column text: the columns are \['n', 'st"):
+        splits_of(documents, tmp_path / "a.parquet")
+    for name in ("none.txt", "*.md", "a.html"):
+        (tmp_path / "a.html").write_text("text\n")
+        with pytest.raises(SystemExit, match=r"give some that end in .arrow, .csv, "):
+            splits_of(documents, tmp_path / name)
+    # Also the columns of agents' traces, for which `datasets` asks for another package
+    rows = [{"text": "a", "n": 1}, {"text": "b", "n": {"m": 2}}]
+    rows += [{"text": "c", "type": "message", "message": {"content": [1, "x"], "role": 2}}]
+    assert splits_of(documents, write_rows(tmp_path / "c.jsonl", rows)) == {"train": [*"abc"]}
     (tmp_path / "cells.csv").write_text("text,n\nNA,1\n0007,\n")
-    assert splits_of(tool, tmp_path / "cells.csv") == {"train": ["NA", "0007"]}
+    assert splits_of(documents, tmp_path / "cells.csv") == {"train": ["NA", "0007"]}
 
 
-def test_text_files(tmp_path, chapter_1, tokenizer):  # noqa: F811
-    """In the order of their names, also behind links, whatever the encoding."""
+def test_text_files(prepared, tmp_path, chapter_1, tokenizer):  # noqa: F811
+    """Each once, in the order of their names, also behind links, whatever the encoding."""
     (tmp_path / "texts" / "deep").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "texts" / "link").symlink_to(tmp_path / "elsewhere")
+    for name in ("up", "again"):
+        (tmp_path / "texts" / "deep" / name).symlink_to(tmp_path / "texts")
     files = {
         "texts/README.txt": b"first\n\n\ndocument " * 9,
         "texts/a.txt": b"one<|endoftext|>two<|endoftext|>three",
@@ -56,24 +97,48 @@ def test_text_files(tmp_path, chapter_1, tokenizer):  # noqa: F811
         "texts/deep/d.txt": "zwölf".encode("latin-1"),
         "texts/deep/e.txt": "\ufeffdreizehn".encode(),
         "texts/deep/f_test.txt": b"held out",
-        "elsewhere/f.txt": b"behind the link",
+        "texts/deep/g.txt": "vierzehn".encode("utf-16"),
+        "elsewhere/f.txt": b"behind the link" * 30,
     }
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    output = run_tool(tmp_path, TOOL.name, "texts/**/*.txt", "-o", "books", cwd=tmp_path)
-    assert "7 files for train" in output
-    assert "c.txt: 2 characters cannot be decoded" in output
-    assert "d.txt: 1 characters cannot be decoded" in output
-    documents = ["first\n\n\ndocument " * 9, "one", "two", "three", "bytes \ufffd\ufffd in between"]
-    documents += ["zw\ufffdlf", "dreizehn", "behind the link", "held out"]
-    characters = sum(map(len, documents[:-1]))
-    counts = f"train: 8 documents, {characters} characters, without 1 empty documents"
-    assert counts in output
-    found = tokens_of(chapter_1, tokenizer, tmp_path / "books", seq_length=1)
-    assert found == expected(tokenizer, documents)
+    output, rows = prepared("texts/**/*.txt", "--no-shuffle")
+    assert "c.txt: 2 characters are not UTF-8" in output
+    assert "d.txt: 1 characters are not UTF-8" in output
+    names = ["first\n\n\ndocument " * 9, "one", "two", "three", "bytes \ufffd\ufffd in between"]
+    names += ["zw\ufffdlf", "dreizehn", "vierzehn", "behind the link" * 30]
+    assert rows == {"train": names, "validation": ["held out"]}
+    assert "11 rows, 10 documents" in output
+    assert "Train on it: python 01-single-gpu/train-llm.py -d out -e out" in output
+    found = tokens_of(chapter_1, tokenizer, tmp_path / "out", seq_length=1)
+    assert found == expected(tokenizer, [*names, "held out"])
+    splits = datasets.load_dataset(str(tmp_path / "out"))  # by the README
+    assert {split: rows["text"][:] for split, rows in splits.items()} == rows
+    (tmp_path / "texts" / "deep" / "h.txt").write_bytes("Größe ".encode("latin-1") * 99)
+    output, _ = prepared("texts/**/*.txt", "--no-shuffle", "--overwrite", status=1)
+    assert "more than 1 % of the characters cannot be decoded: give --encoding" in output
+    flags = ["texts/deep/h.txt", "--encoding", "latin-1", "--overwrite"]
+    assert prepared(*flags)[1]["train"] == ["Größe " * 99]
 
 
-def test_files_that_their_names_hold_out(tool, tmp_path):
+def test_long_documents(documents, prepared, tmp_path):
+    """They are cut, and a border between two reads of the file stays a border."""
+    text = "".join(f"{n} of many words " for n in range(40_000))
+    (tmp_path / "a.txt").write_text(f"{text}<|endoftext|>b")
+    write_documents(tmp_path / "a.jsonl", [text, "b"])
+    for length in range(249_975, 250_015):
+        (tmp_path / "border.txt").write_text("x" * length + "<|endoftext|>y")
+        found = splits_of(documents, tmp_path / "border.txt")["train"]
+        assert ("".join(found), found[-1]) == ("x" * length + "y", "y")
+    for name in ("a.txt", "a.jsonl"):
+        output, rows = prepared(name, "--no-shuffle", "--overwrite")
+        size = 250_000
+        cut = [text[i : i + size] for i in range(0, len(text), size)]
+        assert rows["train"] == [*cut, "b"]
+        assert "2 documents, 1 documents that are cut" in output
+
+
+def test_files_that_their_names_hold_out(documents, tmp_path):
     cases = {
         "train.jsonl": "train",
         "validation.jsonl": "validation",
@@ -86,86 +151,336 @@ def test_files_that_their_names_hold_out(tool, tmp_path):
     (folder / "eval").mkdir(parents=True)
     for name in cases:
         (folder / name).write_text(json.dumps({"text": name}))
-    found = splits_of(tool, f"{folder}/**/*.jsonl")
+    found = splits_of(documents, f"{folder}/**/*.jsonl")
     for name in ("report.json", "table.bin"):  # of the tool itself, and of no reader
         (folder / name).write_text("{}")
-    assert splits_of(tool, folder) == found
+    assert splits_of(documents, folder) == found
     for split in ("train", "validation"):
         assert sorted(found[split]) == sorted(n for n, where in cases.items() if where == split)
-    assert splits_of(tool, f"{folder}/test*.jsonl").keys() == {"train"}  # chosen to train on
+    assert splits_of(documents, f"{folder}/test*.jsonl").keys() == {"train"}  # chosen to train on
     for name in ("test_io.py", "io.py"):
         (folder / name).write_text("pass")
-    assert splits_of(tool, f"{folder}/*.py").keys() == {"train"}
+    assert splits_of(documents, f"{folder}/*.py").keys() == {"train"}
 
 
-def test_a_split_of_the_hub(tool, monkeypatch):
+def test_a_split_of_the_hub(documents, monkeypatch, tmp_path):
     def stored(*names):
-        splits = {name: datasets.Dataset.from_dict({"text": [name]}) for name in names}
-        splits = {name: split.to_iterable_dataset() for name, split in splits.items()}
-        monkeypatch.setattr(
-            datasets, "load_dataset", lambda *_, **__: datasets.IterableDatasetDict(splits)
-        )
+        files = {n: [f"file://{write_documents(tmp_path / f'{n}.jsonl', [n])}"] for n in names}
+        config = type("Config", (), {"data_files": files})
+        builder = type("Builder", (), {"config": config})
+        monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: builder)
 
     stored("train", "test")
-    assert splits_of(tool, "someone/some") == {"train": ["train"], "test": ["test"]}
+    both = {"train": ["train"], "validation": ["test"]}
+    assert splits_of(documents, "someone/some") == both
     stored("train_sft", "test")
     with pytest.raises(SystemExit, match=r"splits \['train_sft', 'test'\] with someone/some:SPLIT"):
-        splits_of(tool, "someone/some")
-    found = splits_of(tool, "someone/some:train_sft")
-    assert found == {"train": ["train_sft"], "test": ["test"]}
+        splits_of(documents, "someone/some")
+    found = splits_of(documents, "someone/some:train_sft")
+    assert found == {"train": ["train_sft"], "validation": ["test"]}
     # Nothing is trained on and held out.
-    assert splits_of(tool, "someone/some:test").keys() == {"train", "train_sft"}
+    assert splits_of(documents, "someone/some:test") == {"train": ["test"]}
 
 
-def test_files_whose_other_columns_differ(tool, tmp_path):
-    """Also with the columns of agents' traces, for which `datasets` asks for another package."""
-    rows = [{"text": "a", "n": 1}, {"text": "b", "n": {"m": 2}}]
-    rows += [{"text": "c", "type": "message", "message": {"content": [1, "x"], "role": 2}}]
-    for number, row in enumerate(rows):
-        write_rows(tmp_path / f"{number}.jsonl", [row])
-    assert splits_of(tool, f"{tmp_path}/*.jsonl") == {"train": ["a", "b", "c"]}
-
-
-# The flags, and a part of the sentence. Each file is the second one that is read.
+ROWS = [f'{{"text": "{n}"}}' for n in range(300)]
+# A file and a part of the sentence. Each file is the second one that is read.
 CASES = {
-    "broken.jsonl": (b'{"text": "a"}\n{"text": "b"\n', "broken.jsonl: JSON parse error"),
-    "else.csv": (b"txt,date\na,b\n", "else.csv: no text in 'text': choose --text-column among ["),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": "b"\n', "1 of 3 rows are rejected"),
+    "no row.jsonl": (b'"text"\n[1]\n', "2 of 3 rows are rejected"),
+    "list.json": (json.dumps([{"text": "a"}] * 9).encode()[:-9], "list.json: row 9 is no JSON"),
+    "empty.jsonl": (b"\n", None),
+    "else.csv": (b"txt,date\na,b\n", "1 of 2 rows are rejected"),
+    "ragged.csv": (b"text,date\na,b,c\n", "1 of 2 rows are rejected"),
+    "twice.csv": (b"text,text\na,b\n", "twice.csv: two columns have one name"),
+    "quote.csv": (b'text\n"a\nb', "1 of 2 rows are rejected"),
+    "numbers.jsonl": (b'{"text": 7}', "1 of 2 rows are rejected"),
+    "latin-1.jsonl": ('{"text": "zwölf"}'.encode("latin-1"), "1 of 2 rows are rejected"),
     "cut.parquet": (b"PAR1", "cut.parquet: Parquet file size is 4 bytes"),
     "cut.txt.gz": (gzip.compress(b"some text " * 99)[:-9], "cut.txt.gz: Compressed file ended"),
-    "utf-16.txt": ("some text".encode("utf-16"), "utf-16.txt: convert it to UTF-8"),
-    "utf-16-le.txt": ("some text".encode("utf-16-le"), "utf-16-le.txt: convert it to UTF-8"),
+    "none.txt.xz": (b"some text", "none.txt.xz: Input format not supported"),
+    "utf-16-le.txt": ("some text".encode("utf-16-le"), "zero bytes: no text, or UTF-16"),
+    "pointer.txt": (b"version https://git-lfs.github.com/spec/v1\n", "run `git lfs pull`"),
+    "few.jsonl": ("\n".join([*ROWS, '{"text']).encode(), None),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_error_names_its_file(tmp_path, name):
+def test_an_error_names_its_file(prepared, tmp_path, name):
+    """And the row. Fewer than 1 % of such rows are left out, with a word."""
     content, part = CASES[name]
     (tmp_path / name).write_bytes(content)
     (tmp_path / "a.txt").write_text("good")
-    flags = ["a.txt", name, "-o", "out"]
-    assert_one_sentence(run_tool(tmp_path, TOOL.name, *flags, status=1, cwd=tmp_path), part)
-    assert not [*tmp_path.glob("*out*/*")]
+    output, rows = prepared("a.txt", name, status=1 if part else 0)
+    if part and "rejected" not in part:
+        assert_one_sentence(output, part)
+    elif part:
+        assert output.splitlines()[-1].startswith(f"error: {part}: correct them")
+        assert f"{name}:" in output
+        assert "good" in prepared("a.txt", name, "--skip-bad")[1]["train"]
+    assert ("good" in rows["train"]) == (part is None), output
+    assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-def test_the_folder_is_whole_or_not_there(tmp_path):
+def test_nothing_to_train_on(prepared, tmp_path):
+    for name, content in ("a.jsonl", "\n\n"), ("b.txt", ""), ("c.jsonl", '{"text": ""}\n'):
+        (tmp_path / name).write_text(content)
+        output, _ = prepared(name, status=1)
+        assert_one_sentence(output, "there is no document to train on")
+
+
+def test_the_folder_is_whole_or_not_there(prepared, tmp_path):
     """A kill leaves nothing, and the next command goes its way. Folders of others stay."""
     (tmp_path / "others").mkdir()
     (tmp_path / "others" / "file").touch()
-    write_documents(tmp_path / "a.jsonl", ["one", "two"])
-    flags = ["a.jsonl", "-o", "others"]
-    output = run_tool(tmp_path, TOOL.name, *flags, status=1, cwd=tmp_path)
-    assert_one_sentence(output, "this tool has not written others")
-    slow = "import os, signal\nos.sync = lambda: os.kill(os.getpid(), signal.SIGKILL)\n"
-    flags = ["a.jsonl", "-o", "out"]
-    killed, output = outcome(tmp_path, TOOL, *flags, before=slow, cwd=tmp_path)
-    assert (killed, (tmp_path / "out").exists()) == (-signal.SIGKILL, False), output
-    for _ in range(2):  # the second time, it replaces its own folder
-        run_tool(tmp_path, TOOL.name, *flags, cwd=tmp_path)
-        assert len([*(tmp_path / "out").iterdir()]) == 2
-        assert [path.name for path in tmp_path.glob(".*")] == []
+    file = write_documents(tmp_path / "a.jsonl", ["one", "two"])
+    output = run_tool(tmp_path, TOOL.name, file, "-o", tmp_path / "others", status=1)
+    assert_one_sentence(output, "this tool has not written")
+    slow = "import os, signal\nos.fsync = lambda file: os.kill(os.getpid(), signal.{})\n"
+    for name in ("SIGKILL", "SIGTERM", "SIGINT"):
+        options = {"before": slow.format(name), "cwd": tmp_path}
+        status, output = outcome(tmp_path, TOOL, "a.jsonl", "-o", "out", **options)
+        number = getattr(signal, name)
+        assert status == {"SIGKILL": -number, "SIGTERM": 128 + number, "SIGINT": 1}[name], output
+        assert not (tmp_path / "out").exists()
+        assert len([*tmp_path.glob(".*")]) == (name == "SIGKILL")
+    _, rows = prepared("a.jsonl")
+    assert "Nothing has changed" in prepared("a.jsonl")[0]
+    assert "has the same documents" in prepared("a.jsonl", "--check")[0]
+    times = os.stat(file)
+    write_documents(file, ["one", "two, changed"])
+    output, kept = prepared("a.jsonl", status=1)
+    assert_one_sentence(output, "a.jsonl changed since out was made: --overwrite replaces it")
+    assert kept == rows
+    write_documents(file, ["two", "one"])
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert "Nothing has changed" in prepared("a.jsonl")[0]
+    assert "has other documents" in prepared("a.jsonl", "--check", status=1)[0]
+    assert "at most 4 MB" in prepared("a.jsonl", "--dry-run")[0]
+    output, _ = prepared("a.jsonl", "--seed", 1, status=1)
+    assert_one_sentence(output, "the flags or the sources changed")
+    prepared("*", "--overwrite")  # its own folder is no source
+    assert len([*(tmp_path / "out").iterdir()]) == 3
+    assert [path.name for path in tmp_path.glob(".*")] == []
 
 
-# Prints the peak memory of the process, in GB.
+# -- Held out, copies and shares -------------------------------------------------------------------
+
+
+def test_held_out_by_a_hash(prepared, texts, tmp_path):
+    """A new source moves no document, equal documents are on one side, and no order matters."""
+    write_documents(tmp_path / "a.jsonl", texts)
+    flags = ["--held-out", "10%", "--overwrite"]
+    _, first = prepared("a.jsonl", *flags)
+    assert 20 < len(first["validation"]) < 60
+    assert sorted(first["train"] + first["validation"]) == sorted(texts)
+    assert first["train"] != [text for text in texts if text in {*first["train"]}]  # shuffled
+    assert prepared("a.jsonl", *flags)[1] == first
+    write_documents(tmp_path / "b.jsonl", [*texts[:50], *(f"{text}!" for text in texts)])
+    _, both = prepared("b.jsonl", "a.jsonl", *flags)
+    assert {*first["validation"]} <= {*both["validation"]}
+    assert not {*both["validation"]} & {*both["train"]}
+    assert prepared("a.jsonl", *flags, "--seed", 1)[1] != first
+    run_tool(tmp_path, TOOL.name, "a.jsonl", "-o", "out", *flags, "--workers", 2, cwd=tmp_path)
+    assert prepared("a.jsonl", *flags[:2])[1] == first
+
+
+def test_copies(prepared, tmp_path):
+    """They are counted. --dedupe writes one of them, and rather the one that is held out."""
+    write_documents(tmp_path / "train.jsonl", ["a", "b", "a", "c", "a"])
+    write_documents(tmp_path / "valid.jsonl", ["b", "d"])
+    output, rows = prepared("*.jsonl", "--no-shuffle")
+    assert "3 copies, 1 in both splits, 2 held out" in output
+    assert rows == {"train": ["a", "b", "a", "c", "a"], "validation": ["b", "d"]}
+    output, rows = prepared("*.jsonl", "--no-shuffle", "--dedupe", "--overwrite")
+    assert rows == {"train": ["a", "c"], "validation": ["b", "d"]}
+
+
+def test_shares(prepared, tmp_path):
+    """Parts of the characters: a small source is repeated, and its copies are spread."""
+    size = {"a": 3000, "b": 1000, "c": 500}
+    for name, count in size.items():
+        write_documents(tmp_path / f"{name}.jsonl", [f"{name}{n:06}"[:10] for n in range(count)])
+    for shares, repeat, counts in (
+        ([50, 50, 50], 9, {"a": 3000, "b": 3000, "c": 3000}),
+        ([50, 50, 50], 2, {"a": 1000, "b": 1000, "c": 1000}),
+        ([60, 30, 10], 4, {"a": 3000, "b": 1500, "c": 500}),
+    ):
+        flags = ["--share", *shares, "--repeat", repeat, "--overwrite"]
+        output, rows = prepared("a.jsonl", "b.jsonl", "c.jsonl", *flags)
+        found = Counter(text[0] for text in rows["train"])
+        assert found.keys() == counts.keys()
+        for name, count in counts.items():
+            assert found[name] == pytest.approx(count, abs=1)
+            times = [*Counter(text for text in rows["train"] if text[0] == name).values()]
+            assert max(times) - min(times) <= 1 or count < size[name]
+            assert f"share: {name}.jsonl: {7 * size[name]:,} characters, " in output
+        places = [n for n, text in enumerate(rows["train"]) if text == rows["train"][0]]
+        assert len(places) < 2 or places[1] > 5
+    output, _ = prepared("a.jsonl", "b.jsonl", "--share", 1, status=2)
+    (tmp_path / "d.jsonl").write_text("\n")
+    output, _ = prepared("a.jsonl", "d.jsonl", "--share", 1, 1, "--overwrite", status=1)
+    assert_one_sentence(output, "d.jsonl has no text to train on, for --share")
+
+
+# -- Conversations ---------------------------------------------------------------------------------
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": null, "b": 3}'}}
+PARSED = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": 3}}}
+FILLED = {"function": {"name": "f", "arguments": {"a": None, "b": 3}}, "id": None}
+Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [PARSED]}
+# A row, and its messages
+FORMS = [
+    ({"messages": [Q, A | {"name": None, "tool_calls": []}], "id": 3}, [Q, A]),
+    ({"messages": json.dumps([Q, A | {"name": None}])}, [Q, A]),
+    ({"messages": [json.dumps(Q), json.dumps(A)]}, [Q, A]),
+    ({"messages": None}, []),
+    ({"messages": ""}, []),
+    ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [Q, A]),
+    ({"conversations": [{"from": "system", "value": "s"}, Q, A]}, [SYSTEM, Q, A]),
+    ({"conversations": [{"from": "tool", "value": "t"}]}, [{"role": "tool", "content": "t"}]),
+    ({"conversations": [Q, A], "system": "s"}, [SYSTEM, Q, A]),
+    ({"messages": [Q, A], "prompt": "x", "completion": "y"}, [Q, A]),
+    ({"messages": None, "prompt": "q", "completion": "a"}, [Q, A]),
+    ({"prompt": "q", "completion": "a"}, [Q, A]),
+    ({"prompt": "q", "response": "a", "system": ""}, [Q, A]),
+    ({"prompt": [Q, A], "completion": [A]}, [Q | {"weight": 0}, A | {"weight": 0}, A]),
+    ({"instruction": "q", "input": "", "output": "a", "text": "t"}, [Q, A]),
+    ({"instruction": "q", "input": None, "output": "a", "system": "s"}, [SYSTEM, Q, A]),
+    ({"instruction": "q", "output": "a", "history": [["q", "a"]]}, [Q, A, Q, A]),
+    ({"instruction": "q", "output": "a", "history": '[["q", "a"]]'}, [Q, A, Q, A]),
+    ({"instruction": "q", "output": "a", "history": None}, [Q, A]),
+    ({"instruction": "q", "input": "000", "output": "a"}, [Q | {"content": "q\n\n000"}, A]),
+    ({"instruction": "q", "input": 0, "output": "a"}, [Q | {"content": "q\n\n0"}, A]),
+    # In JSON text, a null is meant. In fields of a table, the row does not have the key.
+    ({"messages": [{"role": "assistant", "content": None, "tool_calls": [CALL]}]}, [CALLS]),
+    ({"messages": json.dumps([{"role": "assistant", "tool_calls": [PARSED]}])}, [CALLS]),
+    ({"messages": [{"role": "assistant", "tool_calls": json.dumps([PARSED])}]}, [CALLS]),
+    ({"messages": [{"role": "assistant", "tool_calls": [json.dumps(PARSED)]}]}, [CALLS]),
+    (
+        {"messages": [CALLS | {"tool_calls": [{"function": json.dumps(CALL["function"])}]}]},
+        [CALLS | {"tool_calls": [{"function": PARSED["function"]}]}],
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [FILLED]}]},
+        [CALLS | {"tool_calls": [{"function": {"name": "f", "arguments": {"b": 3}}}]}],
+    ),
+    (
+        {"messages": [A | {"tool_calls": [{"name": "f", "arguments": ""}]}]},
+        [A | {"tool_calls": [{"name": "f", "arguments": {}}]}],
+    ),
+]
+# A part of the sentence, and a row
+REFUSED = [
+    ("no column messages, and none of the pairs", {"prompt": "q", "answer": "a"}),
+    ("messages must be JSON, not this text", {"messages": "[{'role': 'user'}]"}),
+    ("a message of messages must be a dict: 3", {"messages": [3]}),
+    ("messages must be a list: 3", {"messages": "3"}),
+    ("messages must be a list", {"messages": Q}),
+    ("history must be a list of pairs", {"instruction": "", "output": "", "history": [Q]}),
+    ("history must be a list: 4", {"instruction": "", "output": "", "history": "4"}),
+    ("tools must be a list: 4", {"tools": "4", "messages": [Q, A]}),
+    ("tool_calls must be a list: 4", {"messages": [A | {"tool_calls": 4}]}),
+    ("a call of a tool must be a dict: 4", {"messages": [A | {"tool_calls": [4]}]}),
+    ("function of a call must be a dict", {"messages": [A | {"tool_calls": [{"function": 4}]}]}),
+    ("arguments must be JSON", {"messages": [A | {"tool_calls": [{"arguments": "{"}]}]}),
+    ("must be text, perhaps empty", {"messages": [{"content": "a"}]}),
+    ("must be text, perhaps empty", {"messages": [Q, A | {"content": None}]}),
+    ("must be text, perhaps empty", {"messages": [Q, A | {"content": 4}]}),
+    ("must be text, perhaps empty", {"messages": [Q, A | {"content": [{"type": "text"}]}]}),
+    ("must be text, perhaps empty", {"prompt": "q", "completion": None}),
+    ("weight of a message must be a number", {"messages": [A | {"weight": "0"}]}),
+    ("a row is no object", [Q, A]),
+]
+
+
+def test_forms_of_rows(documents):
+    args = documents.reading(form="messages")
+
+    def conversation(row):
+        text, _ = documents.conversation_as_text(row, args, documents.Found(), fills=True)
+        found = json.loads(text) if text else {"messages": [], "tools": None}
+        for message in found["messages"]:
+            if "tool_calls" in message:
+                message["tool_calls"] = json.loads(message["tool_calls"])
+        return found["messages"], json.loads(found["tools"] or "null")
+
+    for row, messages in FORMS:
+        assert conversation(json.loads(json.dumps(row))) == (messages, None), row
+    tool = {"type": "function", "function": {"name": "f", "default": None}}
+    without = {"type": "function", "function": {"name": "f"}}
+    for tools, parsed in (
+        ([tool], [without]),
+        (json.dumps([tool]), [tool]),
+        ([json.dumps(tool)], [tool]),
+        ("[]", None),
+        (None, None),
+    ):
+        assert conversation({"messages": [Q], "tools": tools}) == ([Q], parsed)
+    for sentence, row in REFUSED:
+        with pytest.raises(documents.Rejected) as error:
+            conversation(row)
+        assert sentence in ": ".join(map(str, error.value.args))
+
+
+def json_text(chance, depth=0) -> str:
+    """A random value, as JSON that libraries like to change."""
+    kind = chance.randint(0, 8 if depth < 3 else 6)
+    if kind > 6:
+        values = [json_text(chance, depth + 1) for _ in range(chance.randint(0, 3))]
+        if kind == 7:
+            return f"[{', '.join(values)}]"
+        return "{" + ", ".join(f'"{chance.choice("abc")}": {value}' for value in values) + "}"
+    texts = [
+        "2026-01-02",
+        "2026-01-02T03:04:05Z",
+        "",
+        "NaN",
+        "007",
+        "1e5",
+        "Größe \u0000 \U0001f680",
+    ]
+    return [
+        repr(chance.uniform(-1, 1) * 10 ** chance.randint(-30, 30)),
+        str(chance.randint(-(10**30), 10**30)),
+        chance.choice(["20", "20.5", "-0.0", "1E+2", "1e-12", "3.141592653589793"]),
+        "null",
+        chance.choice(["true", "false"]),
+        json.dumps(chance.choice(texts)),
+        json.dumps(chance.choice(texts), ensure_ascii=False),
+    ][kind]
+
+
+def test_the_template_sees_what_json_says(prepare, tmp_path):
+    """Numbers, dates, nulls and repeated keys, in arguments of calls and in schemas of tools."""
+    chance = random.Random(0)
+    chat = load(CHAPTER_16)
+    lines = []
+    for n in range(300):
+        values = [json_text(chance) for _ in range(4)]
+        arguments = f'{{"x": {values[0]}, "y": {values[1]}, "x": {values[2]}}}'
+        call = f'{{"function": {{"name": "f{n}", "arguments": {arguments}}}}}'
+        messages = (
+            f'{{"role": "user", "content": "{n}"}}, {{"role": "assistant", "tool_calls": [{call}]}}'
+        )
+        lines.append(f'{{"messages": [{messages}], "tools": [{{"default": {values[3]}}}]}}\n')
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    prepare("a.jsonl", "--as", "messages", "--held-out", "10%")
+    splits = datasets.load_dataset("parquet", data_dir=str(tmp_path / "out"))
+    found = [chat.conversation_of(row) for split in splits.values() for row in split]
+    found.sort(key=lambda conversation: int(conversation[0][0]["content"]))
+    for (messages, tools), line in zip(found, lines, strict=True):
+        row = json.loads(line)
+        row["messages"][1]["content"] = ""
+        assert repr(tools) == repr(row["tools"])
+        for message, wanted in zip(messages, row["messages"], strict=True):
+            assert repr(sorted(message.items())) == repr(sorted(wanted.items()))
+
+
+# -- Large files -----------------------------------------------------------------------------------
+
+# Prints the peak memory of the process, in GB. DuckDB frees what it has cached.
 PEAK = """
 import resource, runpy, sys
 sys.argv = sys.argv[1:]
@@ -176,7 +491,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
 
 @pytest.mark.rest
 def test_memory_of_a_large_text_file(tmp_path):
-    """600 MB, half of them one document, and half of them many, take less than 1 GB."""
+    """600 MB, half of them one document, and half of them many, take less than 1.5 GB."""
     file = tmp_path / "large.txt"
     story = "def story(self):\n    return 'once upon a time' + self.end\n" * 2000
     count = 300_000_000 // len(story)
@@ -184,10 +499,11 @@ def test_memory_of_a_large_text_file(tmp_path):
         stream.writelines((story + "<|endoftext|>") for _ in range(count))
         stream.writelines(story for _ in range(count))
     done = python("-c", PEAK, TOOL, file, "-o", tmp_path / "out")
-    assert float(done.stdout.split()[-1]) < 1
+    assert float(done.stdout.split()[-1]) < 1.5
     documents = datasets.load_dataset("parquet", data_dir=str(tmp_path / "out"))["train"]
     assert len({*(tmp_path / "out").glob("train-*")}) == 2
     lengths = [len(text) for text in documents["text"]]
     assert sum(lengths) == 2 * count * len(story)
-    assert max(lengths) < 500_000
-    assert lengths[:count] == [len(story)] * count
+    assert max(lengths) == 250_000
+    assert lengths.count(len(story)) == count
+    assert lengths[:count] != [len(story)] * count  # in another order

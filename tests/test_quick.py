@@ -223,9 +223,9 @@ def test_one_job_of_streams(trainer, pretrained, corpus, chapter):
 def test_one_job_of_shards(trainer, pretrained, corpus, monkeypatch, chapter):
     if NO_TORCHVISION:
         monkeypatch.syspath_prepend(STAND_IN)
-    flags = ["-o", corpus / "shards", "-m", TINY_LLAMA, "-d", f"{corpus}/?.jsonl", "-s", 32]
-    flags += ["--processes", 1, "--part-rows", 30]
-    run_tool(corpus, "write-mds.py", *flags, before=IMPORTABLE)
+    flags = [f"{corpus}/?.jsonl", "-o", corpus / "shards", "--no-shuffle", "--mds"]
+    flags += ["-m", TINY_LLAMA, "-s", 32, "--part-rows", 30]
+    run_tool(corpus, "prepare-data.py", *flags, before=IMPORTABLE)
     shards = corpus / "shards"
     rows_job(trainer, chapter, pretrained, corpus, shards, IMPORTABLE)
     refuse(trainer, chapter, ["--local-cache"], "expected one argument", status=2)
@@ -279,7 +279,7 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     refuse(trainer, chapter, ["--no-from-scratch"], "no chat template: give --chat-template")
     strict = trainer.folder / "strict.jinja"
     strict.write_text("{{ raise_exception('no system messages') }}")
-    sentence = "refuses a conversation: no system messages"
+    sentence = "a conversation is refused (docs/data.md says why): no system messages"
     refuse(trainer, chapter, [*flags, "--chat-template", strict], sentence)
     refuse(trainer, chapter, [*flags, "-s", 4], "too few answers fit, to train on or")
 

@@ -119,7 +119,7 @@ def test_versions_on_the_first_page():
 def test_demo_and_the_commands_after_it(tmp_path):
     """From another folder, where the Hub cannot be reached, and not to the end."""
     last_parts = [command.split(" && ")[-1] for command in COMMANDS]
-    demos = [c for c in last_parts if c.endswith("--demo") and "write-mds.py" not in c]
+    demos = [c for c in last_parts if c.endswith("--demo") and "prepare-data.py" not in c]
 
     def command_with(tool: str) -> str:
         return next(c for c in last_parts if tool in c)
@@ -145,7 +145,7 @@ def test_demo_and_the_commands_after_it(tmp_path):
         if script != CHAPTER_1:
             flags += ["--eval-freq", 0]
         if script == CHAPTER_10:
-            run(command_with("write-mds.py"), "--processes", 1)
+            run(command_with("prepare-data.py"))
             flags += ["-d", tmp_path / "mds"]
         if script == CHAPTER_17:
             flags += ["-m", tmp_path / "demo-fsdp" / "final"]

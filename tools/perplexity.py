@@ -5,11 +5,10 @@
     python tools/perplexity.py Qwen/Qwen3-0.6B -d allenai/c4 --dataset-subset en -b 2
 
 The model is one that tools/generate.py reads, and the dataset one that tools/prepare-data.py reads.
-The documents are the first ones of the split `validation`. Without such a split they come from
-`test`, without both from `train`. Each document ends with an end-of-text token and is cut into rows
-of its own. The loss is the mean over all tokens but the first of each row, in fp32 and in nats.
-Figures compare only at the same `--seq-length`, since the first tokens of a row have little
-context, and for the same tokenizer.
+The documents are the first ones that are held out, or the first ones of all. Each document ends
+with an end-of-text token and is cut into rows of its own. The loss is the mean over all tokens but
+the first of each row, in fp32 and in nats. Figures compare only at the same `--seq-length`, since
+the first tokens of a row have little context, and for the same tokenizer.
 """
 
 import argparse
@@ -17,16 +16,15 @@ import math
 import sys
 from itertools import islice
 
-import datasets
+import documents
 import torch
 import transformers
 from generate import load
 from torch.nn.functional import cross_entropy
 
-from models import REPOSITORY, load_chapter, load_script, positive
+from models import load_chapter, positive
 
 chapter = load_chapter(1)
-prepare_data = load_script(REPOSITORY / "tools" / "prepare-data.py")
 
 
 def parse_args() -> argparse.Namespace:
@@ -45,17 +43,11 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def load_held_out(args: argparse.Namespace):
-    """The held-out split of all that tools/prepare-data.py reads."""
-    name = args.dataset_name
-    splits = prepare_data.load_documents([name], args.dataset_subset, args.text_column)
-    return splits.get("validation") or splits.get("test") or splits["train"]
-
-
-def tokenized(documents, tokenizer, args: argparse.Namespace) -> list[list[int]]:
-    """The token ids of the first documents, without those that are empty."""
-    texts = [document["text"] for document in islice(documents, args.eval_documents)]
-    return chapter.tokenize({"text": texts}, tokenizer, "text")["input_ids"]
+def tokenized(tokenizer, args: argparse.Namespace) -> list[list[int]]:
+    """The token ids of the first held-out documents of all that tools/prepare-data.py reads."""
+    flags = documents.reading(subset=args.dataset_subset, text_column=args.text_column)
+    texts = islice(documents.held_out_texts(args.dataset_name, flags), args.eval_documents)
+    return chapter.tokenize({"text": [*texts]}, tokenizer, "text")["input_ids"]
 
 
 @torch.no_grad()
@@ -90,8 +82,7 @@ def measure(args: argparse.Namespace) -> tuple[float, int, int]:
         sys.exit(f"error: {args.model} has {positions} positions only: lower --seq-length")
 
     try:
-        documents = load_held_out(args)
-        token_ids = tokenized(documents, tokenizer, args)
+        token_ids = tokenized(tokenizer, args)
     except Exception as error:
         sys.exit(f"error: cannot load the dataset {args.dataset_name} ({error!r:.300})")
     if not token_ids:
@@ -107,12 +98,11 @@ def measure(args: argparse.Namespace) -> tuple[float, int, int]:
 def main() -> None:
     args = parse_args()
     transformers.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
     try:
-        loss, documents, tokens = measure(args)
+        loss, count, tokens = measure(args)
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: lower --batch-size or --seq-length")
-    numbers = f"({documents} documents, {tokens} tokens)"
+    numbers = f"({count} documents, {tokens} tokens)"
     print(f"loss {loss:.4f}  perplexity {math.exp(loss):.2f}  {numbers}")
 
 

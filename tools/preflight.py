@@ -9,7 +9,6 @@ and computes with a small copy of the model. It trains nothing, and writes only 
 trains, but perhaps not as you think. tools/prepare-data.py mends most faults of data.
 """
 
-import codecs
 import glob
 import hashlib
 import io
@@ -18,6 +17,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -29,15 +29,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest import mock
 
-import charset_normalizer
 import datasets
+import documents
 import pandas
-import pyarrow
 import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
 from filelock import FileLock
+from pyarrow import parquet
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
@@ -51,7 +51,6 @@ from transformers.utils import cached_file
 
 from models import REPOSITORY, check_length, load_script
 
-prepare_data = load_script(REPOSITORY / "tools" / "prepare-data.py")
 SAMPLE = 2000  # documents to look at, evenly over the dataset
 FILES = 200  # files whose bytes are looked at, evenly over all files
 BYTES = 10_000_000  # of each of these files
@@ -59,7 +58,6 @@ ROWS = 1_000_000  # of CSV files
 SMALL = 300e6  # parameters of a model that this tool computes with
 NAMES_SHOWN = 5
 H100 = 400e12  # FLOPs per second, as in tools/estimate-scaling.py
-ENCODINGS = ["cp1252", "cp1250", "cp1251", "cp932", "gb18030", "big5", "cp949"]  # besides UTF-8
 
 
 class Report:
@@ -130,10 +128,12 @@ def find_files(args, formats: dict, report: Report) -> list[str]:
     name = os.path.expanduser(args.dataset_name)
     prepared = f"{glob.escape(name)}/*-[0-9]*.parquet"
     if os.path.isdir(name) and not glob.glob(prepared):
-        advise_folder(name, formats)
+        # Ends with a sentence if there are no files that any tool reads.
+        documents.find_files([name], documents.reading())
+        remedy = f"python tools/prepare-data.py {shlex.quote(name)} -o FOLDER"
+        sys.exit(f"error: tools/prepare-data.py has not written the folder {name}: {remedy}")
     if os.path.isdir(name):
-        if not os.path.exists(f"{name}/{prepare_data.REPORT}"):
-            report.warn(f"tools/prepare-data.py has not written {name}: is all of it text?")
+        report.warn(f"tools/prepare-data.py has not written {name}: is all of it text?")
         name = prepared
     files = [name] if os.path.isfile(name) else sorted(glob.glob(name, recursive=True))
     if files and Path(name.removesuffix(".gz")).suffix not in formats:
@@ -166,51 +166,34 @@ def find_files(args, formats: dict, report: Report) -> list[str]:
     return files
 
 
-def advise_folder(name: str, formats: dict) -> None:
-    """Exits, since a folder is no dataset of a chapter. Which pattern reads its files?"""
-    if saved := glob.glob(f"{glob.escape(name)}/**/dataset_info.json", recursive=True):
-        folder = os.path.dirname(saved[0])
-        code = f"datasets.load_from_disk({folder!r}).to_parquet('data.parquet')"
-        sys.exit(f"error: {folder} is a folder of save_to_disk, so write a file for -d: {code}")
-    patterns = [f"{glob.escape(name)}/**/*{ending}{gz}" for ending in formats for gz in ("", ".gz")]
-    counts = {pattern: len(glob.glob(pattern, recursive=True)) for pattern in patterns}
-    known = " ".join(f"'{pattern}'" for pattern, number in counts.items() if number)
-    if known and ".txt" in formats:
-        remedy = f"python tools/prepare-data.py {known} -o FOLDER"
-    elif known:  # conversations
-        remedy = f"-d {known}"
-    else:
-        remedy = f"none of its files ends in {', '.join(formats)}"
-    sys.exit(f"error: tools/prepare-data.py has not written the folder {name}: {remedy}")
-
-
-def check_bytes(files: list[str], report: Report) -> None:
-    """Pointers of git-lfs, and bytes that are not UTF-8."""
-    wrong, damaged, marked = defaultdict(list), [], []
-    is_text = Path(files[0].removesuffix(".gz")).suffix in (".txt", ".md", ".py")
-    for path in evenly(files, FILES):
-        with open(path, "rb") as stream:
-            data = stream.read(BYTES)
-        if data.startswith(b"version https://git-lfs.github.com/spec"):
-            wrong["pointers of git-lfs and not the text, so run `git lfs pull`"].append(path)
-        if path.endswith((".gz", ".parquet")):
-            continue
-        if is_text and data.startswith(codecs.BOM_UTF8):
-            marked.append(path)
-        if b"\0" in data[:10_000]:
-            wrong["zero bytes, so no text, or UTF-16: remove the file, or run iconv"].append(path)
-            continue
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(data, final=len(data) < BYTES)
-        bad = text.count("\ufffd") - data.count("\ufffd".encode())  # the file itself may have some
-        if bad:
-            guess = charset_normalizer.from_bytes(data[:100_000], cp_isolation=ENCODINGS).best()
-            names = " or ".join(guess.could_be_from_charset) if guess else "no text"
-            damaged.append(f"{path} ({bad:,} places, perhaps {names})")
-    for problem, paths in wrong.items():
-        report.error(f"{some(paths)}: {problem}")
-    if damaged:
-        report.error(f"{some(damaged)}: not UTF-8, so run `iconv -f ENCODING -t utf-8`")
+def check_rows(files: list[str], args, report: Report) -> None:
+    """What tools/prepare-data.py would say of the first megabytes of some files."""
+    is_text = hasattr(args, "text_column")
+    flags = documents.reading(skip_bad=True, text_column=getattr(args, "text_column", "text"))
+    found = documents.Found()
+    marked, wide, characters = [], [], 0
+    for file in evenly([documents.File(path) for path in files], FILES):
+        if file.kind not in documents.TABLES:
+            with suppress(documents.Rejected, *documents.DAMAGED):  # which documents_of names
+                encoding = documents.open_text(file, flags, "replace", newline=None).encoding
+                if encoding != "utf-8":
+                    (marked if encoding == "utf-8-sig" else wide).append(file.name)
+        size = 0
+        for _, _, count in documents.documents_of(file, flags, found) if is_text else ():
+            size += count
+            if size > BYTES:
+                break
+        characters += size
+    for path, reason in found.damaged.items():
+        report.error(f"{path}: {reason}")
+    if wide:
+        report.error(f"{some(wide)}: UTF-16, which tools/prepare-data.py reads")
+    for path, count in found.undecoded.most_common(NAMES_SHOWN):
+        guess = documents.guess_encoding(documents.File(path), flags)
+        what = f"{path}: not UTF-8 ({count:,} places, perhaps {guess})"
+        report.error(f"{what}: let tools/prepare-data.py read it with --encoding")
+    for reason, count in found.rejected.items():
+        report.error(f"{count:,} rows: {reason}: {some(found.places[reason])}")
     if marked:
         mark = "a byte order mark, which becomes a token"
         report.warn(f"{some(marked)}: {mark}: tools/prepare-data.py leaves it out")
@@ -222,8 +205,9 @@ def check_names(files: list[str], args, report: Report) -> None:
     is_text = Path(files[0].removesuffix(".gz")).suffix in (".txt", ".md", ".py")
     if large := [file for file in files if is_text and os.path.getsize(file) > 20e6]:
         report.error(f"{some(large)}: above 20 MB, and a chapter reads a file at once: {remedy}")
-    held_out = prepare_data.hold_out(files).get("validation", [])
-    if held_out and glob.has_magic(args.dataset_name):
+    folder = os.path.commonpath(files)
+    held_out = [file for file in files if documents.held_out_by_name(file.removeprefix(folder))]
+    if held_out and len(held_out) < len(files) and glob.has_magic(args.dataset_name):
         report.warn(f"{some(held_out)}: trained on, like all files of a pattern: {remedy}")
 
 
@@ -244,30 +228,12 @@ def check_csv(files: list[str], documents, column: str, report: Report) -> None:
             return
 
 
-# What to do about the type of a column, by a part of its name
-REMEDIES = {
-    "{": "it holds fields, as conversations do: chapter 16 trains on them, or name one field",
-    "List": "join its parts: dataset.map(lambda row: {{'text': ' '.join(row[{column!r}])}})",
-    "binary": "decode it: dataset.map(lambda row: {{'text': row[{column!r}].decode()}})",
-    "int": "write text such as 0000123 as JSONL, to keep its zeros; chapter 10 reads ids of tokens",
-    "string_view": "let tools/prepare-data.py read the file",
-}
-
-
 def check_column(documents, column: str) -> None:
-    """Exits if the column holds no text. What to do about its type?"""
+    """Exits if the column holds no text."""
     kind = documents.features.get(column)
-    if kind in (datasets.Value("string"), datasets.Value("large_string")):
-        return
-    if kind is None:
-        names = some(documents.features)
-        remedy = f"choose --text-column among {names}"
-        if len(documents.features) == 1 and (";" in names or "\t" in names):
-            remedy = f"the line {names!r} has no commas, so write the table again with commas"
-        sys.exit(f"error: there is no column {column!r}: {remedy}")
-    remedies = [remedy for part, remedy in REMEDIES.items() if part in str(kind)]
-    remedy = remedies[0] if remedies else "choose another --text-column, or write it as text"
-    sys.exit(f"error: column {column!r} has the type {kind}: {remedy.format(column=column)}")
+    if kind not in (datasets.Value("string"), datasets.Value("large_string")):
+        names = f"choose --text-column among {some(documents.features)}"
+        sys.exit(f"error: no text in {column!r}, but {kind or 'no such column'}: {names}")
 
 
 def check_documents(splits, args, report: Report) -> list[str]:
@@ -307,13 +273,17 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
     elif not tokenizer.chat_template:
         sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
-    silent = chapter.say
-    chapter.say = lambda message: print(f"  {message}")  # it names what is not read
-    stop_token = chapter.look_at_first(documents, tokenizer, args)
-    chapter.say = silent
+    if "messages" not in documents.column_names:
+        remedy = "python tools/prepare-data.py --as messages makes messages of most forms"
+        sys.exit(f"error: no column messages in {some(documents.column_names)}: {remedy}")
     chosen = documents.select(evenly(range(len(documents)), SAMPLE))
-    batch = chapter.with_json_as_text(chosen)[:]
+    batch = chosen[:]
+    stop_token = chapter.find_stop_token(tokenizer, args, batch)
     conversations = [chapter.conversation_of(row)[0] for row in chapter.rows_of(batch)]
+    keys = {key for messages in conversations for message in messages for key in message}
+    keys -= {"role", "content", "weight", "train", *re.findall(r"\w+", tokenizer.chat_template)}
+    if keys := keys | ({*documents.column_names} - {"messages", "tools"}):
+        report.fact("not read", f"columns, and keys of messages: {some(keys)}")
     found = chapter.tokenize(batch, tokenizer, args.template_options, args.seq_length)
     answers = f"with {sum(found['answers']):,} answers"
     report.fact("conversations", f"{len(documents):,}; looked at {len(chosen):,}, {answers}")
@@ -737,33 +707,76 @@ def load_splits(args, chapter) -> dict:
 
     def tokenize_split(documents, *_):
         train.append(documents)
-        return pyarrow.array([0])
+        sys.exit()  # the documents are enough
 
     with (
         mock.patch.object(datasets, "load_dataset", load_dataset),
         mock.patch.object(chapter, "tokenize_split", tokenize_split),
     ):
         try:
-            chapter.load_tokens(args, tokenizer=None)
+            load_all = getattr(chapter, "load_tokens", None) or chapter.load_samples
+            load_all(args, tokenizer=None)
+        except SystemExit:
+            if not train:
+                raise
         except KeyError as split:
             sys.exit(f"error: there is no split {split}: choose one of {[*splits]} with NAME:SPLIT")
     return {**splits, "train": train[0]}
 
 
+def look_at_folder(report_file: Path, args, report: Report):
+    """A folder of tools/prepare-data.py, whose report has all counts. Returns some documents."""
+    facts = json.loads(report_file.read_text())
+    folder = report_file.parent
+    if folder != Path(args.dataset_name).expanduser():
+        sys.exit(f"error: a pattern trains on held-out files, too: give the folder, -d {folder}")
+    for entry in facts["facts"]["sources"][:NAMES_SHOWN]:
+        size = f"{entry['files']:,} files, {entry['bytes'] / 1e6:,.1f} MB"
+        report.fact("source", f"{entry['source']}: {size}")
+    counts, rows = facts["counts"], facts["rows"]
+    report.fact("documents", ", ".join(f"{count:,} in {split}" for split, count in rows.items()))
+    report.fact("read", ", ".join(f"{count:,} {name}" for name, count in counts.items()))
+    if "validation" not in rows:
+        report.fact("held out", "the last 1 % of the samples")
+    if counts["copies"] > counts["documents"] / 100:
+        report.warn(f"{counts['copies']:,} documents are copies: prepare them with --dedupe")
+    elif counts["in both splits"]:
+        both = f"{counts['in both splits']:,} held-out documents are trained on, too"
+        report.warn(f"{both}: prepare them with --dedupe")
+    rejected = sum(entry["rows"] for entry in facts["rejected"].values())
+    if rejected or facts["damaged"] or facts["undecoded"]:
+        what = [*facts["rejected"], *facts["damaged"], *facts["undecoded"]]
+        report.warn(f"left out, or not decoded: {rejected:,} rows: {some(what)}: see {report_file}")
+    files = evenly(sorted(folder.glob("train-*.parquet")), 10)
+    tables = [parquet.ParquetFile(file).read_row_group(0) for file in files]
+    if hasattr(args, "text_column"):
+        texts = [text for table in tables for text in table["text"].to_pylist()]
+        return evenly(texts, SAMPLE)
+    return datasets.Dataset(tables[0])
+
+
 def look_at_data(args, chapter, report: Report) -> list[str] | None:
     """Returns some texts, for the section about tokens. Conversations have their own."""
     has_conversations = hasattr(chapter, "texts_of")
+    name = Path(args.dataset_name).expanduser()
+    for report_file in (name / "report.json", name.parent / "report.json"):
+        if report_file.exists():
+            found = look_at_folder(report_file, args, report)
+            if not has_conversations:
+                return found
+            check_conversations(found, args, chapter, report)
+            return None
     files = find_files(args, chapter.READERS, report)
     if files and not report.errors:
         size = sum(map(os.path.getsize, files))
         names = some(map(os.path.basename, files))
         report.fact("files", f"{len(files):,}, {size / 1e6:,.1f} MB: {names}")
-        check_bytes(files, report)
+        check_rows(files, args, report)
         if not has_conversations:
             check_names(files, args, report)
     if report.errors:
         return None
-    splits = chapter.load_documents(args) if has_conversations else load_splits(args, chapter)
+    splits = load_splits(args, chapter)
     # `datasets` knows a file by its name and time of change. Has its size changed since?
     sizes = [documents.info.download_size for documents in splits.values()]
     real_size = sum(map(os.path.getsize, {*map(os.path.realpath, files)}))
@@ -778,7 +791,7 @@ def look_at_data(args, chapter, report: Report) -> list[str] | None:
 
 
 def look_at_rows(args, chapter, report: Report) -> None:
-    """The rows of chapter 10, which tools/write-mds.py has made."""
+    """The rows of chapter 10, which tools/prepare-data.py has made."""
     if "://" in args.dataset_name:
         report.fact("rows", f"{args.dataset_name}: nothing is downloaded, so not looked at")
         return
@@ -813,7 +826,7 @@ def main() -> None:
     report.facts["script"] = Path(chapter.__file__).read_text()
     data = f"-d {args.dataset_name}"
     if hasattr(chapter, "MdsRows"):
-        with report.section("Rows", f"{data}, which must be rows of tools/write-mds.py"):
+        with report.section("Rows", f"{data}, which must be rows of tools/prepare-data.py --mds"):
             look_at_rows(args, chapter, report)
     else:
         # Chapter 4 reads while it trains, so look at its documents as chapter 1 does.

@@ -1,259 +1,649 @@
-"""Writes a folder with clean text out of what you have. The chapters train on it: -d FOLDER.
+"""Writes one clean folder out of the texts or conversations that you have. Chapters train on it.
 
     python tools/prepare-data.py "texts/**/*.txt" notes.jsonl.gz -o data/books
-    python tools/prepare-data.py TinyStoriesV2-GPT4-*.txt -o data/stories
-    python tools/prepare-data.py HuggingFaceFW/fineweb --dataset-subset sample-10BT -o data/web
+    python tools/prepare-data.py chats/*.jsonl --as messages -o data/chats
+    python tools/prepare-data.py data/books data/code --share 70 30 -o data/mixed
+    python tools/prepare-data.py HuggingFaceH4/no_robots --as messages --held-out 2% -o data/robots
+    python tools/prepare-data.py stories.txt -o data/stories --mds -m openai-community/gpt2 -s 1024
 
-Sources are files (.txt, .md, .py, .json, .jsonl, .csv, .parquet, each also as .gz), patterns,
-folders, and datasets on the Hub: NAME, or NAME:SPLIT. A text file has one document, or
-several with <|endoftext|> between them. Documents above 250,000 characters are cut. Files that are
-named like chats_dev.csv or validation.jsonl are held out.
+A source is a file, a pattern, a folder, an address, or a dataset on the Hub: NAME or NAME:SPLIT.
+docs/data.md has all forms. The folder gets train-*.parquet, perhaps validation-*.parquet, a
+README.md that `load_dataset` and the Hub read, and report.json with all counts.
 
-The folder gets train-*.parquet, and validation-*.parquet for held-out documents, with one column
-`text`. It appears under its name when it is complete. The text may be larger than the memory.
+The first pass reads the sources into Parquet files of a temporary folder. Then DuckDB finds copies,
+chooses the documents, and sorts them. It needs little memory, because it sorts on the disk. With
+--mds, the folder also gets rows of tokens for chapter 10: `tokens`, int32 of shape (seq_length,),
+with -100 where `--packing` pads. A stop loses one part of the rows, and the same command goes on.
 """
 
 import argparse
-import gzip
+import codecs
+import fcntl
+import glob
 import json
+import multiprocessing
 import os
-import re
+import shlex
 import shutil
+import signal
 import sys
-from collections import defaultdict
-from glob import escape, glob
-from itertools import chain, islice
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 
-import datasets
-import pandas
+import duckdb
 import pyarrow
-import pyarrow.parquet
+import xxhash
+from documents import (
+    PIECE,
+    PLACES,
+    TABLES,
+    File,
+    Found,
+    documents_of,
+    find_files,
+    guess_encoding,
+    to_json,
+)
+from pyarrow import parquet
+from rows import write_mds
 from tqdm import tqdm
 
-# The names of files that are held out, such as chats_dev.csv or validation.jsonl
-HELD_OUT = re.compile(r"(?<![a-z])(validation|valid|val|dev|eval|test)(?![a-z])", re.IGNORECASE)
-TEXT_PIECE = 250_000  # characters of a text file that are read at once, to save memory
-GROUP = 16_000_000  # characters of a row group; the tool holds one in memory
-GROUPS = 20  # of a Parquet file
+from models import REPOSITORY, sync
+
 REPORT = "report.json"
+PART = 25_000  # characters; DuckDB has 2,048 rows in memory, so no row may be long
+CHUNK = 32_000_000  # characters of a Parquet file of the first pass
+BUCKET = 64_000_000  # bytes, about; so much text is sorted at a time
+GROUP = 16_000_000  # characters of a row group of the result; the tool holds one in memory
+GROUPS = 20  # of a file
+TASK = 64_000_000  # bytes of the small files that one worker reads together
+SAMPLE = 4_000_000  # characters of each source that --dry-run reads
+MEMORY = "600MB"  # of DuckDB
+DEMO = {
+    "sources": [f"{sysconfig.get_path('stdlib')}/[a-z]*.py"],
+    "model_name": f"{REPOSITORY}/models/tiny-llama",
+    "seq_length": 256,
+    "mds": True,
+    "shuffle": False,
+}
+ZSTD = {"compression": "zstd", "compression_level": 1, "use_dictionary": False}
 
 
-# -- Readers of one file: they yield the texts of its documents ------------------------------------
+# -- First pass: the parts of all documents in Parquet files ---------------------------------------
+
+PARTS = pyarrow.schema(
+    {
+        "document": pyarrow.int64(),  # its number, larger in later files
+        "part": pyarrow.int32(),
+        "source": pyarrow.int32(),
+        "held_out": pyarrow.bool_(),
+        "characters": pyarrow.int64(),
+        "digest": pyarrow.binary(16),  # of the whole document
+        "bucket": pyarrow.int32(),  # random: the documents of a bucket are sorted together
+        "text": pyarrow.string(),
+    }
+)
 
 
-def read_text(file, column):
-    """What is between <|endoftext|> in a text file, long documents in pieces."""
-    open_file = gzip.open if file.endswith(".gz") else open
-    undecoded = 0
-    unfinished = ""  # a document that may go on in the next piece of the file
-    with open_file(file, "rt", encoding="utf-8-sig", errors="replace") as stream:
-        while piece := stream.read(TEXT_PIECE):
-            if piece.startswith("\ufffd\ufffd") or "\0" in piece[:2]:  # UTF-16
-                raise ValueError("convert it to UTF-8")
-            undecoded += piece.count("\ufffd")  # in place of what cannot be decoded
-            documents = (unfinished + piece).split("<|endoftext|>")
-            unfinished = documents.pop()
-            if len(unfinished) >= TEXT_PIECE:
-                documents.append(unfinished)
-                unfinished = ""
-            yield from documents
-    yield unfinished
-    if undecoded:
-        tqdm.write(f"warning: {file}: {undecoded:,} characters cannot be decoded: is it UTF-8?")
+def read_task(number: int, files: list[File], args, folder: Path | None, bar=None) -> Found:
+    """Reads some files into the folder. Without a folder, it only counts."""
+    found = Found()
+    digest = xxhash.xxh3_128()
+    rows = []
+    size = written = 0
+    for row in parts_of(number << 40, files, args, found, bar):
+        if row[1] == 0:
+            digest.update(row[5])
+        if folder:
+            rows.append(row)
+            size += len(row[-1])
+        if size > CHUNK or len(rows) > 500_000:
+            write_parts(rows, folder / f"{number:05}-{written:05}.parquet", args.buckets)
+            written += 1
+            rows, size = [], 0
+    if rows:
+        write_parts(rows, folder / f"{number:05}-{written:05}.parquet", args.buckets)
+    found.digest = digest.digest()
+    return found
 
 
-def read_csv(file, column):
-    """A column of a table. Cells such as NA or 0007 stay as they are."""
-    for rows in pandas.read_csv(file, dtype=str, keep_default_na=False, chunksize=10_000):
-        check_column(column, rows)
-        yield from rows[column]
+def write_parts(rows: list[tuple], file: Path, buckets: int) -> None:
+    """In the order of the buckets, so that DuckDB can read one without most of the others."""
+    rows.sort(key=lambda row: row[-2])  # keeps the order of parts
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    options = {"compression": "lz4", "use_dictionary": False}
+    size = min(2048, 1 + len(rows) // buckets)
+    parquet.write_table(pyarrow.table(columns, PARTS), file, row_group_size=size, **options)
 
 
-def read_rows(file, column):
-    """A column of JSON or Parquet. Files, and rows of a file, may differ in other columns."""
-    file_format = ending_of(file)[1:].removesuffix("l")
-    # Without this option, `datasets` replaces the columns of files that look like logs of agents.
-    options = {"parse_agent_traces": False} if file_format == "json" else {}
-    options |= {"split": "train", "streaming": True}
-    rows = iter(datasets.load_dataset(file_format, data_files=[escape(file)], **options))
-    first = next(rows, {column: None})
-    check_column(column, first)
-    for row in chain([first], rows):
-        text = row.get(column)
-        if not isinstance(text, str | None):
-            raise ValueError(f"no text in column {column!r}, but {str(text)[:60]!r}")
-        yield text
-
-
-READERS = {".txt": read_text, ".md": read_text, ".py": read_text, ".csv": read_csv}
-READERS |= {".json": read_rows, ".jsonl": read_rows, ".parquet": read_rows}
-
-
-def check_column(column, columns):
-    if column not in columns:
-        raise ValueError(f"no text in {column!r}: choose --text-column among {[*columns]}")
-
-
-def ending_of(file):
-    return Path(file.removesuffix(".gz")).suffix
-
-
-# -- All sources. Other tools use load_documents, too ----------------------------------------------
-
-
-def load_documents(sources, subset=None, column="text"):
-    """The splits of all sources, as streams of rows {"text": ...}."""
-    files = []
-    parts = defaultdict(list)
-    for source in sources:
-        name = os.path.expanduser(source)
-        ending = ending_of(name)
-        if "://" in name and READERS.get(ending) != read_text:
-            # `datasets` reads from servers and buckets, too, and expands patterns.
-            file_format = ending[1:].removesuffix("l")  # json for .jsonl
-            splits = datasets.load_dataset(file_format, data_files=name, streaming=True)
-        elif "*" in name or ending in READERS or os.path.exists(name):
-            files += find_files(name)
-            splits = {}
-        else:
-            name, _, split = name.partition(":")  # a name on the Hub: NAME, or NAME:SPLIT
-            split = split or "train"
-            splits = datasets.load_dataset(name, subset, streaming=True)
-            if split not in splits:
-                sys.exit(f"error: choose one of the splits {[*splits]} with {name}:SPLIT")
-            splits["train"] = splits.pop(split)  # call the chosen split "train"
-        for split, documents in splits.items():
-            parts[split].append(text_alone(documents, column))
-    by_name = hold_out([*dict.fromkeys(files)]) if files else {}
-    for split, names in by_name.items():
-        features = datasets.Features(text=datasets.Value("string"))
-        tqdm.write(f"{len(names):,} files for {split}")
-        arguments = {"files": names, "column": column}
-        stream = datasets.IterableDataset.from_generator(read_files, features, gen_kwargs=arguments)
-        parts[split].insert(0, stream)
-    return {split: datasets.concatenate_datasets(streams) for split, streams in parts.items()}
-
-
-def find_files(name):
-    """The files of a name, a pattern or a folder, in the order of their names."""
-    if os.path.isdir(name):  # all of its files that can be read
-        below = sorted(glob(f"{escape(name)}/**/*", recursive=True))
-        found = [file for file in below if ending_of(file) in READERS]
-        found = [file for file in found if Path(file).name != REPORT]
-    else:
-        found = [name] if os.path.isfile(name) else sorted(glob(name, recursive=True))
-    files = [file for file in found if os.path.isfile(file)]
-    if not files or any(ending_of(file) not in READERS for file in files):
-        sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(READERS)}")
-    return files
-
-
-def hold_out(files):
-    """The files to train on, and those that their names hold out."""
-    folder = os.path.commonpath(files)  # its name may have the word "test" without meaning it
-    texts = [file for file in files if not file.endswith(".py")]  # test_io.py is code to train on
-    held_out = [file for file in texts if HELD_OUT.search(file.removeprefix(folder))]
-    train = [file for file in files if file not in {*held_out}]
-    return {"train": train, "validation": held_out} if train and held_out else {"train": files}
-
-
-def text_alone(documents, column):
-    """The stream with one column, `text`."""
-    documents = documents._resolve_features()
-    text_types = (datasets.Value("string"), datasets.Value("large_string"))
-    check_column(column, [name for name, kind in documents.features.items() if kind in text_types])
-    documents = documents.select_columns(column)
-    return documents if column == "text" else documents.rename_column(column, "text")
-
-
-def read_files(files, column):
-    """The rows of local files. An error names its file."""
+def parts_of(document: int, files: list[File], args, found: Found, bar) -> Iterator[tuple]:
+    """The rows of PARTS of some files. The first document gets this number."""
+    limit = int(args.held_out * 2**64)
+    held_out = False
     for file in files:
-        try:
-            for text in READERS[ending_of(file)](file, column):
-                yield {"text": text}
-        except Exception as error:
-            raise OSError(f"{file}: {error.__cause__ or error}") from error
-
-
-# -- Writing ---------------------------------------------------------------------------------------
-
-
-def write_split(folder, split, documents):
-    """The Parquet files of a split. Returns what went in and out."""
-    counts = {"documents": 0, "characters": 0, "empty": 0}
-    groups = groups_of(tqdm(documents, split, unit=" documents", disable=None), counts)
-    schema = pyarrow.schema({"text": pyarrow.string()})
-    for number, first in enumerate(groups):
-        file = folder / f"{split}-{number:05}.parquet"
-        with pyarrow.parquet.ParquetWriter(file, schema, compression="zstd") as writer:
-            for texts in chain([first], islice(groups, GROUPS - 1)):
-                writer.write(pyarrow.table({"text": texts}, schema))
-    return counts
-
-
-def groups_of(documents, counts):
-    """Lists of texts. Without empty documents, which it counts."""
-    texts = []
-    full = GROUP
-    for row in documents:
-        if not row["text"]:
-            counts["empty"] += 1
-            continue
-        texts.append(row["text"])
-        counts["documents"] += 1
-        counts["characters"] += len(row["text"])
-        if counts["characters"] >= full:
-            yield texts
-            texts = []
-            full = counts["characters"] + GROUP
-    if texts:
-        yield texts
-
-
-def prepare(args):
-    """Writes under another name, and renames what is complete. Returns the counts by split."""
-    output = args.output
-    if output.exists() and any(output.iterdir()) and not (output / REPORT).exists():
-        sys.exit(f"error: this tool has not written {output}: choose another --output")
-    splits = load_documents(args.sources, args.dataset_subset, args.text_column)
-    temporary = output.with_name(f".{output.name}.incomplete")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        counts = {"train": write_split(temporary, "train", splits["train"])}
-        for split in [name for name in ("validation", "test") if name in splits]:
-            counts["validation"] = write_split(temporary, "validation", splits[split])
-            if counts["validation"]["documents"]:
+        row_before = piece = characters_of_file = 0
+        for row, whole, size in documents_of(file, args, found):
+            if not whole:
+                found.counts["empty"] += 1
+                continue
+            found.first.setdefault(file.source, whole[:300])
+            texts = [whole]
+            if args.form == "text":
+                texts = [whole[i : i + PIECE] for i in range(0, len(whole), PIECE)]
+            for text in texts:
+                digest = xxhash.xxh3_128_digest(text.encode(), seed=args.seed)
+                piece = piece + 1 if row == row_before else 0
+                row_before = row
+                if piece == 0:  # it decides for all pieces of a document
+                    held_out = file.held_out or int.from_bytes(digest[:8]) < limit
+                    found.counts["documents"] += 1
+                found.counts["documents that are cut"] += piece == 1
+                characters = size if len(texts) == 1 else len(text)
+                found.counts["characters"] += characters
+                characters_of_file += characters
+                bucket = 0
+                if args.shuffle:
+                    bucket = (
+                        xxhash.xxh32_intdigest(f"{args.seed} {document}".encode()) % args.buckets
+                    )
+                for part, start in enumerate(range(0, len(text), PART)):
+                    facts = (document, part, file.source, held_out, characters, digest, bucket)
+                    yield (*facts, text[start : start + PART])
+                document += 1
+            if bar is not None:
+                bar.update(file.progress())
+            if args.dry_run and characters_of_file > SAMPLE:
                 break
-        if not counts["train"]["documents"]:
-            sys.exit("error: there is no text to train on")
-        report = {"sources": args.sources, "text_column": args.text_column, "splits": counts}
-        (temporary / REPORT).write_text(json.dumps(report, indent=2))
-        os.sync()  # all files are on the disk before the folder gets its name
-        shutil.rmtree(output, ignore_errors=True)
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return counts
+        found.counts["files"] += 1
+        if bar is not None:
+            bar.update(file.size - file.done)
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Text of any sources as one folder.")
-    parser.add_argument("sources", nargs="+", help="files, patterns, or names on the Hub")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="the new folder")
-    parser.add_argument("--text-column", default="text", help="the column with the text")
-    parser.add_argument("--dataset-subset", help="configuration name on the Hub")
-    args = parser.parse_args()
+def read_all(files: list[File], args, folder: Path | None) -> Found:
+    total = Found()
+    size = sum(file.size for file in files)
+    with tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="reading") as bar:
+        tasks, size = [], 0
+        for file in files:  # neighbours are read together
+            if not tasks or size + file.size > TASK:
+                tasks.append([])
+                size = 0
+            tasks[-1].append(file)
+            size += file.size + 10_000  # opening a file takes time, too
+        if args.workers == 1 or args.dry_run:
+            for number, task in enumerate(tasks):
+                total.add(read_task(number, task, args, folder, bar))
+                bar.set_postfix_str(f"{total.counts['files']:,} files")
+            return total
+        context = multiprocessing.get_context("spawn")
+        ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+        with ProcessPoolExecutor(args.workers, context, **ignore) as pool:
+            jobs = [pool.submit(read_task, n, tasks[n], args, folder) for n in range(len(tasks))]
+            try:
+                for job, task in zip(jobs, tasks, strict=True):
+                    total.add(job.result())
+                    bar.update(sum(file.size for file in task))
+                    bar.set_postfix_str(f"{total.counts['files']:,} files")
+            finally:
+                pool.shutdown(cancel_futures=True)
+    return total
+
+
+# -- Second pass: DuckDB chooses and orders the documents ------------------------------------------
+
+# Of equal documents, the held-out one is the first. Its `copy` is 0.
+DOCUMENTS = """
+CREATE TABLE documents AS
+SELECT document, source, held_out, characters, row_number() OVER equal - 1 AS copy,
+    first_value(held_out) OVER equal AND NOT held_out AS in_both
+FROM read_parquet($files) WHERE part = 0
+WINDOW equal AS (PARTITION BY digest ORDER BY held_out DESC, document)
+"""
+# All documents of a source count `whole` times. The first ones of a random order count once more,
+# until they have the characters `rest`.
+CHOSEN = """
+CREATE TABLE chosen AS
+SELECT document, held_out, unnest(range(times)) AS repeat
+FROM (
+    SELECT document, held_out, CASE WHEN held_out THEN 1 ELSE whole + (
+        rest >= sum(characters) OVER (PARTITION BY source, held_out
+        ORDER BY md5_number(concat_ws(' ', $seed, document)), document))::INT END AS times
+    FROM documents JOIN shares USING (source)
+)
+"""
+ORDERED = """
+SELECT chosen.held_out, part, text FROM read_parquet($files) JOIN chosen USING (document)
+WHERE {condition} ORDER BY {order} document, repeat, part
+"""
+
+
+def choose(connection, files: str, args, report: dict) -> None:
+    """Makes the table `chosen`: documents, and how often each is written."""
+    run = connection.execute
+    run(DOCUMENTS, {"files": files})
+    what = "count(*) FILTER (copy > 0), count(*) FILTER (in_both), count(*) FILTER (held_out)"
+    names = ["copies", "in both splits", "held out"]
+    report["counts"] |= zip(names, run(f"SELECT {what} FROM documents").fetchone(), strict=True)
+    if args.dedupe:
+        run("DELETE FROM documents WHERE copy > 0")
+    run("CREATE TABLE shares (source BIGINT, whole BIGINT, rest DOUBLE)")
+    times = dict.fromkeys(range(len(args.sources)), 1)
+    sums = "SELECT source, sum(characters)::BIGINT FROM documents WHERE NOT held_out GROUP BY ALL"
+    sizes = dict(run(sums).fetchall())
+    if args.share:
+        missing = [name for number, name in enumerate(args.sources) if number not in sizes]
+        if missing:
+            sys.exit(f"error: {missing[0]} has no text to train on, for --share")
+        needed = [sizes[number] / share for number, share in enumerate(args.share)]
+        # The characters for a share of 1. No source counts more than --repeat times.
+        unit = min(max(needed), args.repeat * min(needed))
+        times = {number: unit * share / sizes[number] for number, share in enumerate(args.share)}
+        for number, name in enumerate(args.sources):
+            entry = {"characters": sizes[number], "times": round(times[number], 3)}
+            report["shares"][name] = entry
+    for number, count in times.items():
+        rest = count % 1 * sizes.get(number, 0)
+        run("INSERT INTO shares VALUES (?, ?, ?)", [number, int(count), rest or -1])
+    run(CHOSEN, {"seed": args.seed})
+
+
+def queries(connection, work: Path, args) -> Iterator[tuple[str, str]]:
+    """The files and the condition of each piece of the result, which is sorted in memory."""
+    [(most,)] = connection.sql("SELECT max(repeat) + 1 FROM chosen").fetchall()
+    if args.shuffle:  # the repeats of a document are far from each other
+        step = max(1, args.buckets // most)
+        for bucket in range(args.buckets):
+            sources = {(bucket - repeat * step) % args.buckets for repeat in range(most)}
+            place = f"(bucket + repeat * {step}) % {args.buckets} = {bucket}"
+            yield f"{work}/*.parquet", f"bucket IN {(*sources, -1)} AND {place}"
+        return
+    for repeat in range(most):
+        for file in sorted(work.glob("*.parquet")):
+            yield str(file), f"repeat = {repeat}"
+
+
+def ordered(connection, work: Path, args) -> Iterator[tuple[bool, str]]:
+    """Whether a document is held out, and its text, for all documents in their new order."""
+    order = f"md5_number(concat_ws(' ', {args.seed}, document, repeat))," if args.shuffle else ""
+    for files, condition in queries(connection, work, args):
+        query = ORDERED.format(condition=condition, order=order)
+        parts, is_held_out = [], False
+        for batch in connection.sql(query, params={"files": files}).to_arrow_reader(2048):
+            columns = [batch.column(name).to_pylist() for name in ("held_out", "part", "text")]
+            for held_out, part, text in zip(*columns, strict=True):
+                if part == 0 and parts:
+                    yield is_held_out, "".join(parts)
+                    parts = []
+                parts.append(text)
+                is_held_out = held_out
+        if parts:
+            yield is_held_out, "".join(parts)
+
+
+class Split:
+    """Writes the Parquet files of a split."""
+
+    def __init__(self, folder: Path, name: str, types: dict[str, set]):
+        self.folder, self.name, self.types = folder, name, types
+        self.files, self.texts = [], []
+        self.rows = self.size = self.groups = 0
+        self.writer = None
+
+    def add(self, text: str) -> None:
+        self.texts.append(text)
+        self.rows += 1
+        self.size += len(text)
+        if self.size > GROUP:
+            self.write()
+
+    def write(self) -> None:
+        """A row group."""
+        table = pyarrow.table({"text": pyarrow.array(self.texts, pyarrow.string())})
+        if self.types:  # of the keys of messages
+            table = table_of_messages(self.texts, self.types)
+        if self.groups % GROUPS == 0:
+            self.close()
+            self.files.append(self.folder / f"{self.name}-{len(self.files):05}")
+            self.writer = parquet.ParquetWriter(self.files[-1], table.schema, **ZSTD)
+        self.writer.write_table(table)
+        self.groups += 1
+        self.texts, self.size = [], 0
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.close()
+
+    def finish(self) -> None:
+        if self.texts:
+            self.write()
+        self.close()
+        for file in self.files:
+            file.rename(f"{file}-of-{len(self.files):05}.parquet")
+
+
+def write_splits(connection, work: Path, folder: Path, args, types: dict) -> dict[str, int]:
+    """Writes all documents in their order. Returns the rows of each split."""
+    splits = [Split(folder, name, types) for name in ("train", "validation")]
+    [(total,)] = connection.sql("SELECT count(*) FROM chosen").fetchall()
+    with tqdm(total=total, unit=" rows", unit_scale=True, disable=None, desc="writing") as bar:
+        for held_out, text in ordered(connection, work, args):
+            splits[held_out].add(text)
+            bar.update()
+    for split in splits:
+        split.finish()
+    return {split.name: split.rows for split in splits if split.rows}
+
+
+def table_of_messages(texts: list[str], types: dict[str, set]) -> pyarrow.Table:
+    """Columns `messages` and `tools`. Null stands for a key that a message does not have.
+
+    Calls of tools are JSON text: a table would fill in the keys that other calls have.
+    """
+    rows = [json.loads(text) for text in texts]
+    plain = {"float": pyarrow.float64(), "bool": pyarrow.bool_(), "str": pyarrow.string()}
+    kinds = {"role": pyarrow.string(), "content": pyarrow.string()}
+    for key in sorted(types.keys() - kinds.keys()):
+        kinds[key] = plain[max(types[key])]  # text, if there is a text
+        for message in (message for row in rows for message in row["messages"]):
+            if len(types[key]) > 1 and isinstance(message.get(key), bool):
+                message[key] = to_json(message[key])
+    kind = pyarrow.list_(pyarrow.struct(kinds))
+    messages = pyarrow.array([row["messages"] for row in rows], kind)
+    tools = pyarrow.array([row["tools"] for row in rows], pyarrow.string())
+    return pyarrow.table({"messages": messages, "tools": tools})
+
+
+# -- The folder and its report ---------------------------------------------------------------------
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yields a temporary folder. It gets the name of the output when it is complete."""
+    temporary = output.with_name(f".{output.name}.incomplete")
+    temporary.mkdir(parents=True, exist_ok=True)
+    with locked(temporary):
+        try:
+            for left in temporary.iterdir():  # by a process that was killed
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield temporary
+            old = output.with_name(f".{output.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            sync(temporary)
+            if output.exists():
+                output.rename(old)
+            temporary.rename(output)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Ends the tool if another process has this lock. A process that ends loses it."""
+    lock = os.open(folder, os.O_RDONLY)
     try:
-        counts = prepare(args)
-    except (OSError, ValueError) as error:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        sys.exit(f"error: another process writes to {folder}: wait until it has ended")
+    finally:
+        os.close(lock)
+
+
+def facts_of(files: list[File], args) -> dict:
+    """What the result depends on: the flags, and names, sizes and times of the files."""
+    others = {"sources", "output", "workers", "dry_run", "check", "overwrite", "skip_bad"}
+    others |= {"mds", "model_name", "seq_length", "packing", "compression", "part_rows", "demo"}
+    facts = {"flags": {name: value for name, value in vars(args).items() if name not in others}}
+    facts["sources"] = []
+    for number, source in enumerate(args.sources):
+        own = [[file.name, file.size, file.time] for file in files if file.source == number]
+        entry = {"source": source, "files": len(own), "bytes": sum(size for _, size, _ in own)}
+        entry["names, sizes and times"] = xxhash.xxh3_128_hexdigest(json.dumps(own).encode())
+        facts["sources"].append(entry)
+    return facts
+
+
+def old_report(args, facts: dict) -> dict:
+    """The report of the folder that is there. Ends the tool if it is of other sources."""
+    if not args.output.exists():
+        return {}
+    try:
+        report = json.loads((args.output / REPORT).read_text(encoding="utf-8"))
+        old = {name: report["facts"][name] for name in facts}
+    except (OSError, ValueError, KeyError, TypeError):
+        sys.exit(f"error: this tool has not written {args.output}: choose another -o")
+    if old != facts and not args.check and not args.overwrite:
+        changed = [entry["source"] for entry in facts["sources"] if entry not in old["sources"]]
+        what = ", ".join(changed[:PLACES]) or "the flags or the sources"
+        sys.exit(f"error: {what} changed since {args.output} was made: --overwrite replaces it")
+    return report
+
+
+# `datasets` caches a folder by its name and this YAML alone, so the YAML has a hash of the content.
+README = """---
+configs:
+- config_name: default
+  description: documents {digest}
+  data_files:
+{splits}
+---
+
+# {name}
+
+tools/prepare-data.py has written this folder: {rows}. `report.json` has the sources and all counts.
+"""
+
+
+def write_report(report: dict, folder: Path, name: str) -> None:
+    text = json.dumps(report, indent=2)
+    (folder / REPORT).write_text(text)
+    splits = "\n".join(f"  - split: {s}\n    path: {s}-*.parquet" for s in report["rows"])
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    rows = ", ".join(f"{count:,} rows in {split}" for split, count in report["rows"].items())
+    page = README.format(digest=digest, splits=splits, name=name, rows=rows)
+    (folder / "README.md").write_bytes(page.encode(errors="replace"))
+
+
+def report_of(found: Found, facts: dict, left_out: Counter, files: list[File], args) -> dict:
+    by_name = {file.name: file for file in files}
+    undecoded = {}
+    for name, count in found.undecoded.most_common(PLACES):
+        guess = guess_encoding(by_name[name], args)
+        undecoded[name] = f"{count:,} characters are not UTF-8, perhaps {guess}: give --encoding"
+    counts = {name: count for name, count in found.counts.items() if count}
+    if undecoded:
+        counts["undecoded characters"] = found.undecoded.total()
+    rejected = {
+        reason: {"rows": count, "places": found.places[reason]}
+        for reason, count in found.rejected.items()
+    }
+    versions = {"python": sys.version.split()[0], "pyarrow": pyarrow.__version__}
+    return {
+        "facts": facts,
+        "first": {args.sources[number]: text for number, text in found.first.items()},
+        "counts": counts,
+        "rejected": rejected,
+        "damaged": found.damaged,
+        "undecoded": undecoded,
+        "files left out": dict(left_out),
+        "columns left out": sorted(map(str, found.unread)),
+        "shares": {},
+        "digest": xxhash.xxh3_128_hexdigest(found.digest),
+        "versions": versions | {"duckdb": duckdb.__version__},
+    }
+
+
+def check_rejected(report: dict, args) -> None:
+    """Ends the tool if more than 1 % of the rows or characters are bad."""
+    counts = report["counts"]
+    rejected = sum(entry["rows"] for entry in report["rejected"].values())
+    what = ""
+    if rejected > counts.get("rows", 0) / 100:
+        what = f"{rejected:,} of {counts['rows']:,} rows are rejected: correct them"
+    elif counts.get("undecoded characters", 0) > counts.get("characters", 0) / 100:
+        what = "more than 1 % of the characters cannot be decoded: give --encoding"
+    if what and not args.skip_bad:
+        show(report, args)
+        sys.exit(f"error: {what}, or go on with --skip-bad")
+
+
+def show(report: dict, args) -> None:
+    """About ten lines for people."""
+    for entry in report["facts"]["sources"][:PLACES]:
+        first = report["first"].get(entry["source"], "")
+        print(f"{entry['source']}: {entry['files']:,} files, {entry['bytes'] / 1e6:,.1f} MB")
+        print(f"  begins with {first[:150]!r}")
+    print("read: " + ", ".join(f"{count:,} {name}" for name, count in report["counts"].items()))
+    if others := report["files left out"]:
+        print("files left out: " + ", ".join(f"{count:,} {why}" for why, count in others.items()))
+    if report["columns left out"]:
+        print("columns left out: " + ", ".join(report["columns left out"]))
+    for reason, entry in report["rejected"].items():
+        print(f"rejected: {entry['rows']:,} rows: {reason}: {'; '.join(entry['places'])[:300]}")
+    for file, reason in [*report["damaged"].items(), *report["undecoded"].items()][:PLACES]:
+        print(f"warning: {file}: {reason}")
+    for source, entry in report["shares"].items():
+        print(f"share: {source}: {entry['characters']:,} characters, {entry['times']:g} times")
+    if "rows" in report:
+        rows = ", ".join(f"{count:,} rows in {split}" for split, count in report["rows"].items())
+        print(f"{args.output}: {rows}; {report['seconds']:.0f} s")
+        script = "more/16-chat" if args.form == "messages" else "01-single-gpu"
+        name, output = shlex.quote(args.output.name), shlex.quote(str(args.output))
+        print(f"Train on it: python {script}/train-llm.py -d {output} -e {name}")
+
+
+# -- All together ----------------------------------------------------------------------------------
+
+
+def prepare(args) -> None:
+    began = time.perf_counter()
+    files, left_out = find_files(args.sources, args, args.output)
+    facts = json.loads(json.dumps(facts_of(files, args)))
+    sizes = [file.size * (4 if file.packed or file.kind in TABLES else 1) for file in files]
+    args.buckets = min(500, 1 + sum(sizes) // BUCKET)
+    if args.dry_run:
+        show(report_of(read_all(files, args, None), facts, left_out, files, args), args)
+        print(f"A dry run: at most {SAMPLE / 1e6:.0f} MB of a file; nothing was written")
+        return
+    old = old_report(args, facts)
+    if old.get("facts") == facts and not args.check and not args.overwrite:
+        print(f"Nothing has changed: {args.output} has these files already, with these flags")
+        return
+    if args.check:
+        report = report_of(read_all(files, args, None), facts, left_out, files, args)
+        is_same = report["digest"] == old.get("digest")
+        print(f"{args.output} has {'the same' if is_same else 'other'} documents")
+        sys.exit(not is_same)
+    with new_folder(args.output) as folder:
+        work = folder / "work"
+        work.mkdir()
+        found = read_all(files, args, work)
+        report = report_of(found, facts, left_out, files, args)
+        check_rejected(report, args)
+        if not any(work.iterdir()):
+            sys.exit("error: there is no document to train on")
+        options = {"memory_limit": MEMORY, "threads": 1, "temp_directory": str(work)}
+        with duckdb.connect(work / "documents.duckdb", config=options) as connection:
+            choose(connection, f"{work}/*.parquet", args, report)
+            report["rows"] = write_splits(connection, work, folder, args, found.types)
+        if "train" not in report["rows"]:
+            sys.exit("error: all documents are held out, so there is none to train on")
+        shutil.rmtree(work)
+        report["seconds"] = round(time.perf_counter() - began, 1)
+        write_report(report, folder, args.output.name)
+    show(report, args)
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+
+def percent(text: str) -> float:
+    """1% and 0.01 are the same."""
+    value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError("give a part such as 1% or 0.01")
+    return value
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("sources", nargs="*", help="files, patterns, folders, addresses, or names on the Hub")
+    add("-o", "--output", type=Path, required=True, help="the folder to write")
+    add("--as", dest="form", choices=["text", "messages"], default="text", help="what rows become")
+    add("--text-column", default="text", help="of tables and JSON")
+    add("--subset", help="configuration name on the Hub")
+    add("--encoding", help="of all files, such as cp1252; by default UTF-8, or by their mark")
+    add("--delimiter", help="between the cells of .csv (a comma) and .tsv (a tab)")
+    add("--held-out", type=percent, default=0.0, help="such as 1%%, by a hash of the document")
+    add("--dedupe", action="store_true", help="writes one of equal documents")
+    add("--share", nargs="+", type=float, help="parts of the characters, one for each source")
+    add("--repeat", type=float, default=4, help="with --share, a source counts at most so often")
+    add("--shuffle", action=argparse.BooleanOptionalAction, default=True, help="over all sources")
+    add("--seed", type=int, default=0, help="of the order, of --held-out and of --share")
+    add("--drop-nulls", action="store_true", help="also in JSON, if a table has filled them in")
+    add("--skip-bad", action="store_true", help="goes on without bad rows and damaged files")
+    add("--workers", type=int, default=1, help="processes that read files")
+    add("--dry-run", action="store_true", help="reads some MB of each file, and writes nothing")
+    add("--check", action="store_true", help="reads all, and compares with the folder")
+    add("--overwrite", action="store_true", help="replaces an older folder of this tool")
+    add("--mds", action="store_true", help="also writes rows of tokens, for chapter 10")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="whose tokenizer")
+    add("-s", "--seq-length", type=int, default=1024, help="tokens of a row")
+    add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
+    add("--compression", choices=["zstd", "gz", "bz2"], help="of rows for slow networks")
+    add("--part-rows", type=int, default=65_536, help="a stop loses at most so many rows")
+    add("--demo", action="store_true", help="the text, tokenizer and rows of the chapters' --demo")
+    if "--demo" in sys.argv[1:]:
+        parser.set_defaults(**DEMO)
+    args = parser.parse_args()
+    args.sources = args.sources or DEMO["sources"] * args.demo
+    if not args.sources:
+        parser.error("give one or more sources")
+    if min(args.seq_length - 1, args.part_rows) < 1 or (args.mds and args.form == "messages"):
+        parser.error("--mds is for text, with at least 2 tokens in a row, and a row in a part")
+    if glob.has_magic(os.path.realpath(args.output)):
+        parser.error(f"`datasets` cannot read {args.output}, whose path has one of * ? [")
+    try:
+        codecs.lookup(args.encoding or "utf-8")
+    except LookupError as error:
+        parser.error(str(error))
+    if args.share and (len(args.share) != len(args.sources) or min(args.share) <= 0):
+        parser.error("--share needs a part above 0 for each source")
+    if args.workers < 1 or args.seed < 0:
+        parser.error("--workers must be above 0, and --seed not below 0")
+    return args
+
+
+def stop(number, frame):
+    sys.exit(128 + number)  # so that temporary files are removed
+
+
+def main() -> None:
+    args = parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, stop)
+    try:
+        prepare(args)
+        if args.mds and not args.dry_run and not args.check:
+            with locked(args.output):
+                write_mds(args)
+    except KeyboardInterrupt:
+        sys.exit("\nStopped: nothing was written")
+    except BrokenProcessPool:
+        sys.exit("error: a process was killed, perhaps for memory: lower --workers, and go on")
+    except (OSError, ValueError, ImportError, duckdb.Error) as error:  # such as a full disk
         sys.exit(f"error: {error}")
-    for split, numbers in counts.items():
-        size = f"{numbers['documents']:,} documents, {numbers['characters']:,} characters"
-        print(f"{split}: {size}, without {numbers['empty']:,} empty documents")
-    print(f"Train on them: python 01-single-gpu/train-llm.py -e NAME -d {args.output}")
 
 
 if __name__ == "__main__":

@@ -112,8 +112,7 @@ def prepare(who: str, file: str) -> None:
         args = SimpleNamespace(seq_length=SIZE, template_options={}, packing=True)
         args = SimpleNamespace(**vars(args), dataset_name=file, dataset_subset=None)
         with contextlib.redirect_stdout(io.StringIO()):
-            documents = chapter.load_documents(args)
-            chapter.load_documents = lambda args: documents
+            datasets.load_dataset("json", data_files=file)  # so that it is in the cache
             before = resource.getrusage(resource.RUSAGE_SELF)
             samples, held_out = chapter.load_samples(args, tokenizer)
         after = resource.getrusage(resource.RUSAGE_SELF)
@@ -253,7 +252,7 @@ def conversations():
             messages.append({"role": role, "content": content})
         return messages
 
-    calls = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    calls = {"role": "assistant", "content": "", "tool_calls": json.dumps([CALL])}
     result = {"role": "tool", "name": "f", "tool_call_id": "1", "content": "4"}
     return {
         "one turn": turns("Hi", "It is blue."),
@@ -283,7 +282,7 @@ def compare(chapter, tokenizer, messages) -> str:
     if any(found["refusal"]):
         return "refused"
     texts = list(zip(found["input_ids"], found["labels"], strict=True))
-    parsed, _ = chapter.conversation_of({"messages": json.loads(json.dumps(messages))})
+    parsed, _ = chapter.conversation_of({"messages": messages})
     labelled = 0
     for n, message in enumerate(parsed):
         if message["role"] != "assistant":

@@ -1,11 +1,11 @@
 """Chapter 10: a corpus in a bucket, as rows of tokens that any number of nodes can read.
 
-`tools/write-mds.py` tokenizes and packs a corpus once, and writes its rows into shards. Here each
+tools/prepare-data.py tokenizes and packs a corpus once, and writes its rows into shards. Here each
 rank reads rows by their number. The shards of an address are downloaded when a row needs them. Row
 number n of a run is the same on any number of ranks, so nodes may come and go. Comments with MDS 1
 to 9 mark the ideas.
 
-    python ../tools/write-mds.py -o ../outputs/mds --demo     # first: writes the rows of the demo
+    python ../../tools/prepare-data.py -o ../../outputs/mds --demo    # first: the rows of the demo
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     NNODES=4 MASTER_ADDR=node-0 NODE_RANK=0 ../launch/run.sh 10 -e c4-mds --save-dir /shared/runs \
         -d s3://bucket/c4 --eval-freq 0 --max-steps 10000     # on each of 4 nodes, with its number
@@ -431,7 +431,7 @@ class MdsRows:
             folder = open_cache(args) if self.is_remote else name
             self.facts = json.loads(Path(folder, "rows.json").read_text())
         except FileNotFoundError:  # MDS: for example a folder of text
-            sys.exit(f"error: {name} lacks rows.json: make rows with tools/write-mds.py")
+            sys.exit(f"error: {name} lacks rows.json: let tools/prepare-data.py --mds make rows")
         index = Path(folder, "index.json").read_bytes()
         self.index_hash = xxhash.xxh3_64(index).hexdigest()
         no_split = None  # the shards lie in the folder itself
@@ -997,7 +997,7 @@ DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/models/tiny-llama",
     "from_scratch": True,
-    "dataset_name": f"{REPOSITORY}/outputs/mds",  # MDS: tools/write-mds.py writes it
+    "dataset_name": f"{REPOSITORY}/outputs/mds",  # MDS: tools/prepare-data.py writes it
     "eval_dataset": f"{sysconfig.get_path('stdlib')}/_*.py",  # MDS: files that the rows lack
     "seq_length": 256,
     "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1, or about that

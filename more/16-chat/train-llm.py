@@ -5,14 +5,13 @@ conversations, which do not see each other. The loss is the mean over the answer
 ranks. The rest is chapter 3. Comments with CHAT 1 to 10 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
-    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-chat     # all GPUs of a node
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e robots-chat     # all GPUs of a node
 """
 
 import atexit
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import sys
@@ -33,7 +32,6 @@ import comet_ml
 import datasets
 import jsonargparse
 import numpy as np
-import pandas
 import psutil
 import pyarrow.compute
 import torch
@@ -386,8 +384,8 @@ def parameter_groups(model, args):
 
 # -- Data and evaluation ---------------------------------------------------------------------------
 
-# CHAT: The endings of local files, and the readers of `datasets` for them. No files of text.
-READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+READERS |= {".csv": "csv", ".parquet": "parquet"}
 # CHAT: A text is a row of token ids. A conversation becomes one text, or several (CHAT 8), and
 # samples are made of texts. All have these columns. `stop_tokens` are the last tokens of the
 # answers that fit into a sample. Only the first text of a conversation has the number of all its
@@ -399,57 +397,26 @@ COLUMNS |= {"refusal": datasets.Value("string")}
 EVAL_SAMPLES = 1000  # held-out samples at most, because each evaluation takes time
 
 
-def load_documents(args):
-    """CHAT: The splits of the dataset, one of which is `train`. Their rows are conversations."""
-    name, _, train_split = os.path.expanduser(args.dataset_name).partition(":")  # NAME:SPLIT
-    reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
-    files = sorted(glob(name, recursive=True))
-    if os.path.isdir(name):
-        if not glob(f"{escape(name)}/train-*.parquet"):
-            # CHAT: Conversations may also be in one of these files, or in several.
-            sys.exit(f"error: {name} has no train-*.parquet: give a file, or '{name}/*.jsonl'")
-        splits = datasets.load_dataset("parquet", data_dir=name)
-    elif reader and files:
-        splits = {"train": read_files(reader, files)}  # CHAT: rows have more forms than texts
-    elif reader or files:
-        sys.exit(f"error: no files for {name}: give existing ones that end in {', '.join(READERS)}")
-    else:  # a dataset on the Hub
-        splits = datasets.load_dataset(name, args.dataset_subset)
-    splits["train"] = splits.pop(train_split or "train")
-    return splits
-
-
-def read_files(reader, files):
-    """CHAT: The rows of local files. Their columns may differ, and an error names its file."""
-
-    def read(names):
-        options = {}
-        if reader == "json":  # or `datasets` replaces columns that look like logs of agents
-            options["parse_agent_traces"] = False
-        if reader == "csv":  # all cells are text, or 007 becomes 7, and NA null
-            columns = [name for file in names for name in pandas.read_csv(file, nrows=0).columns]
-            kinds = dict.fromkeys(columns, datasets.Value("string"))
-            options = {"features": datasets.Features(kinds), "keep_default_na": False}
-        patterns = [escape(file) for file in names]  # as `datasets` takes names as patterns
-        return datasets.load_dataset(reader, data_files=patterns, split="train", **options)
-
-    with suppress(Exception):
-        return read(files)  # fast, if all files are whole and have the same columns
-    parts = []
-    for file in files:
-        try:
-            parts.append(read([file]))
-            datasets.concatenate_datasets(parts)  # fails if a column has another type
-        except Exception as error:
-            sys.exit(f"error: {file}: {error.__cause__ or error}")
-    return datasets.concatenate_datasets(parts)
-
-
+# CHAT: Samples, and not tokens, because a conversation cannot be cut anywhere.
 def load_samples(args, tokenizer):
     """The samples to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
-    splits = load_documents(args)
-    look_at_first(splits["train"], tokenizer, args)
-    train_split = tokenize_split(splits["train"], tokenizer, args)
+    name, _, train_split = os.path.expanduser(args.dataset_name).partition(":")  # NAME:SPLIT
+    reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
+    if os.path.isdir(name):
+        if not glob(f"{escape(name)}/train-*.parquet"):
+            sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
+        splits = datasets.load_dataset("parquet", data_dir=name)
+    elif reader:
+        files = glob(name, recursive=True)
+        if not files:
+            sys.exit(f"error: there are no files for {name}")
+        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+            sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
+        options = {"sample_by": "document"} if reader == "text" else {}  # a file is one document
+        splits = datasets.load_dataset(reader, data_files=name, **options)
+    else:  # a dataset on the Hub
+        splits = datasets.load_dataset(name, args.dataset_subset)
+    train_split = tokenize_split(splits.pop(train_split or "train"), tokenizer, args)
     eval_split = splits.get("validation") or splits.get("test")
     if eval_split:
         eval_split = tokenize_split(eval_split, tokenizer, args)
@@ -473,6 +440,22 @@ def load_samples(args, tokenizer):
         for split in (train_split, eval_split)
     )
     return train_set, eval_set.select(range(min(len(eval_set), EVAL_SAMPLES)))
+
+
+def rows_of(batch):
+    """The rows of a batch, as dictionaries. A batch has a list for each column."""
+    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+
+
+def conversation_of(row):
+    """The messages of a row, and its tools or None. Null stands for a key that is not there."""
+    messages = [{k: v for k, v in m.items() if v is not None} for m in row["messages"] or []]
+    for message in messages:
+        if not isinstance(message["content"], str):  # a template would write a list as text
+            raise ValueError("the content of a message is no text")
+        if "tool_calls" in message:  # JSON text, as a table would give all calls the same keys
+            message["tool_calls"] = json.loads(message["tool_calls"])
+    return messages, json.loads(row.get("tools") or "null")
 
 
 def texts_of(messages, tools, tokenizer, options, size):
@@ -531,7 +514,10 @@ def encode(texts, tokenizer):
 def tokenize_split(documents, tokenizer, args):
     """The texts of all conversations of a split."""
     size = args.seq_length
-    texts = with_json_as_text(documents).map(
+    if "messages" not in documents.column_names:
+        sys.exit(f"error: {args.dataset_name} has no messages: let tools/prepare-data.py make them")
+    find_stop_token(tokenizer, args, documents[:100])  # ends the run if no answer is good
+    tokenized = documents.map(
         tokenize,
         batched=True,
         batch_size=32,
@@ -539,15 +525,15 @@ def tokenize_split(documents, tokenizer, args):
         remove_columns=documents.column_names,  # CHAT: COLUMNS take their place
         features=datasets.Features(COLUMNS),
     )
-    answers = pyarrow.compute.sum(texts.data.column("answers")).as_py()
-    fitting = len(pyarrow.compute.list_flatten(texts.data.column("stop_tokens")))
+    answers = pyarrow.compute.sum(tokenized.data.column("answers")).as_py()
+    fitting = len(pyarrow.compute.list_flatten(tokenized.data.column("stop_tokens")))
     say(f"{len(documents):,} conversations, {answers:,} answers: {fitting:,} fit into -s {size}")
-    refused = [reason for reason in texts.data.column("refusal").to_pylist() if reason]
+    refused = [reason for reason in tokenized.data.column("refusal").to_pylist() if reason]
     if refused:
         say(f"warning: the template refuses {len(refused):,} conversations, as with: {refused[0]}")
         if len(refused) > len(documents) / 20:
             sys.exit("error: more than 5 % of the conversations are refused, too many to leave out")
-    return texts.with_format("numpy")  # `pack` gets arrays
+    return tokenized.with_format("numpy")  # `pack` gets arrays
 
 
 def tokenize(batch, tokenizer, options, size):
@@ -565,15 +551,14 @@ def tokenize(batch, tokenizer, options, size):
     return {name: [text[name] for text in texts] for name in COLUMNS}
 
 
-def find_stop_token(tokenizer, args, batch=None):
-    """The token that ends the first good answer of a batch of rows, or of an example."""
-    batch = batch or {"prompt": ["q"], "response": ["a b"]}
+def find_stop_token(tokenizer, args, batch):
+    """The token that ends the first good answer of a batch of rows."""
     found = tokenize(batch, tokenizer, args.template_options, size=math.inf)
     problem = "no conversation has an answer, of the role 'assistant' and behind a question"
     for text in rows_of(found):
         answer_ids = [token for token in text["labels"] if token >= 0]
         if text["refusal"]:
-            problem = f"the chat template refuses a conversation: {text['refusal']}"
+            problem = f"a conversation is refused (docs/data.md says why): {text['refusal']}"
         elif answer_ids and answer_ids == text["stop_tokens"]:  # one token each
             problem = "the chat template leaves out the answers"
         elif answer_ids and answer_ids[-1] not in tokenizer.added_tokens_decoder:
@@ -587,8 +572,7 @@ def set_stop_tokens(model, tokenizer, train_set):
     """Adds the last tokens of the answers to those at which the base stops."""
     ends = pyarrow.compute.list_flatten(train_set.data.column("stop_tokens")).unique().to_pylist()
     settings = model.generation_config  # of the files generation_config.json
-    stops = settings.eos_token_id  # a number, a list or None
-    stops = stops if isinstance(stops, list) else [stops]
+    stops = np.atleast_1d(settings.eos_token_id).tolist()  # of a number, a list or None
     stops = stops + [token for token in ends if token in tokenizer.added_tokens_decoder]
     settings.eos_token_id = [token for token in dict.fromkeys(stops) if token is not None]
     # Transformers refuses to save changed settings that it doubts, such as those of some bases. By
@@ -885,115 +869,6 @@ def say(message):
         tqdm.write(message)
 
 
-# -- Forms of rows, which become messages ----------------------------------------------------------
-
-# CHAT: The roles of ShareGPT, and their names in templates.
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
-PAIRS = [("prompt", "completion"), ("prompt", "response"), ("instruction", "output")]
-
-
-def look_at_first(documents, tokenizer, args):
-    """Names what is not read, and returns a stop token. Ends the run if no answer is good."""
-    batch = with_json_as_text(documents)[:100]
-    rows = rows_of(batch)
-    conversations = [conversation_of(row) for row in rows]
-    # Of the columns that conversation_of has left, those with a value
-    columns = {name for row in rows for name, value in row.items() if value is not None}
-    keys = {key for messages, _ in conversations for message in messages for key in message}
-    keys |= {"tools" for _, tools in conversations if tools}
-    in_template = {*re.findall(r"\w+", str(tokenizer.chat_template))}
-    unread = columns | (keys - in_template - {"role", "content", "weight", "train"})
-    if unread:
-        say(f"columns, and keys of messages, that are not read: {', '.join(sorted(unread))}")
-    return find_stop_token(tokenizer, args, batch)
-
-
-def with_json_as_text(documents):
-    """Lists of JSON as text, which `conversation_of` parses. Nulls in it are the user's own."""
-    text = datasets.Json(decode=False)
-    for name, kind in documents.features.items():
-        if kind == datasets.List(datasets.Json()):  # keys differ between rows
-            documents = documents.cast_column(name, datasets.List(text))
-        elif kind == datasets.Json() and name in ("messages", "conversations", "tools", "history"):
-            documents = documents.cast_column(name, text)
-    return documents
-
-
-def rows_of(batch):
-    """The rows of a batch, as dictionaries. A batch has a list for each column."""
-    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-
-
-def without_nulls(value):
-    """`datasets` fills missing keys with null, at every depth. In JSON text, null is meant."""
-    if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
-    return [without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
-def parsed(value, name, kind=object):
-    """The value of JSON text. Other values stay. It must be of this kind, or null."""
-    try:
-        value = json.loads(value or "null") if isinstance(value, str) else value
-    except json.JSONDecodeError:
-        sys.exit(f"error: {name} must be JSON, not the text {value[:60]!r}")
-    if not isinstance(value, kind | None):
-        sys.exit(f"error: {name} must be a {kind.__name__}, not {str(value)[:60]!r}")
-    return value
-
-
-def conversation_of(row):
-    """The messages of a row, and its tools or None. What is read is removed from the row."""
-    for column, value in row.items():
-        row[column] = without_nulls(value)
-    system = row.pop("system", None)
-    messages = [message_of({"role": "system", "content": system})] if system else []
-    name = next((name for name in ("messages", "conversations") if name in row), None)
-    pair = next((names for names in PAIRS if row.keys() >= {*names}), None)
-    if name and (row[name] is not None or not pair):  # null in rows of another form
-        messages += [message_of(turn, name) for turn in parsed(row.pop(name), name, list) or []]
-    elif pair and isinstance(row[pair[0]], list):  # two lists of messages, as TRL has them
-        messages += [message_of(m) | {"weight": 0} for m in row.pop(pair[0])]
-        messages += [message_of(m) for m in row.pop(pair[1])]
-    elif pair:
-        pairs = parsed(row.pop("history", None), "history", list) or []
-        if not all(isinstance(turn, list) and len(turn) == 2 for turn in pairs):
-            sys.exit(f"error: history must be a list of pairs, not {str(pairs)[:60]!r}")
-        # A cell may be 0, which is false, but is no empty cell.
-        parts = [row.pop(pair[0]), row.pop("input", None) if "output" in pair else None]
-        question = "\n\n".join(str(part) for part in parts if part not in (None, ""))
-        for asked, answer in [*pairs, (question, row.pop(pair[1]))]:
-            messages.append(message_of({"role": "user", "content": asked}))
-            messages.append(message_of({"role": "assistant", "content": answer}))
-    else:
-        sys.exit(f"error: the columns are {[*row]}: rename them to messages, or to one of {PAIRS}")
-    tools = [parsed(tool, "tools") for tool in parsed(row.pop("tools", None), "tools", list) or []]
-    return messages, tools or None
-
-
-def message_of(message, column="the row"):
-    """A message as templates read it: a role, a content, and calls of tools as dictionaries."""
-    message = parsed(message, f"a message of {column}", dict) or {}
-    message = {key: value for key, value in message.items() if value not in (None, [])}
-    if "tool_calls" in message:
-        calls = parsed(message["tool_calls"], "tool_calls", list) or []
-        message["tool_calls"] = [parsed(call, "a call of a tool", dict) or {} for call in calls]
-    role = message.pop("from", message.get("role"))
-    content = message.pop("value", message.get("content"))
-    if content is None and "tool_calls" in message:
-        content = ""
-    # A template would write None or a list as text, and the model would learn it.
-    if not isinstance(role, str) or not isinstance(content, str):
-        sys.exit(f"error: role and content of a message must be text, perhaps empty: {message}")
-    for call in message.get("tool_calls", []):
-        if "function" in call:
-            call["function"] = parsed(call["function"], "the function of a call", dict) or {}
-        function = call.get("function", call)
-        if isinstance(function.get("arguments"), str):  # servers parse this text, too
-            function["arguments"] = parsed(function["arguments"], "arguments") or {}
-    return message | {"role": ROLES.get(role, role), "content": content}
-
-
 # -- Flags -----------------------------------------------------------------------------------------
 
 # CHAT: Conversations about Python's own library. The tiny model has no template of its own.
@@ -1027,7 +902,8 @@ def parse_args():
     # CHAT: A chat model, which has a chat template.
     add("-m", "--model-name", type=str, default="meta-llama/Llama-3.2-1B-Instruct", help="or path")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    add("-d", "--dataset-name", type=str, default="tatsu-lab/alpaca", help="Hub id, files, folder")
+    # CHAT: Rows of this dataset have messages.
+    add("-d", "--dataset-name", type=str, default="HuggingFaceH4/no_robots", help="Hub id, folder")
     add("--chat-template", type=str, help="a Jinja file, in place of the model's own template")
     add("--template-options", type=dict, default={}, help="such as '{enable_thinking: false}'")
     add("--packing", action=switch, default=True, help="several conversations in a sample")
