@@ -162,6 +162,8 @@ CHAPTERS = {
     # With another optimizer
     18: {"ranks": 1, "flags": ["-b", 8]},
     "18, two ranks": {"ranks": 2, "flags": ["-b", 4], "same": 18},
+    # In 8 bits
+    20: {"ranks": 1, "flags": ["-b", 8], "needs": ("torchao",)},
     # On conversations
     16: {"ranks": 1, "flags": ["-b", 8, *CHAT]},
     "16, two ranks": {"ranks": 2, "flags": ["-b", 4, *CHAT], "same": 16},

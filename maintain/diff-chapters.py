@@ -32,6 +32,7 @@ CONTINUES = {
     "17-lora": "16-chat",
     "18-muon": "03-fsdp",
     "19-chunked-loss": "03-fsdp",
+    "20-float8": "03-fsdp",
 }
 # The same for the scripts of learn/in-short/. Only single.py continues none.
 SHORT = {
@@ -42,6 +43,7 @@ SHORT = {
     "context_parallel": "fsdp",
     "expert_parallel": "fsdp",
     "muon": "fsdp",
+    "float8": "fsdp",
     "local_steps": "ddp",
     "chat": "ddp",
 }

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -267,6 +268,18 @@ def require(*programs: str) -> None:
         if not shutil.which(program, path=path):
             missing = pytest.fail if os.environ.get("CI") else pytest.skip
             missing(f"no {program}: apt install {PACKAGES[program]}")
+
+
+@pytest.fixture(scope="module")
+def torchao():
+    """The package of chapter 20. It is apart, because beside it all scripts print its warnings."""
+    folder = Path(sys.prefix) / "float8"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(folder)])
+        if not importlib.util.find_spec("torchao"):
+            missing = pytest.fail if os.environ.get("CI") else pytest.skip
+            missing(f"no torchao: pip install -c constraints.txt --no-deps -t {folder} torchao")
+        yield
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

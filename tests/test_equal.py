@@ -175,11 +175,12 @@ def described(folder, name, number, model, batch, more) -> dict:
     return case | {"flags": [str(flag) for flag in flags]}
 
 
-def run(folder, name, cases, processes) -> None:
+def run(folder, name, cases, processes, before="") -> Job:
     (folder / f"{name}.json").write_text(json.dumps(cases))
     many, output = REPOSITORY / "tests" / "many_trainings.py", folder / f"{name}.txt"
-    job = Job(many, [folder / f"{name}.json"], output, processes)
+    job = Job(many, [folder / f"{name}.json"], output, processes, before=before)
     assert job.wait(500) == 0, job.output[-5000:]
+    return job
 
 
 def accumulation(ranks, number, batch, more) -> list:

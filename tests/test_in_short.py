@@ -1,6 +1,7 @@
 """The scripts of learn/in-short/: the losses, gradient norms and weights of a single process, diffs
 and their page, and what a damage does."""
 
+import importlib
 import json
 import re
 import shutil
@@ -214,7 +215,7 @@ def expected_of(name, short, request, processes):
     return request.getfixturevalue(fixtures.get(name, "single"))
 
 
-PROCESSES = [(name, 2) for name in SCRIPTS if name != "single"]
+PROCESSES = [(name, 2) for name in SCRIPTS if name not in ("single", "float8")]
 PROCESSES += [("fsdp", 4), ("expert_parallel", 4), ("muon", 4)]
 
 
@@ -223,6 +224,30 @@ def test_trains_as_one_process(short, request, name, processes):
     """Losses, gradient norms and saved weights: those of single.py, or of a plain loop."""
     run = short(name, processes)
     assert_equal(run, expected_of(name, short, request, processes))
+
+
+# single.py with the layers of float8.py
+IN_8_BITS = """float8.convert_to_float8_training(
+    model,
+    config=float8.Float8LinearConfig(emulate=True),
+    module_filter_fn=lambda layer, name: name != "lm_head",
+)
+optimizer = torch.optim.AdamW"""
+
+
+@pytest.mark.rest
+def test_float8_rounds_as_one_process(torchao, short, single):
+    """One rank is exact. On two ranks, inputs and gradients have other scales."""
+    changes = {"optimizer = torch.optim.AdamW": IN_8_BITS}
+    changes["import torch\n"] = "import torch\nfrom torchao import float8\n"
+    changes["model.save_pretrained(output)"] = MIXTURE["model.save_pretrained(output)"]
+    rounded = short("single", damages=changes)
+    importlib.import_module("torchao.float8")  # so that torch.load() knows its tensors
+    assert_equal(short("float8", 1), rounded)
+    found = differences(short("float8", 2), rounded)
+    assert 0 < found["loss"] < 1e-3
+    assert 0 < found["gradient norm"] < 0.03
+    assert differences(single, rounded)["loss"] > 1e-6
 
 
 # What chapter 1 has, and single.py does not: a schedule, weight decay, evaluation

@@ -180,6 +180,14 @@ def test_demo_and_the_commands_after_it(tmp_path):
     assert "03-fsdp/train-llm.py" in (tmp_path / "page.html").read_text()
 
 
+@pytest.fixture
+def packages(request):
+    """Of chapter 20. For the others, torchao stays out of the way."""
+    if "20-float8" in request.node.name:
+        request.getfixturevalue("torchao")
+
+
+@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.parent.name)
 def test_flags_are_those_of_help(tmp_path, chapter):
     """A chapter has the flags of those that it continues, and may change their defaults."""
@@ -254,6 +262,7 @@ def assert_flags_are_understood(script, flags: str, output) -> None:
     assert_one_sentence(run.output, 'Parser key "log_freq"')
 
 
+@pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("readme", READMES)
 def test_chapter_readme_commands(tmp_path, readme):
     text = (REPOSITORY / readme).read_text()
