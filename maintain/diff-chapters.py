@@ -33,6 +33,7 @@ CONTINUES = {
     "18-muon": "03-fsdp",
     "19-chunked-loss": "03-fsdp",
     "20-float8": "03-fsdp",
+    "21-sharded-loading": "03-fsdp",
 }
 # The same for the scripts of learn/in-short/. Only single.py continues none.
 SHORT = {

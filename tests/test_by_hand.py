@@ -27,7 +27,7 @@ def launch(name: str, folder, processes: int, text: str | None = None) -> list[s
 
 def results(output: str) -> list[tuple[int, float]]:
     """Bytes and largest difference, for each part of the script."""
-    found = re.findall(r"(\d+) bytes sent, largest difference ([-+.e\d]+|nan|inf)", output)
+    found = re.findall(r"(\d+) bytes (?:sent|read), largest difference ([-+.e\d]+|nan|inf)", output)
     return [(int(sent), float(difference)) for sent, difference in found]
 
 

@@ -250,6 +250,7 @@ def nothing_is_imported(step: Step) -> Complaints:
 WHOLE_JOB = {"join_process_group", "gather", "parse_args", "build_model", "shard_model"}
 WHOLE_JOB |= {"describe_run", "save_checkpoint"}
 WHOLE_JOB |= {"Compression", "own_chunks", "shard_experts"}  # of chapters 8, 11 and 12
+WHOLE_JOB |= {"load_model", "save_layers"}  # of chapter 21
 
 
 def shares_have_names(step: Step) -> Complaints:

@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Folder, assert_same_losses, damaged, save_uneven_weights, write_model
+from conftest import (
+    Folder,
+    assert_same_losses,
+    damaged,
+    final_tensors,
+    save_uneven_weights,
+    write_model,
+)
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, free_port
-from safetensors.torch import load_file
 from test_muon import with_torch_muon
 
 pytestmark = pytest.mark.rest
@@ -205,10 +211,6 @@ class Case(Folder):
         files = sorted(self.folder.glob(f"gradients-{step}-*"))
         return {name: g for file in files for name, g in torch.load(file).items()}
 
-    def tensors(self) -> dict:
-        files = [load_file(file) for file in self.folder.glob("final/*.safetensors")]
-        return {name: tensor for file in files for name, tensor in file.items()}
-
 
 def worst(expected: dict, found: dict) -> tuple[float, str]:
     """The largest relative error of the gradient of a parameter, and its name."""
@@ -223,12 +225,12 @@ def worst(expected: dict, found: dict) -> tuple[float, str]:
 def differences(single: Case, case: Case) -> list[str]:
     try:
         assert_same_losses(single, case, STEPS, **OFF)
-        is_mixture = any("experts" in name for name in single.tensors())
+        is_mixture = any("experts" in name for name in final_tensors(single))
         for step in (1,) if is_mixture else (1, 2):  # a router may choose another expert then
             error, name = worst(single.gradients(step), case.gradients(step))
             print(f"{case.folder.name}: step {step}, {error:.1e} ({name})")
             assert error < 1e-4, (step, name, error)
-        a, b = single.tensors(), case.tensors()
+        a, b = final_tensors(single), final_tensors(case)
         assert a.keys() == b.keys()
         for name in a:
             torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)

@@ -222,8 +222,14 @@ def test_output(tmp_path, estimate):
     path.write_text(json.dumps(LLAMA))
     count = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).num_parameters()
     options = f"-m {path} -s 64 -b 4 --no-compile --gpu-memory 0.015 --devices 1 4"
-    status, text = estimate(*options.split())
+    status, text = estimate(*options.split(), "--sharded-loading")
     assert status == 0, text
+    loading = re.findall(r"^\| (start|end), .* \| +(\S+) \| +(\S+) \|$", text, re.MULTILINE)
+    embeddings = 4e-9 * 2048 * 64
+    sizes = [2, 1, 2, 2, 1, 1.25]  # two tensors, a unit, a unit and the shard of a rank
+    for (_, in_3, in_21), size in zip(loading, sizes, strict=True):
+        assert (float(in_3), float(in_21)) == (round(4e-9 * count, 4), round(size * embeddings, 4))
+    text = re.sub(r"\n\| (CPU memory, GB|start|end).*", "", text)
     assert "--no-compile is faster" not in text
     assert f"{count:,} parameters" in text
     rows = [re.split(r" +\| +", row) for row in re.findall(r"^\| (.*) \|$", text, re.MULTILINE)]

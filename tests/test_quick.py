@@ -22,12 +22,12 @@ from conftest import (
     assert_opens,
     assert_same_losses,
     assert_same_model,
+    final_tensors,
     resume,
     save_weights,
     write_documents,
 )
 from runner import CHAPTERS_BY_NUMBER, load, run_tool
-from safetensors.torch import load_file
 from test_chat import DEMO_TEMPLATE, assert_equal, flags_for, plain_loop
 from test_fsdp import OFF
 from test_hf_trainer import STOP, Runs
@@ -78,6 +78,7 @@ CHAPTERS = {
     ),
     "18-muon": (["-b", 2, *TWICE], ["--lr", "fast"], "lr"),
     "19-chunked-loss": (["-b", 2, *TWICE], ["--no-chunks"], "--no-chunks"),
+    "21-sharded-loading": (["-b", 2, *TWICE], ["--sharded"], "--sharded"),
 }
 # Others train `pretrained`, on two ranks.
 MODELS = {"11-context-parallel": "far_looking", "12-expert-parallel": "mixtral"}
@@ -160,7 +161,7 @@ def test_one_job(trainer, request, chapter):
 
 def assert_same_weights(a, b) -> None:
     """But for the order in which fp32 numbers are added up."""
-    a, b = (load_file(run.folder / "final" / "model.safetensors") for run in (a, b))
+    a, b = final_tensors(a), final_tensors(b)
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)

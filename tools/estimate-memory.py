@@ -896,6 +896,18 @@ def course_table(traces: Traces, method: Method, devices: int) -> str:
     return markdown(rows)
 
 
+def loading_table(traces: Traces, devices: int) -> str:
+    """CPU memory at the start and at the end, in chapter 3 and in chapter 21."""
+    whole = 4 * numel(traces.parameters)
+    tensor = 4 * max(map(math.prod, traces.parameters))  # and the tensor that was read before it
+    unit = 4 * max(map(numel, traces.units.values()))
+    sizes = {"start, pretrained": 2 * tensor, "start, from scratch": unit}
+    sizes["end, final/"] = unit * (1 + 1 / devices)
+    rows = [["CPU memory, GB", "chapter 3, rank 0", "chapter 21, each rank"]]
+    rows += [[moment, *in_gb([whole, size], whole)] for moment, size in sizes.items()]
+    return markdown(rows)
+
+
 def in_gb(sizes, largest: float) -> list[str]:
     """With as many digits as suit the largest one."""
     digits = 1 if largest >= 10e9 else 2 if largest >= 1e9 else 4
@@ -930,6 +942,8 @@ LEGEND = f"""
 - sparse low-rank: chapter 14 with --rank
 - chat: chapter 16 with --packing; LoRA: chapter 17 with --lora-rank, also packed
 - Muon: chapter 18, with --muon. Of its temporary tensors, only the two of the exchange are counted
+- CPU memory of start and end: fp32, without shards, which --cpu-offload keeps there, and without
+  the parts from which mixtures of experts join a tensor
 - In chapters 6, 11 and 13, a batch is that of a group of devices."""
 
 
@@ -971,6 +985,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--dtype", choices=BYTES, help="compute precision [bf16 for cuda, fp32 for cpu]")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
     add("--chunked-loss", action="store_true", help="as chapter 19")
+    add(
+        "--sharded-loading",
+        action="store_true",
+        help="also CPU memory of start and end, chapter 21",
+    )
     add("--compile", action=argparse.BooleanOptionalAction, help="[on for cuda, off for cpu]")
     add("--explain", action="store_true", help="also each moment of a step")
     args = parser.parse_args(argv)
@@ -1033,6 +1052,7 @@ def main(argv=None) -> None:
         for devices in args.devices:
             plural = "s" if devices > 1 else ""
             lines += ["", f"{devices} device{plural}", "", table(traces, devices)]
+            lines += ["", loading_table(traces, devices)] if args.sharded_loading else []
         lines += [LEGEND]
         for method in methods(devices, args) if args.explain else ():
             title = f"{method.name} on {devices}, GB in the course of a step:"

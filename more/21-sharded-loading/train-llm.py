@@ -1,0 +1,816 @@
+"""Chapter 21: no rank ever holds the whole model, neither at the start nor at the end of a run.
+
+In chapter 3, rank 0 reads or draws the whole model in CPU memory, and gathers it there at the end.
+A model of 70B parameters then takes 282 GB. Here each rank reads or draws one weight after the
+other, and keeps only its rows. At the end, each rank writes some of the layers. All weights are
+those of chapter 3, bit for bit. Comments with LOAD 1 to 8 mark the ideas.
+
+    torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
+    torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-load     # all GPUs of a node
+"""
+
+import atexit
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import sysconfig
+import time
+import uuid
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from glob import escape, glob
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # LOAD: no threads that read in advance
+os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
+os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
+import comet_ml
+import datasets
+import numpy as np
+import psutil
+import pyarrow.compute
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from filelock import FileLock
+from jsonargparse import ActionYesNo, ArgumentParser, typing
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available
+
+# DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
+RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
+PARENTS = Path(__file__).resolve().parents
+REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+received_signals = []  # the handler of signals appends to this list, and the loop reads it
+
+
+@record  # DDP: torchrun then reports the traceback of the rank that failed first
+def main():
+    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    if RANK > 0:  # DDP: the others would print the same
+        sys.stdout = open(os.devnull, "w")
+    args = parse_args()
+    # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
+    device = join_process_group()
+    args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
+    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
+
+    # Data.
+    accumulation = args.gradient_accumulation_steps
+    # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
+    dp_rank = RANK  # the number of this share of the data. Later chapters have fewer shares
+    dp_size = WORLD_SIZE
+    global_batch = args.batch_size * accumulation * dp_size
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
+    # DDP: One rank of this torchrun tokenizes. The others wait, and then read its cache.
+    with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
+        train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
+    # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
+    train_samples = len(train_tokens) // args.seq_length
+    if train_samples < global_batch or len(eval_tokens) < args.seq_length:
+        sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
+    say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
+    order = sample_order(args, train_samples)  # of all epochs
+
+    # A run with -e continues from its newest checkpoint. How many steps are left?
+    setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
+    run_folder, checkpoint, state = open_run(args, setup)
+    # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
+    setups = gather(setup | {"step of the checkpoint": state.step})
+    differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
+    if differing:
+        sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
+    total_steps = state.step + (len(order) - state.samples) // global_batch
+    if args.max_steps:
+        total_steps = min(total_steps, args.max_steps)
+    if run_folder and state.step >= total_steps and (run_folder / "final").exists():
+        say(f"Already complete: choose another -e, or delete {run_folder}")
+        return
+
+    # Model and optimizer.
+    # LOAD 1: Each rank goes through all weights, one after the other, and keeps its rows of each.
+    # The weights of `outline` are meta tensors, with these rows as an attribute.
+    outline = load_model(args, device)
+    model = build_model(args, device, outline)
+    largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
+    if largest >= model.config.vocab_size:
+        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    groups = parameter_groups(model, args)
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
+    scheduler = get_scheduler(
+        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
+    )
+    rate_factor = scheduler.lr_lambdas[0]  # this function alone: the scheduler never steps
+    # fp16 rounds gradients below 3e-8 to zero, so the scaler makes them larger for a while.
+    scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
+    stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
+    if checkpoint:
+        # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
+        # sharded_state() makes AdamW's moments, and has the tensors that dcp.load() fills.
+        dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
+    run_log = None
+    if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
+        parameters = setup | describe_run(model, device, train_samples)
+        run_log = RunLog(args, run_folder, checkpoint, state, parameters)
+        run_log.comet.set_model_graph(str(model))  # the architecture as text
+    # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
+    # DDP: torchrun passes SIGUSR1 on with --signals-to-handle, and kills after --shutdown-timeout.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+            signal.signal(number, remember_signal)
+
+    # The training loop.
+    loss_sum = torch.zeros((), device=device)
+    logged_step = state.step
+    logged_time = time.perf_counter()
+    # disable=None: no bar where the output goes to a file
+    progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
+    stop_signal = 0  # none
+    model.train()  # with dropout, if the model has any
+    while state.step < total_steps and not stop_signal:
+        step = state.step + 1
+        at_end = step == total_steps
+        eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
+        save_now = step % args.ckpt_freq == 0 or at_end
+        log_now = step % args.log_freq == 0 or eval_now or save_now
+        times = defaultdict(float)  # milliseconds of each phase
+        # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
+        wait = log_now and device.type != "cpu"
+        # Several small passes need less memory than one large pass, and their gradients add up.
+        for micro_step in range(accumulation):
+            # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
+            first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
+            torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
+            # FSDP: Until gradients are averaged, each rank holds whole ones. To save this memory,
+            # --reshard-after-forward averages after each micro-batch, and not only after the last.
+            communicate = args.reshard_after_forward or micro_step == accumulation - 1
+            model.set_requires_gradient_sync(communicate)
+            model.set_reshard_after_backward(communicate)
+            with timed("data", times, wait):
+                indices = order[first : first + args.batch_size]
+                input_ids = read_batch(train_tokens, indices, args, device)
+            with timed("forward", times, wait):
+                # The model shifts the labels itself, so that each token predicts the next one.
+                # A cache of keys and values serves generation. In training it only takes memory.
+                loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+                loss = loss / accumulation  # the micro-batches of a step then add up to a mean
+            with timed("backward", times, wait):
+                scaler.scale(loss).backward()
+            loss_sum += loss.detach()  # the number alone, without its graph
+        with timed("update", times, wait):
+            scaler.unscale_(optimizer)  # fp16: divide the gradients by the scale
+            # Clip the gradient of the whole step, so that no bad batch spoils the weights.
+            max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            # FSDP 3: The norm over all ranks is a DTensor. full_tensor() makes it a plain tensor.
+            grad_norm = grad_norm.full_tensor()
+            rate = args.lr * rate_factor(state.step)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
+            scaler.update()  # a lower scale after infinite gradients, and later a higher one
+            optimizer.zero_grad()  # because backward() adds to the gradients
+        state.step = step
+        state.samples += global_batch
+        state.epoch = state.samples / train_samples
+        progress.update()
+
+        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        stop_signal = max(gather(max(received_signals, default=0)))
+        if stop_signal:  # a cluster waits some 30 s only, so save at once
+            eval_now = False
+            save_now = log_now = True
+        if log_now:
+            # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
+            dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
+            # `.item()` waits until the GPU has computed the number, so not every step calls it.
+            mean_loss = loss_sum.item() / (step - logged_step)
+            seconds = (time.perf_counter() - logged_time) / (step - logged_step)
+            metrics = {
+                "loss": mean_loss,
+                "learning_rate": rate,
+                "grad_norm": grad_norm.item(),
+                "tokens_per_second": global_batch * args.seq_length / seconds,
+                "time/total_ms": 1e3 * seconds,  # mean per step since the last log
+                **times,  # phases of this step alone
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
+            }
+            numbers = f"loss {mean_loss:.4f}  lr {rate:.2e}  {metrics['tokens_per_second']:,.0f}"
+            say(f"step {step}/{total_steps}  {numbers} tokens/s")
+            if run_log:
+                run_log.log(state, metrics)
+            # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
+            norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
+            if not math.isfinite(mean_loss) or norm_is_wrong:
+                sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
+            loss_sum.zero_()
+            logged_step = step
+        if eval_now:
+            eval_loss = evaluate(model, eval_tokens, args, device, dp_rank, dp_size)  # DDP: shares
+            say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
+            if run_log:
+                run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
+        if save_now and run_folder:
+            save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
+        if log_now:
+            logged_time = time.perf_counter()  # so evaluation and checkpoint do not count
+
+    if run_folder and state.step >= total_steps:
+        # LOAD 2: Each rank writes some of the layers of the last checkpoint, one at a time.
+        checkpoint = run_folder / f"step-{state.step:08d}"
+        with new_folder(run_folder / "final") as folder:
+            if RANK == 0:
+                outline.save_pretrained(folder, state_dict={})  # LOAD: all files but the weights
+                tokenizer.save_pretrained(folder)
+            gather(None)  # LOAD: wait for rank 0, because save_pretrained() removes older weights
+            save_layers(outline, checkpoint, folder)
+        say(f"Done: the model is in {run_folder / 'final'}")
+    gather(None)  # DDP: waits until rank 0 has written
+    dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
+    if state.step < total_steps:
+        say(f"Stopped after step {state.step}: with -e, the same command continues the run")
+        sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
+
+
+# -- Model and optimizer ---------------------------------------------------------------------------
+
+
+def build_model(args, device, outline):
+    """The model on `device`, with its attention, and compiled if asked for."""
+    # FSDP 5: Make and shard a model of meta tensors, which have shapes and take no memory.
+    # LOAD: Then the rows of this rank become its shards. A checkpoint is read later, by dcp.load.
+    config = AutoConfig.from_pretrained(args.model_name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=args.attention
+        )
+    # FSDP: No autocast, because the policy in shard_model() casts the weights that FSDP gathers.
+    shard_model(model, args, device)
+    fill_shards(outline, model, device)  # LOAD: nothing is sent
+    use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
+    if args.attention is None and use_flash and model._supports_flash_attn:
+        model.set_attn_implementation("flash_attention_2")
+    # Attention may cross borders of documents. So leave out their search, which waits for the GPU.
+    transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    # All decoder layers have this class, also without activation checkpointing.
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    say(f"Attention {model.config._attn_implementation}, {args.dtype}, {len(layers)} layers")
+    if args.activation_checkpointing:
+        # A layer keeps only its input. The backward pass computes the rest a second time.
+        model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
+    if args.compile:
+        # Compile each layer, not the whole model. Then no attention mask is built, so the kernels
+        # that are fast without a mask can run. Layers of one kind also share their compiled code.
+        for layer in layers:
+            layer.compile()
+        model.loss_function = torch.compile(model.loss_function)  # no fp32 copy of the logits
+    return model
+
+
+def shard_model(model, args, device):
+    """Gives each rank a shard of every parameter: memory, without values yet."""
+    # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
+    if args.cpu_offload:
+        policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # FSDP 7: Each layer is a unit, which FSDP gathers and frees. So one or two layers are whole.
+    for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
+        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
+    # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
+    if not model.all_tied_weights_keys:
+        embeddings = model.get_input_embeddings()
+        fully_shard(embeddings, reshard_after_forward=args.reshard_after_forward, **policy)
+        embeddings.set_unshard_in_backward(False)  # their backward pass needs no weights
+        # The backward pass begins with the head, so the head stays whole after the forward pass.
+        fully_shard(model.get_output_embeddings(), reshard_after_forward=False, **policy)
+    # The root has the rest, such as the last norm, and stays whole from forward to backward pass.
+    fully_shard(model, **policy)
+    # FSDP 8: Take memory only for the shards of this rank, because other ranks have the rest.
+    model.to_empty(device="cpu" if args.cpu_offload else device)
+
+
+def fill_shards(outline, model, device):
+    """Makes the rows that `outline` has kept the shards of the model, and copies its buffers."""
+    # LOAD: Wait for all ranks. Some may read the files for longer than the usual limit.
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+    outline.tie_weights()  # LOAD: of two tied weights, the second one frees its rows
+    for name, weight in model.named_parameters():
+        # LOAD 3: The rows become the shard as they are, because a copy would take memory twice.
+        rows = outline.get_parameter(name).rows
+        layout = {"shape": weight.shape, "stride": weight.stride()}
+        shard = DTensor.from_local(rows, weight.device_mesh, weight.placements, **layout)
+        torch.utils.swap_tensors(weight, torch.nn.Parameter(shard))
+        del outline.get_parameter(name).rows  # LOAD: FSDP may put a copy in their place
+    # LOAD: Every rank has all buffers, such as the rotary frequencies, so nothing is sent.
+    for name, buffer in model.named_buffers():
+        buffer.data = outline.get_buffer(name).to(device)
+    model.generation_config = outline.generation_config
+
+
+def load_model(args, device):
+    """A model of meta tensors, and the rows of this rank: of pretrained weights or random ones."""
+    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
+    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+
+    def keep_rows(module, name, weight):
+        if weight.is_meta:
+            return weight
+        # LOAD 4: Keep the rows that fully_shard() gives to this rank: equal parts, rounded up.
+        size = math.ceil(len(weight) / WORLD_SIZE)
+        rows = weight.detach()[RANK * size : (RANK + 1) * size]
+        rows = rows.to("cpu" if args.cpu_offload else device, copy=True)
+        meta = torch.nn.Parameter(weight.to("meta"), weight.requires_grad)
+        meta.rows = rows.contiguous()
+        return meta
+
+    # LOAD 5: PyTorch calls this hook with each weight that a module gets, and takes its result.
+    # So a whole weight is freed as soon as Transformers has put it into its module.
+    hook = register_module_parameter_registration_hook(keep_rows)
+    if args.from_scratch:
+        config = AutoConfig.from_pretrained(args.model_name)
+        model = AutoModelForCausalLM.from_config(config, **options)
+        hook.remove()
+        # How many random numbers from_config() takes depends on its version, so draw them again.
+        # LOAD: until then, the rows have no values.
+        torch.manual_seed(args.seed)
+        draw_weights(model, keep_rows)
+        return model
+    source = args.model_name
+    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    hook.remove()
+    if info["missing_keys"]:  # Transformers fills these tensors with random numbers
+        sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
+    return model
+
+
+def draw_weights(model, keep_rows):
+    """Draws the random weights of chapter 1 in its order, unit by unit, and keeps the rows."""
+    units = {m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)} | {model}
+    if not model.all_tied_weights_keys:
+        units |= {model.get_input_embeddings(), model.get_output_embeddings()}
+
+    def draw(module):
+        # LOAD 6: Every rank draws all numbers, because each number depends on those before it.
+        for name, weight in module.named_parameters(recurse=False):
+            not_drawn = torch.full_like(weight, math.nan, device="cpu")
+            setattr(module, name, torch.nn.Parameter(not_drawn))
+        model.tie_weights(recompute_mapping=False)
+        model._init_weights(module)
+        if module not in units:
+            return
+        # LOAD 7: Keep the rows of a unit when all of it is drawn, and free the rest. Not earlier,
+        # because some families draw a layer's weights once more for the layer itself.
+        for part in module.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                if not weight.is_meta and weight.sum().isnan():
+                    sys.exit(f"error: Transformers draws {name} elsewhere: use chapter 3")
+                setattr(part, name, keep_rows(part, name, weight))
+
+    model.apply(draw)  # calls draw(module) for all modules, those inside of a module first
+
+
+def parameter_groups(model, args):
+    """Weight decay for matrices; none for biases and norms, which have one dimension."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    return [decay, {"params": vectors, "weight_decay": 0.0}]
+
+
+# -- Data and evaluation ---------------------------------------------------------------------------
+
+READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
+READERS |= {".csv": "csv", ".parquet": "parquet"}
+EVAL_SAMPLES = 1000  # held-out samples at most, because each evaluation takes time
+
+
+def load_tokens(args, tokenizer):
+    """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
+    name, _, train_split = os.path.expanduser(args.dataset_name).partition(":")  # NAME:SPLIT
+    reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
+    if os.path.isdir(name):
+        if not glob(f"{escape(name)}/train-*.parquet"):
+            sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
+        splits = datasets.load_dataset("parquet", data_dir=name)
+    elif reader:
+        files = glob(name, recursive=True)
+        if not files:
+            sys.exit(f"error: there are no files for {name}")
+        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+            sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
+        options = {"sample_by": "document"} if reader == "text" else {}  # a file is one document
+        splits = datasets.load_dataset(reader, data_files=name, **options)
+    else:  # a dataset on the Hub
+        splits = datasets.load_dataset(name, args.dataset_subset)
+    train_tokens = tokenize_split(splits.pop(train_split or "train"), tokenizer, args.text_column)
+    eval_split = splits.get("validation") or splits.get("test")
+    if eval_split:
+        eval_tokens = tokenize_split(eval_split, tokenizer, args.text_column)
+        return train_tokens, eval_tokens.slice(length=EVAL_SAMPLES * args.seq_length)
+    samples = len(train_tokens) // args.seq_length
+    held_out = min(max(1, samples // 100), EVAL_SAMPLES)
+    end = max(0, samples - held_out) * args.seq_length
+    return train_tokens.slice(length=end), train_tokens.slice(offset=end)
+
+
+def tokenize_split(documents, tokenizer, column):
+    """All documents of a split as one array of token ids."""
+    if column not in documents.column_names:
+        sys.exit(f"error: no column {column!r}: choose --text-column of {documents.column_names}")
+    tokenized = documents.map(
+        tokenize,
+        batched=True,
+        batch_size=1 if documents.info.builder_name == "text" else 32,  # files may be large
+        fn_kwargs={"tokenizer": tokenizer, "column": column},
+        remove_columns=documents.column_names,  # keep only the token ids
+    )
+    # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
+    tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
+    say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
+    return tokens
+
+
+def tokenize(rows, tokenizer, column):
+    """The token ids of each document that is not empty, with one end-of-text token at its end."""
+    texts = [text for text in rows[column] if text]
+    # Text files with many documents mark the end of each document like this.
+    texts = [part for text in texts for part in text.split("<|endoftext|>") if part]
+    documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
+
+
+def sample_order(args, train_samples):
+    """The samples of all epochs in their order. The seed decides it, so a resume repeats it."""
+    permutations = []
+    for epoch in range(args.num_epochs):
+        generator = np.random.RandomState((args.seed, epoch))  # equal in all versions of NumPy
+        permutations.append(generator.permutation(train_samples))
+    return np.concatenate(permutations)
+
+
+def read_batch(tokens, indices, args, device):
+    """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
+    size = args.seq_length
+    samples = [tokens.slice(offset=i * size, length=size).to_numpy() for i in indices]
+    batch = torch.from_numpy(np.stack(samples))
+    if device.type == "cuda":
+        batch = batch.pin_memory()  # the GPU copies from pinned memory, while Python goes on
+    return batch.to(device, non_blocking=batch.is_pinned()).long()  # int64, as the loss wants it
+
+
+@torch.no_grad()
+def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank has a share
+    """The mean loss over all held-out samples, in nats per token."""
+    model.eval()  # no dropout
+    loss_sum = torch.zeros((), device=device)
+    samples = len(tokens) // args.seq_length
+    # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
+    for begin in range(0, samples, dp_size * args.batch_size):
+        first = begin + dp_rank * args.batch_size
+        indices = range(first, min(first + args.batch_size, samples))
+        # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
+        # A rank without a batch evaluates sample 0, with weight 0.
+        input_ids = read_batch(tokens, indices or [0], args, device)
+        loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+        loss_sum += loss * len(indices)  # the last batch may be smaller
+    dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
+    model.train()  # dropout on again
+    return loss_sum.item() / samples
+
+
+# -- Checkpoints -----------------------------------------------------------------------------------
+
+# A resumed run must keep these flags and facts, because they decide what the samples are.
+LASTING = ["model_name", "dataset_name", "dataset_subset", "text_column", "dataset_tokens"]
+LASTING += ["seq_length", "seed", "dtype"]
+# These may change without a word. All others may change, too, with a warning.
+FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
+FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
+
+
+def open_run(args, setup):
+    """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
+    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
+    if not args.experiment_name:
+        say("Without -e, this run saves no model, no checkpoints and no logs")
+        return None, None, state
+    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(run_folder / "lock")
+    if RANK == 0:  # DDP: one lock for all ranks
+        lock.acquire(timeout=0)  # fails if another process trains in this folder
+    atexit.register(lock.release)  # a reference, or the lock would end with this function
+    checkpoint = max(run_folder.glob("step-????????"), default=None)
+    if checkpoint:
+        say(f"Continuing from {checkpoint}")
+        state = SimpleNamespace(**json.loads((checkpoint / "state.json").read_text()))
+        before = json.loads((checkpoint / "parameters.json").read_text())
+        for name, now in setup.items():
+            change = f"{name} was {before.get(name)}, and is {now} now"
+            if now != before.get(name) and name in LASTING:
+                sys.exit(f"error: {change}: keep it, or choose another -e")
+            if now != before.get(name) and name not in FREE:
+                say(f"warning: {change}")
+    return run_folder, checkpoint, state
+
+
+def sharded_state(model, stateful):
+    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
+    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    return stateful | {"model": weights, "optimizer": moments}
+
+
+def save_layers(outline, checkpoint, folder):
+    """Writes the weights of a checkpoint as other programs want them: whole, with an index."""
+    layers = defaultdict(dict)
+    for name, tensor in outline.state_dict().items():
+        # FSDP: A tied weight has two names. Transformers saves one of them.
+        if name not in outline.all_tied_weights_keys:
+            # LOAD 8: A file has one layer, or one tensor outside of layers, so one fits in memory.
+            layer = re.match(r".*?\.\d+\.", name)
+            layers[layer[0] if layer else name][name] = tensor
+    file_of = {}
+    for number, of_layer in enumerate(layers.values()):
+        if number % WORLD_SIZE != RANK:
+            continue  # LOAD: another rank writes this layer
+        weights = {name: torch.empty_like(x, device="cpu") for name, x in of_layer.items()}
+        dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
+        # LOAD: Transformers has joined or split tensors of some families. Files have the others.
+        weights = revert_weight_conversion(outline, weights)
+        weights = {name: x.contiguous() for name, x in weights.items()}
+        file = f"model-{number + 1:05}-of-{len(layers):05}.safetensors"
+        save_file(weights, folder / file, metadata={"format": "pt"})
+        file_of |= dict.fromkeys(weights, file)
+    files = {name: file for part in gather(file_of) for name, file in part.items()}
+    if RANK == 0:
+        index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
+        (folder / "model.safetensors.index.json").write_text(index)
+
+
+@contextmanager
+def new_folder(folder):
+    """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
+    temporary = folder.with_name("incomplete")
+    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
+    if RANK == 0:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    dist.barrier()
+    if not all(gather(temporary.exists())):
+        sys.exit(f"error: not all ranks see {temporary}: put --save-dir on a shared disk")
+    yield temporary
+    if RANK > 0:
+        return
+    for file in temporary.glob("*.safetensors"):  # so far, only the owner may read these
+        shutil.copymode(temporary / "tokenizer_config.json", file)
+    os.sync()  # all files are on the disk before the folder gets its name
+    if folder.is_symlink():  # to a folder on another disk
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
+    """Writes all that an exact resume needs, then removes old checkpoints."""
+    with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
+        # FSDP 11: Each rank saves its shards, as none has room for all. It waits for all ranks.
+        dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
+        if RANK > 0:
+            return  # rank 0 does the rest
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        (folder / "state.json").write_text(json.dumps(vars(state), indent=2))
+        shutil.copy(run_folder / "metrics.jsonl", folder)
+        shutil.copy(run_folder / "parameters.json", folder)
+    for old in sorted(run_folder.glob("step-????????"))[: -args.keep_checkpoints]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+# -- Timer, metrics, logs, small helpers -----------------------------------------------------------
+
+
+def join_process_group():
+    """Meets the other ranks, and returns the device of this rank."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next lines, which else use GPU 0
+    store, _, _ = next(dist.rendezvous("env://"))
+    # DDP: torchrun's store outlives dead ranks. So each key begins with the number of restarts.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
+    return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
+
+
+def gather(value):
+    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    values = [None] * WORLD_SIZE
+    dist.all_gather_object(values, value)
+    return values
+
+
+def of_all_ranks(metrics):
+    """Includes each rank's metrics as `memory/rank0/...`. The plain name gets the largest value."""
+    by_rank = gather(metrics)
+    result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
+    for rank, of_rank in enumerate(by_rank):
+        for name, value in of_rank.items():
+            result[name.replace("/", f"/rank{rank}/")] = value
+    return result
+
+
+@contextmanager
+def timed(phase, times, wait):
+    """Adds the milliseconds of a block to `times`. With `wait`, they include the GPU's work."""
+    if wait:
+        torch.accelerator.synchronize()  # until the GPU has done all work before the block
+    begin = time.perf_counter()
+    yield
+    if wait:
+        torch.accelerator.synchronize()
+    times[f"time/{phase}_ms"] += 1e3 * (time.perf_counter() - begin)
+
+
+def memory_metrics(device):
+    """Memory of PyTorch on the GPU in GB (1e9 bytes). Without CUDA, memory of the process."""
+    if device.type != "cuda":
+        return {"memory/resident_gb": psutil.Process().memory_info().rss / 1e9}
+    return {
+        "memory/current_allocated_gb": torch.cuda.memory_allocated() / 1e9,
+        "memory/peak_allocated_gb": torch.cuda.max_memory_allocated() / 1e9,
+        "memory/current_reserved_gb": torch.cuda.memory_reserved() / 1e9,
+        "memory/peak_reserved_gb": torch.cuda.max_memory_reserved() / 1e9,
+    }
+
+
+def describe_run(model, device, train_samples):
+    """Facts about model and machine, which are logged once besides the flags."""
+    on_gpu = device.type == "cuda"
+    return {
+        "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "dataset_samples": train_samples,
+        "parameters_total": model.num_parameters(),
+        "parameters_trainable": model.num_parameters(only_trainable=True),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else device.type,
+        "device_memory_gb": torch.cuda.mem_get_info(device)[1] / 1e9 if on_gpu else None,
+        "torch_version": torch.__version__,
+        "cuda_version": torch.version.cuda,
+        "transformers_version": transformers.__version__,
+    }
+
+
+class RunLog:
+    """Writes metrics and parameters into the folder of the run, and sends the same to Comet."""
+
+    def __init__(self, args, run_folder, checkpoint, state, parameters):
+        (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
+        if checkpoint:
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
+        self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
+        options = {
+            "workspace": args.comet_workspace,
+            "project_name": args.comet_project_name,
+            "experiment_key": state.comet_key,  # a resumed run continues its experiment
+            "experiment_config": comet_ml.ExperimentConfig(
+                name=args.experiment_name, offline_directory=f"{run_folder}/comet"
+            ),
+        }
+        try:
+            has_key = bool(comet_ml.get_config("comet.api_key"))
+            self.comet = comet_ml.start(online=has_key, **options)
+        except Exception as error:  # no network
+            say(f"warning: Comet cannot be reached, so it writes a file ({error!r:.300})")
+            self.comet = comet_ml.start(online=False, **options)
+        self.comet.log_parameters(parameters)
+
+    def log(self, state, metrics):
+        # JSON has no infinity, which the gradient norm may be in fp16.
+        metrics = {name: x if math.isfinite(x) else None for name, x in metrics.items()}
+        entry = {"step": state.step, "epoch": state.epoch} | metrics
+        print(json.dumps(entry), file=self.file, flush=True)
+        self.comet.log_metrics(metrics, step=state.step, epoch=state.epoch)
+
+
+def remember_signal(number, frame):
+    received_signals.append(number)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the next Ctrl-C stops at once
+
+
+def say(message):
+    """Prints a line above the progress bar."""
+    # Ctrl-C also ends `| tee log`. Printing then fails, and must not prevent the last checkpoint.
+    with suppress(OSError):
+        tqdm.write(message)
+
+
+# -- Flags -----------------------------------------------------------------------------------------
+
+DEMO = {
+    "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
+    "model_name": f"{REPOSITORY}/models/tiny-llama",
+    "from_scratch": True,
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "seq_length": 256,
+    "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1, or about that
+    "max_steps": 400,
+    "lr": 2e-3,
+    "warmup_steps": 40,
+    "eval_freq": 100,
+    "ckpt_freq": 200,
+}
+
+
+def parse_args():
+    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    folder_name = typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    add = parser.add_argument
+    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    add("-e", "--experiment-name", type=folder_name, help="names the run: saves, resumes, logs it")
+    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
+    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
+    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
+    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, folder, file or pattern")
+    add("--text-column", default="text", help="the column to train on")
+    add("--dataset-subset", help="configuration name on the Hub")
+    add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
+    add("-b", "--batch-size", type=PositiveInt, default=8, help="samples per forward pass")
+    add("--gradient-accumulation-steps", type=PositiveInt, default=1, help="passes per step")
+    add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
+    add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
+    add("--lr", type=float, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
+    add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
+    add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
+    add("--weight-decay", type=float, default=0.01, help="for matrices only")
+    add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
+    add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
+    add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
+    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
+    add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
+    add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
+    add("--log-freq", type=PositiveInt, default=10, help="steps between logged metrics")
+    add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
+    add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
+    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
+    # DDP: No --device, because torchrun assigns the devices.
+    # FSDP: These two flags choose between speed and memory.
+    add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
+    add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
+    add("--demo", action=switch, default=False, help="a small preset; other flags override it")
+    # Flags win over --config, it over --demo, and --demo over defaults. So parse again after each.
+    if config := parser.parse_args().config:
+        parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
+    if parser.parse_args().demo:
+        parser.set_defaults(DEMO)
+    return parser.parse_args().clone(with_meta=False)  # the flags alone
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except datasets.exceptions.DatasetGenerationError as error:
+        sys.exit(f"error: {error.__cause__}")  # what is wrong in a file
+    except torch.OutOfMemoryError:
+        sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
+    except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
+            raise  # an error in the loop keeps its traceback
+        sys.exit(f"error: {error}")
+    finally:
+        if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
+            time.sleep(5)  # DDP: torchrun ends this rank meanwhile, so one rank prints the error

@@ -1,0 +1,107 @@
+"""Chapter 21: weights, losses and files of chapter 3, and no rank that holds the whole model."""
+
+import json
+import re
+import signal
+
+import pytest
+from conftest import assert_same_model, exact, final_tensors, take_over
+from runner import CHAPTER_3, CHAPTER_21, REPOSITORY, Job
+
+pytestmark = pytest.mark.rest
+
+TOOL = REPOSITORY / "tests" / "families.py"
+# Tied and untied, experts, other names in files, buffers in files, layers of several kinds
+SAMPLE = ["apertus", "bamba", "deepseek_v3", "gemma3_text", "gpt2", "mixtral", "olmo_hybrid"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "families"), [(3, SAMPLE), (2, ["--cpu-offload", "llama", "mixtral"])]
+)
+def test_families_are_those_of_chapter_1(tmp_path, ranks, families):
+    """On 3 ranks, no number of rows divides. With one row, the last ranks have none."""
+    job = Job(TOOL, families, tmp_path / "families.txt", ranks)
+    assert job.wait() == 0, job.output
+    names = [name for name in families if not name.startswith("-")]
+    expected = {f"{name} {start}" for name in names for start in ("pretrained", "from scratch")}
+    lines = job.ranks[0].output
+    other = re.findall("^OTHER (.*)$", lines, re.MULTILINE)
+    if "apertus" in names:  # all ranks end with the same sentence
+        expected.remove("apertus from scratch")
+        end = "ends: error: Transformers draws alpha_p elsewhere: use chapter 3"
+        assert other.pop(0) == f"apertus from scratch {end}"
+    assert other == []
+    assert {*re.findall("^same (.*)$", lines, re.MULTILINE)} == expected, lines
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_memory(tmp_path, ranks):
+    """Start: the shards, and one unit. End: one unit, and one rank's shards of it."""
+    script = REPOSITORY / "benchmarks" / "sharded-loading.py"
+    flags = ["--hidden", 512, "--layers", 12, "--vocabulary", 8000]
+    job = Job(script, flags, tmp_path / "memory.txt", ranks)
+    assert job.wait() == 0, job.output
+    lines = [json.loads(x) for x in job.ranks[0].output.splitlines() if x.startswith("{")]
+    assert [line["what"] for line in lines] == ["pretrained", "final/", "from scratch"]
+    for line in lines:
+        unit = line["unit_gb"]
+        most = line["shard_gb"] + 1.1 * unit
+        if line["what"] == "final/":
+            most = 1.1 * unit * (1 + 1 / ranks)
+        assert max(line["gb"]) < most, line
+        assert min(line["gb"]) > line["shard_gb"] * 0.9, line
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (2, ["--gradient-accumulation-steps", 2, "--no-from-scratch"]),
+        (3, ["--cpu-offload", "--no-reshard-after-forward"]),
+    ],
+)
+def test_a_run_of_chapter_3_to_the_last_bit(trainer, pretrained, ranks, flags):
+    """Losses, norms and model. Each chapter continues the checkpoint of the other."""
+    flags = ["-m", pretrained, "--max-steps", 6, "--ckpt-freq", 3, "--eval-freq", 3, *flags]
+    options = {"processes": ranks}
+    before = trainer(*flags, name="chapter-3", script=CHAPTER_3, **options)
+    run = trainer(*flags, name="chapter-21", script=CHAPTER_21, **options)
+    assert exact(run.records) == exact(before.records)
+    assert_same_model(run, before)
+    for origin, name, script in ((before, "on-21", CHAPTER_21), (run, "on-3", CHAPTER_3)):
+        take_over(origin, trainer, name, 3)
+        resumed = trainer(*flags, name=name, script=script, **options)
+        assert "Continuing from" in resumed.output
+        assert exact(resumed.records) == exact(before.records)
+        assert_same_model(resumed, before)
+
+
+# Rank 1 is killed before it writes its second layer.
+KILL = """
+import os, signal, safetensors.torch
+
+def counted(*arguments, **options):
+    files.append(arguments)
+    if len(files) == 2 and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return save_file(*arguments, **options)
+
+files, save_file = [], safetensors.torch.save_file
+safetensors.torch.save_file = counted
+"""
+
+
+def test_a_kill_while_final_is_written(trainer):
+    options = {"script": CHAPTER_21, "processes": 2}
+    flags = ["--max-steps", 4, "--ckpt-freq", 4]
+    killed = trainer(*flags, before=KILL, status=None, **options)
+    assert killed.status == -signal.SIGKILL
+    assert killed.checkpoints == ["step-00000004"]
+    assert not (killed.folder / "final").exists()
+    run = trainer(*flags, **options)
+    assert len(run.column("loss")) == 4
+    assert not (run.folder / "incomplete").exists()
+    files = sorted(file.name for file in (run.folder / "final").glob("*.safetensors"))
+    index = json.loads((run.folder / "final" / "model.safetensors.index.json").read_text())
+    assert sorted({*index["weight_map"].values()}) == files
+    assert index["weight_map"].keys() == final_tensors(run).keys()
+    assert len(files) == 4  # embeddings, two layers, the norm
