@@ -140,6 +140,7 @@ CHAPTERS = {
     11: {"ranks": 2, "flags": ["-b", 8, "--context-parallel", 2], "same": 1},
     13: {"ranks": 4, "flags": [*PIPELINE, "--tensor-parallel", 2], "same": 1},
     19: {"ranks": 2, "flags": ["-b", 4], "same": 1},
+    21: {"ranks": 2, "flags": ["-b", 4], "same": 1},
     "3, a mixture": {"ranks": 2, "flags": ["-b", 4], "model": "tiny-mixtral"},
     12: {
         "ranks": 2,

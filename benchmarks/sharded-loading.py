@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node 4 benchmarks/sharded-loading.py
     torchrun --standalone --nproc-per-node 4 benchmarks/sharded-loading.py --chapter 03
 
-The model is a Llama with random weights. Memory is the peak of `RssAnon` in /proc above its value
-before, which leaves out files that are mapped into memory. `shard` and `unit` are what chapter 21
-may need: the weights of a rank, and the largest layer, embeddings or head.
+The model is a Llama with random weights in bf16. Memory is the peak of `RssAnon` in /proc above its
+value before, which leaves out files that are mapped into memory. `shard_gb` are the weights of a
+rank, and `unit_gb` is the largest layer, the embeddings or the head, all in fp32. Of the times,
+`seconds` are those of the slowest rank.
 """
 
 import argparse
@@ -49,13 +50,13 @@ def anonymous_bytes() -> int:
 
 
 class Peak:
-    """The most memory that a block takes, in bytes above what the process had, and its seconds."""
+    """The most memory that a block takes, in bytes above what the process had, and its time."""
 
     def __enter__(self):
         gc.collect()
         dist.barrier()
         self.before = self.peak = anonymous_bytes()
-        self.begin = time.perf_counter()
+        self.begin = time.perf_counter(), time.process_time()
         self.done = Event()
         self.thread = Thread(target=self.watch)
         self.thread.start()
@@ -66,7 +67,7 @@ class Peak:
             self.peak = max(self.peak, anonymous_bytes())
 
     def __exit__(self, *_) -> None:
-        self.seconds = time.perf_counter() - self.begin
+        self.seconds = time.perf_counter() - self.begin[0], time.process_time() - self.begin[1]
         self.done.set()
         self.thread.join()
         self.taken = self.peak - self.before
@@ -74,22 +75,13 @@ class Peak:
 
 def report(name: str, peak: Peak, shard: int, unit: int) -> None:
     values = [None] * RANKS
-    dist.all_gather_object(values, (peak.taken / 1e9, peak.seconds))
+    dist.all_gather_object(values, (peak.taken / 1e9, *peak.seconds))
+    memory, seconds, cpu_seconds = zip(*values, strict=True)
+    line = {"what": name, "ranks": RANKS, "shard_gb": shard / 1e9, "unit_gb": unit / 1e9}
+    line |= {"gb": [round(x, 4) for x in memory], "seconds": round(max(seconds), 2)}
+    line |= {"cpu_seconds": [round(x, 2) for x in cpu_seconds]}
     if RANK == 0:
-        memory, seconds = zip(*values, strict=True)
-        print(
-            json.dumps(
-                {
-                    "what": name,
-                    "ranks": RANKS,
-                    "shard_gb": shard / 1e9,
-                    "unit_gb": unit / 1e9,
-                    "gb": [round(x, 4) for x in memory],
-                    "seconds": round(max(seconds), 2),
-                }
-            ),
-            flush=True,
-        )
+        print(json.dumps(line), flush=True)
 
 
 def start(chapter, args):

@@ -19,10 +19,10 @@ import signal
 import sys
 import sysconfig
 import time
-import uuid
 from collections import defaultdict
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import lru_cache
 from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,7 @@ os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at t
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
 import comet_ml
 import datasets
+import jsonargparse
 import numpy as np
 import psutil
 import pyarrow.compute
@@ -42,8 +43,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from filelock import FileLock
-from jsonargparse import ActionYesNo, ArgumentParser, typing
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, Path_fr, PositiveInt
+from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveInt
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -68,7 +68,8 @@ received_signals = []  # the handler of signals appends to this list, and the lo
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 def main():
-    sys.stdout.reconfigure(line_buffering=True)  # a log file then shows each line at once
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # a daemon may have no output
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")  # shows each line at once
     if RANK > 0:  # DDP: the others would print the same
         sys.stdout = open(os.devnull, "w")
     args = parse_args()
@@ -96,7 +97,7 @@ def main():
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
-    order = sample_order(args, train_samples)  # of all epochs
+    args.tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
 
     # A run with -e continues from its newest checkpoint. How many steps are left?
     setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
@@ -106,10 +107,9 @@ def main():
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
         sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
-    total_steps = state.step + (len(order) - state.samples) // global_batch
-    if args.max_steps:
-        total_steps = min(total_steps, args.max_steps)
-    if run_folder and state.step >= total_steps and (run_folder / "final").exists():
+    total_steps = state.step + (args.num_epochs * train_samples - state.samples) // global_batch
+    total_steps = min(total_steps, args.max_steps or total_steps)
+    if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
         return
 
@@ -122,7 +122,8 @@ def main():
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    betas = (0.9, float(args.adam_beta2))  # plain numbers, since torch.load() takes no others
+    optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
     # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
@@ -174,7 +175,8 @@ def main():
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
-                indices = order[first : first + args.batch_size]
+                epoch, place = divmod(first, train_samples)
+                indices = sample_order(args.seed, epoch, train_samples)[place:][: args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
@@ -249,11 +251,14 @@ def main():
             if RANK == 0:
                 outline.save_pretrained(folder, state_dict={})  # LOAD: all files but the weights
                 tokenizer.save_pretrained(folder)
+            (folder / f"step-{state.step:08d}").touch()  # the run may be extended, and stop
             gather(None)  # LOAD: wait for rank 0, because save_pretrained() removes older weights
             save_layers(outline, checkpoint, folder)
         say(f"Done: the model is in {run_folder / 'final'}")
     gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
+    if not args.experiment_name:
+        say("warning: without -e, this run has saved nothing")
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -286,8 +291,7 @@ def build_model(args, device, outline):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile each layer, not the whole model. Then no attention mask is built, so the kernels
-        # that are fast without a mask can run. Layers of one kind also share their compiled code.
+        # Layer by layer: then no attention mask is built, and layers of one kind share their code.
         for layer in layers:
             layer.compile()
         model.loss_function = torch.compile(model.loss_function)  # no fp32 copy of the logits
@@ -386,8 +390,8 @@ def draw_weights(model, keep_rows):
         model._init_weights(module)
         if module not in units:
             return
-        # LOAD 7: Keep the rows of a unit when all of it is drawn, and free the rest. Not earlier,
-        # because some families draw a layer's weights once more for the layer itself.
+        # LOAD 7: Keep the rows of a unit when all of it is drawn, as some parts are drawn twice.
+        # The units are those of shard_model(). The rest of their weights is freed.
         for part in module.modules():
             for name, weight in part.named_parameters(recurse=False):
                 if not weight.is_meta and weight.sum().isnan():
@@ -401,7 +405,7 @@ def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    decay = {"params": matrices, "weight_decay": args.weight_decay}
+    decay = {"params": matrices, "weight_decay": float(args.weight_decay)}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 
@@ -467,19 +471,16 @@ def tokenize(rows, tokenizer, column):
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
 
 
-def sample_order(args, train_samples):
-    """The samples of all epochs in their order. The seed decides it, so a resume repeats it."""
-    permutations = []
-    for epoch in range(args.num_epochs):
-        generator = np.random.RandomState((args.seed, epoch))  # equal in all versions of NumPy
-        permutations.append(generator.permutation(train_samples))
-    return np.concatenate(permutations)
+@lru_cache(maxsize=1)  # so each epoch is drawn when it begins
+def sample_order(seed, epoch, train_samples):
+    """The samples of an epoch and of the next one, in their order. A batch may need both."""
+    states = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]  # equal in any NumPy
+    return np.concatenate([state.permutation(train_samples) for state in states])
 
 
 def read_batch(tokens, indices, args, device):
     """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
-    size = args.seq_length
-    samples = [tokens.slice(offset=i * size, length=size).to_numpy() for i in indices]
+    samples = [tokens.slice(i * args.seq_length, args.seq_length).to_numpy() for i in indices]
     batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
         batch = batch.pin_memory()  # the GPU copies from pinned memory, while Python goes on
@@ -509,8 +510,7 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 # A resumed run must keep these flags and facts, because they decide what the samples are.
-LASTING = ["model_name", "dataset_name", "dataset_subset", "text_column", "dataset_tokens"]
-LASTING += ["seq_length", "seed", "dtype"]
+LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 # These may change without a word. All others may change, too, with a warning.
 FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
 FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
@@ -518,11 +518,11 @@ FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_acc
 
 def open_run(args, setup):
     """The folder of the run, its newest checkpoint, and the state: new, or of the checkpoint."""
-    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=uuid.uuid4().hex)
+    state = SimpleNamespace(step=0, samples=0, epoch=0.0, comet_key=os.urandom(16).hex())
     if not args.experiment_name:
-        say("Without -e, this run saves no model, no checkpoints and no logs")
+        say("warning: without -e, this run saves no model, no checkpoints and no logs")
         return None, None, state
-    run_folder = Path(args.save_dir).expanduser() / args.experiment_name
+    run_folder = Path(os.path.expandvars(args.save_dir)).expanduser() / args.experiment_name
     run_folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
@@ -591,7 +591,10 @@ def new_folder(folder):
         return
     for file in temporary.glob("*.safetensors"):  # so far, only the owner may read these
         shutil.copymode(temporary / "tokenizer_config.json", file)
-    os.sync()  # all files are on the disk before the folder gets its name
+    for path in [*temporary.rglob("*"), temporary]:  # on the disk before it gets its name
+        opened = os.open(path, os.O_RDONLY)
+        os.fsync(opened)
+        os.close(opened)
     if folder.is_symlink():  # to a folder on another disk
         folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
@@ -698,20 +701,16 @@ class RunLog:
         if checkpoint:
             shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        options = {
-            "workspace": args.comet_workspace,
-            "project_name": args.comet_project_name,
-            "experiment_key": state.comet_key,  # a resumed run continues its experiment
-            "experiment_config": comet_ml.ExperimentConfig(
-                name=args.experiment_name, offline_directory=f"{run_folder}/comet"
-            ),
-        }
+        archive = f"{run_folder}/comet"  # without a key
+        config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
+        options = {"workspace": args.comet_workspace, "project_name": args.comet_project_name}
+        options["experiment_key"] = state.comet_key  # a resumed run continues its experiment
         try:
             has_key = bool(comet_ml.get_config("comet.api_key"))
-            self.comet = comet_ml.start(online=has_key, **options)
+            self.comet = comet_ml.start(online=has_key, experiment_config=config, **options)
         except Exception as error:  # no network
             say(f"warning: Comet cannot be reached, so it writes a file ({error!r:.300})")
-            self.comet = comet_ml.start(online=False, **options)
+            self.comet = comet_ml.start(online=False, experiment_config=config, **options)
         self.comet.log_parameters(parameters)
 
     def log(self, state, metrics):
@@ -752,41 +751,42 @@ DEMO = {
 
 
 def parse_args():
-    parser = ArgumentParser(usage="%(prog)s [flags], which --help lists")
-    folder_name = typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    seed = jsonargparse.typing.restricted_number_type("seed", int, [(">=", 0), ("<", 2**32)])
     add = parser.add_argument
-    switch = ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", type=Path_fr, help="a YAML file of flags; flags of the command line win")
+    switch = jsonargparse.ActionYesNo(no_prefix="no-")  # --demo and --no-demo
+    add("--config", type=jsonargparse.typing.Path_fr, help="a YAML file; the command line wins")
     add("-e", "--experiment-name", type=folder_name, help="names the run: saves, resumes, logs it")
-    add("--comet-project-name", default="distributed-training-demo", help="project at Comet")
-    add("--comet-workspace", help="workspace at Comet; by default, the account's own")
-    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="Hub id or local folder")
+    add("--comet-project-name", type=str, default="distributed-training-demo", help="at Comet")
+    add("--comet-workspace", type=str, help="workspace at Comet; by default, the account's own")
+    add("-m", "--model-name", type=str, default="meta-llama/Llama-3.2-1B", help="Hub id or folder")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    add("-d", "--dataset-name", default="tatsu-lab/alpaca", help="Hub id, folder, file or pattern")
-    add("--text-column", default="text", help="the column to train on")
-    add("--dataset-subset", help="configuration name on the Hub")
+    add("-d", "--dataset-name", type=str, default="tatsu-lab/alpaca", help="Hub id, files, folder")
+    add("--text-column", type=str, default="text", help="the column to train on")
+    add("--dataset-subset", type=str, help="configuration name on the Hub")
     add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=PositiveInt, default=8, help="samples per forward pass")
     add("--gradient-accumulation-steps", type=PositiveInt, default=1, help="passes per step")
     add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
     add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
-    add("--lr", type=float, default=3e-5, help="peak learning rate")
-    add("--lr-scheduler", default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr", type=NonNegativeFloat, default=3e-5, help="peak learning rate")
+    add("--lr-scheduler", type=str, default="cosine", help="a name of transformers.get_scheduler")
     add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
-    add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
-    add("--weight-decay", type=float, default=0.01, help="for matrices only")
+    add("--adam-beta2", type=OpenUnitInterval, default=0.999, help="from scratch: often 0.95")
+    add("--weight-decay", type=NonNegativeFloat, default=0.01, help="for matrices only")
     add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
-    add("--attention", help="sdpa, flash_attention_2 or another name of Transformers")
+    add("--attention", type=str, help="sdpa, flash_attention_2 or another name of Transformers")
     add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
     add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=PositiveInt, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
-    add("--save-dir", default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
+    add("--save-dir", type=str, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
+    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # FSDP: These two flags choose between speed and memory.
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
