@@ -49,7 +49,7 @@ GROUPS = {
     0: "num_kv_shared_layers num_nextn_predict_layers",
 }
 MORE = {name: size for size, names in GROUPS.items() for name in names.split()}
-LARGEST = 7_000_000  # parameters
+LARGEST = 3_000_000  # parameters
 
 
 def tiny_config(family: str):
