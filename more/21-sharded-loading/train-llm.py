@@ -97,10 +97,10 @@ def main():
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
-    args.tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
+    tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
 
     # A run with -e continues from its newest checkpoint. How many steps are left?
-    setup = args.as_dict() | {"global_batch": global_batch, "dataset_tokens": len(train_tokens)}
+    setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)
     # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
     setups = gather(setup | {"step of the checkpoint": state.step})
