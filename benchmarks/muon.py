@@ -164,8 +164,7 @@ def print_costs(chapter, repeats: int) -> None:
         params = groups[-1]["params"]
         if name == "chapter 18":
             only_muon = [{"params": []}, groups[-1]]
-            ranks = chapter.RANK, chapter.WORLD_SIZE
-            optimizer = chapter.Muon(only_muon, args, torch.device("cpu"), *ranks)
+            optimizer = chapter.Muon(only_muon, args, torch.device("cpu"))
         elif name == "each rank does all":
             optimizer = Everywhere(chapter, params)
         elif name == "AdamW":

@@ -29,6 +29,8 @@ for file in "$repository"/{,more/}[0-9][0-9]-*/train-llm.py; do
   case $wanted in "$chapter" | "${chapter%%-*}") script=$file ;; esac
 done
 [ -n "$wanted" ] || fail "name a chapter, launch/run.sh CHAPTER [flags]: one of ${chapters[*]}"
+# Any other folder with a script, such as one that tools/combine.py has made
+[ -n "$script" ] || [ ! -f "$repository/$wanted/train-llm.py" ] || script=$repository/$wanted/train-llm.py
 [ -n "$script" ] || fail "there is no chapter $wanted: take one of ${chapters[*]}"
 shift
 

@@ -74,12 +74,18 @@ class Carried:
 
 def merge(before: Path, base: str, after: Path) -> str:
     """`after` with the changes that `before` has since `base`; conflicts have marks."""
+    names = (after.parent.name, f"{before.parent.name} until now", before.parent.name)
+    return merge_texts(after.read_text(), base, before.read_text(), names)
+
+
+def merge_texts(ours: str, base: str, theirs: str, names: tuple[str, str, str]) -> str:
+    """The base with the changes of both sides; conflicts have marks with these names."""
     with tempfile.TemporaryDirectory() as folder:
-        base_file = Path(folder) / "base"
-        base_file.write_text(base)
-        names = (after.parent.name, f"{before.parent.name} until now", before.parent.name)
+        files = [Path(folder) / name for name in ("ours", "base", "theirs")]
+        for file, text in zip(files, (ours, base, theirs), strict=True):
+            file.write_text(text)
         labels = [part for name in names for part in ("-L", name)]
-        command = ["git", "merge-file", "-p", "--diff3", *labels, after, base_file, before]
+        command = ["git", "merge-file", "-p", "--diff3", *labels, *files]
         result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode > 127:  # below, it is the number of conflicts
         sys.exit(f"error: git merge-file: {result.stderr.strip()}")

@@ -43,9 +43,10 @@ class Damage:
         return text.replace(old, new)
 
 
-def damages() -> list[Damage]:
+def damages(file: Path = DAMAGES) -> list[Damage]:
     found = []
-    for line in DAMAGES.read_text().partition("\n\n")[2].splitlines():
+    chapter = test = ""
+    for line in file.read_text().partition("\n\n")[2].splitlines():
         sign, rest = line[:2], line[2:]
         if sign == "# ":
             chapter = rest

@@ -10,8 +10,11 @@ import os
 import runpy
 import sys
 
+import filelock
 import torch
+import torch.utils.checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 aot_eager = functools.partial(torch.compile, backend="aot_eager")  # in seconds, not in minutes
 torch.compile, models = aot_eager, []
@@ -23,6 +26,8 @@ def watch(name: str) -> None:
     def call(parameters, *arguments):
         parameters = list(parameters)
         case["step"] += 1
+        if case["step"] == 1:
+            torch.save(facts(), f"{case['folder']}/facts-{os.environ.get('RANK', '0')}")
         if case["step"] < 3:
             named = models[0].named_parameters()
             gradients = {n: p.grad for n, p in named if p.grad is not None}
@@ -37,13 +42,54 @@ def watch(name: str) -> None:
 def train(self, mode=True):
     if hasattr(self, "lm_head"):
         models[:] = [self]
+        for layer in [m for m in self.modules() if isinstance(m, GradientCheckpointingLayer)][:1]:
+            layer.register_forward_pre_hook(see_tokens, with_kwargs=True)
     return original_train(self, mode)
+
+
+def see_tokens(layer, inputs, options):
+    hidden_states = inputs[0] if inputs else options["hidden_states"]
+    case["tokens of a layer"] = getattr(hidden_states, "to_local", lambda: hidden_states)().shape[1]
+
+
+def facts() -> dict:
+    """What shows the promise of a chapter on this rank, in the first step."""
+    parameters = dict(models[0].named_parameters())
+    local = {n: getattr(p, "to_local", lambda p=p: p)().detach() for n, p in parameters.items()}
+    found = {"local": {n: (p.numel(), p.double().sum().item()) for n, p in local.items()}}
+    found["whole"] = {n: tuple(p.shape) for n, p in parameters.items()}
+    found["trains"] = [n for n, p in parameters.items() if p.requires_grad]
+    found["tokens of a layer"] = case.get("tokens of a layer")
+    arrived = [m.received_tokens for m in models[0].modules() if hasattr(m, "received_tokens")]
+    found["tokens of experts"] = sum(arrived, torch.zeros(())).item()
+    found["chunks"] = case.get("chunks", 0)
+    owned = [len(o.owned) for o in optimizers if hasattr(o, "owned")]
+    return found | {"owned": sum(owned)}
+
+
+def count_chunks(*arguments, **options):
+    case["chunks"] = case.get("chunks", 0) + 1
+    return original_checkpoint(*arguments, **options)
+
+
+def remember_lock(self, *arguments, **options):
+    locks.append(self)  # until the process ends, but the next case may continue this run
+    return original_acquire(self, *arguments, **options)
+
+
+def remember_optimizer(self, *arguments, **options):
+    optimizers[:] = [self]
+    return original_init(self, *arguments, **options)
 
 
 watch("clip_grad_norm_")  # chapters 1 to 6 and 11
 watch("clip_grads_with_norm_")  # chapters with a norm of their own
-original_train = torch.nn.Module.train
-torch.nn.Module.train = train
+optimizers, locks = [], []
+original_acquire, filelock.FileLock.acquire = filelock.FileLock.acquire, remember_lock
+original_train, torch.nn.Module.train = torch.nn.Module.train, train
+original_init, torch.optim.AdamW.__init__ = torch.optim.AdamW.__init__, remember_optimizer
+original_checkpoint = torch.utils.checkpoint.checkpoint
+torch.utils.checkpoint.checkpoint = count_chunks
 registers = [each._global_mapping for each in (AttentionInterface, AttentionMaskInterface)]
 originals = [dict(register) for register in registers]  # chapter 11 changes both
 for case in json.load(open(sys.argv[1])):
@@ -58,3 +104,5 @@ for case in json.load(open(sys.argv[1])):
     except SystemExit as end:
         if end.code:
             raise
+    while locks:
+        locks.pop().release(force=True)

@@ -30,7 +30,7 @@ def compare(chapter, config, dtype: str, cpu_offload: bool) -> list[float]:
     chapter.shard_model(model, args, device)
     chapter.send_weights(deepcopy(whole), model, device)  # it moves its whole model to meta
     groups = chapter.parameter_groups(model, args)
-    optimizer = chapter.Muon(groups, args, device, dist.get_rank(), dist.get_world_size())
+    optimizer = chapter.Muon(groups, args, device)
     reference = AdamWAndMuon(whole, LR, args.adam_beta2, DECAY)
     for step in range(STEPS):
         lr = LR * (1 - step / STEPS)

@@ -2,22 +2,18 @@
 
 import json
 import math
-import re
-import shutil
-import subprocess
 
 import pytest
 import torch
 from conftest import (
     AT_END,
     assert_one_sentence,
-    assert_same_losses,
     assert_same_model,
     exact,
     resume,
     take_over,
 )
-from runner import CHAPTER_2, CHAPTER_3, CHAPTER_4, CHAPTER_8, REPOSITORY, Job
+from runner import CHAPTER_2, CHAPTER_8, Job
 from test_fsdp import told
 from test_multi_node import OWN_DISK
 
@@ -356,32 +352,3 @@ def test_the_method_lasts(trainer):
     trainer(*flags, "--max-steps", 1, **options)
     refused = trainer(*flags, "--max-steps", 2, "--powersgd-rank", 2, status=1, **options)
     assert_one_sentence(refused.run.ranks[0].output, "powersgd_rank was 4, and is 2")
-
-
-# -- A stream of text ------------------------------------------------------------------------------
-
-
-@pytest.mark.rest
-def test_the_merge_with_chapter_4(trainer, dataset, tmp_path):
-    """The commands of the README make a script with the losses of chapter 4. A resume is exact."""
-    readme = CHAPTER_8.with_name("README.md").read_text()
-    commands = re.findall("^git merge-file .*\npatch .*", readme, re.MULTILINE)
-    assert len(commands) == 1
-    for script in (CHAPTER_3, CHAPTER_4, CHAPTER_8):
-        shutil.copytree(script.parent, tmp_path / script.parent.relative_to(REPOSITORY))
-    subprocess.run(["sh", "-ec", commands[0]], check=True, cwd=tmp_path)
-    flags = ["--max-steps", 8, "--ckpt-freq", 4, "--eval-freq", 4, "--eval-dataset", dataset]
-    flags += ["--max-documents", 300, "--packing", "overflow"]
-    flags += ["--shuffle-window", 9, "--keep-checkpoints", 9, "--gradient-accumulation-steps", 2]
-    four = trainer(*flags, script=CHAPTER_4, processes=2, name="chapter-4")
-    options = {"script": tmp_path / "more" / CHAPTER_8.parent.name / "stream.py", "processes": 2}
-    flags += SMALL
-    whole = trainer(*flags, "--compress", "dct", "--keep", 1, **options, name="whole")
-    assert_same_losses(four, whole, 8)
-    assert whole.column("padding") == four.column("padding")
-    assert max(whole.column("padding")) > 0.1
-    flags += ["--compress", "dct-topk", "--keep", 0.25]
-    run = trainer(*flags, **options, name="part")
-    assert run.column("loss") != whole.column("loss")
-    assert max(run.column("communication/ratio")) < 0.9
-    resume(run, trainer, 4, *flags, **options)

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import peft
 import pytest
 import torch
 from conftest import assert_same_model, damaged, exact
-from runner import CHAPTER_3, CHAPTER_17, REPOSITORY, load
+from runner import CHAPTER_17, load
 from safetensors.torch import load_file, save_file
 from test_chat import BATCH, DEMO_TEMPLATE, SIZE, assert_job_is_plain, flags_for, plain_loop
 from test_equal import AGAIN, OFFLOAD, WHOLE, described, write_weights
@@ -208,25 +207,6 @@ def test_types_bytes_and_final(trainer, tmp_path, conversations):
     assert exact(in_fp32.records) == exact(run.records)
     assert_same_model(in_fp32, run)
     assert_opens(run, base)
-
-
-def test_text_without_conversations(trainer, tmp_path):
-    """The script of the README: its first loss is chapter 3's, and it trains adapters."""
-    [line] = re.findall("^git merge-file .*$", README, re.MULTILINE)
-    script = tmp_path / "lora-text" / "train-llm.py"
-    script.parent.mkdir()
-    shutil.copy(CHAPTER_3, script)
-    command = line.replace("lora-text/train-llm.py", str(script)).split()
-    subprocess.run(command, cwd=REPOSITORY, check=True)
-    base = write_weights(tmp_path / "llama", "llama")
-    flags = ["-m", base, "--no-from-scratch", "--max-steps", 3, "--eval-freq", 0, "--lr", 1e-3]
-    runs = [
-        trainer(*flags, name=name, script=path, processes=2)
-        for name, path in (("whole", CHAPTER_3), ("lora", script))
-    ]
-    assert runs[1].column("loss")[0] == runs[0].column("loss")[0]
-    assert runs[1].column("loss")[1:] != runs[0].column("loss")[1:]
-    assert (runs[1].folder / "final" / "adapter_model.safetensors").exists()
 
 
 def test_what_a_merge_in_bf16_loses():

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 import time
 
 import psutil
@@ -22,18 +21,7 @@ from conftest import (
     write_documents,
     write_model,
 )
-from runner import (
-    CHAPTER_1,
-    CHAPTER_2,
-    CHAPTER_3,
-    CHAPTER_4,
-    CHAPTER_5,
-    REPOSITORY,
-    Run,
-    free_port,
-    load,
-    run_tool,
-)
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_5, Run, free_port, load, run_tool
 from safetensors.torch import load_file
 from test_fsdp import FAMILIES, OFF, WATCH, assert_same_checkpoint, told
 from test_torchrun import Forking, ending
@@ -397,39 +385,8 @@ def test_global_batch_size(train):
     one = train(*flags, "--gradient-accumulation-steps", 8, processes=1, name="one")
     two = train(*flags, "--global-batch-size", 16, name="two")
     assert_same_losses(one, two, 4, **OFF)
-    result = train(*flags, "--global-batch-size", 6, status=2)
-    assert_one_sentence(result.run.ranks[0].output, "a multiple of ranks × -b: 4")
-
-
-# -- Text streams on many nodes --------------------------------------------------------------------
-
-
-def test_the_merge_with_chapter_4(train, trainer, texts, tmp_path):
-    """The command of the README makes a script with the losses of chapter 4."""
-    readme = CHAPTER_5.with_name("README.md").read_text()
-    (command,) = re.findall("^git merge-file .*", readme, re.MULTILINE)
-    for script in (CHAPTER_3, CHAPTER_4, CHAPTER_5):
-        shutil.copytree(script.parent, tmp_path / script.parent.relative_to(REPOSITORY))
-    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-    merged = tmp_path / "more" / "05-multi-node" / "stream.py"
-    for n in range(2):
-        write_documents(tmp_path / f"{n}.jsonl", texts[n * 100 : n * 100 + 100])
-    flags = ["-d", f"{tmp_path}/*.jsonl", "--max-steps", 8, "--ckpt-freq", 4, "--eval-freq", 8]
-    flags += ["--eval-dataset", tmp_path / "0.jsonl"]
-    flags += ["--packing", "overflow", "--shuffle-window", 9, "--keep-checkpoints", 9]
-    four = train(*flags, script=CHAPTER_4, name="chapter-4")
-    both = {"script": merged, "before": WATCH}
-    flags += ["--shard-size", 1, "--global-batch-size", 8]
-    run = train(*flags, "--async-checkpoint", **both, name="merged")
-    assert_same_losses(four, run, 8, **OFF)
-    assert run.column("padding") == four.column("padding")
-    assert max(run.column("padding")) > 0.1
-    held = told(run, "shards ")
-    assert held[0] == held[1]
-    assert told(run, "all-reduces ") == [[str(8 * 3)]] * 2
-    resume(run, trainer, 4, *flags, "--checkpoint-format", "local", again=train, **both)
-    alone = train(*flags, "-b", 8, **both, name="resumed", processes=1, status=1)
-    assert_one_sentence(alone.output, "dp_size was 2, and is 1 now")
+    result = train(*flags, "--global-batch-size", 6, status=1)
+    assert_one_sentence(result.run.ranks[0].output, "a multiple of -b × 2 shares")
 
 
 # -- Nodes that differ -----------------------------------------------------------------------------

@@ -174,12 +174,11 @@ def main():
             sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
         # Padding has no label, and the first token of a row is the label of no other token.
         labels_here = sum(np.count_nonzero(row[1:] != PADDING) for row in rows)
-        label_count = sum(gather(labels_here))
-        token_sum += label_count + global_batch
         # STREAM 3: Divide by the labels per rank, because FSDP averages over the ranks.
         # A Python number: FSDP rounds a tensor to bf16, and compiled losses take no NumPy number.
-        # At least 1, because a step may consist of rows with a single token, whose loss is 0.
-        labels_per_rank = float(max(label_count, 1) / dp_size)
+        labels_per_rank = float(np.mean(gather(labels_here)))
+        labels_per_rank = max(labels_per_rank, 1e-9)  # rows of a single token have no label
+        token_sum += labels_per_rank * dp_size + global_batch
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # STREAM: The stream has chosen the rows. This number only seeds the dropout masks.
@@ -261,7 +260,8 @@ def main():
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
         if save_now and run_folder:
             # STREAM 5: A checkpoint has the places of all ranks, since ranks read other documents.
-            state.places = gather(place)
+            places = dict(gather((dp_rank, place)))
+            state.places = [places[share] for share in range(dp_size)]
             save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
         if log_now:
             logged_time = time.perf_counter()  # so evaluation and checkpoint do not count

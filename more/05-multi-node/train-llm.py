@@ -86,24 +86,26 @@ def main():
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     dp_rank = RANK  # the number of this share of the data. Later chapters have fewer shares
     dp_size = WORLD_SIZE
+    if args.global_batch_size:  # NODES: each share of the data makes so many passes
+        accumulation, rest = divmod(args.global_batch_size, args.batch_size * dp_size)
+        if rest:
+            sys.exit(f"error: --global-batch-size must be a multiple of -b × {dp_size} shares")
+        args.gradient_accumulation_steps = accumulation
     global_batch = args.batch_size * accumulation * dp_size
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # NODES: One rank of each node tokenizes. The others wait, and then read its cache. The usual
-    # group of all ranks waits for 10 to 30 minutes only, so make one that waits for a day.
-    patient_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    if LOCAL_RANK > 0:
-        dist.barrier(patient_group)  # until local rank 0 of each node calls it, below
-    train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
-    if LOCAL_RANK == 0:
-        dist.barrier(patient_group)  # the same barrier: now the others go on
+    # DDP: One rank of this torchrun tokenizes. The others wait, and then read its cache.
+    with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
+        train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
+    # NODES: Wait for slow nodes, up to a day. The usual group gives up after 10 to 30 minutes.
+    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
 
     # A run with -e continues from its newest checkpoint. How many steps are left?
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
@@ -916,6 +918,7 @@ def parse_args():
     # NODES: The number of ranks per copy, the global batch, checkpoints, and the start of a run.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of a node
     add("--shard-size", type=PositiveInt, default=ranks, help="ranks that share a model")
+    # NODES 10: Fewer ranks make more passes, so the global batch does not depend on the nodes.
     add("--global-batch-size", type=PositiveInt, help="in place of --gradient-accumulation-steps")
     formats = ["shard", "full", "local"]
     add("--checkpoint-format", choices=formats, default="shard", help="who writes which files")
@@ -929,16 +932,10 @@ def parse_args():
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)
     args = parser.parse_args().clone(with_meta=False)  # the flags alone
-    if WORLD_SIZE % args.shard_size:
+    if WORLD_SIZE % args.shard_size:  # NODES: all copies have equally many ranks
         parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
     if args.resume_dir and not args.skip_optimizer and not args.experiment_name:
         parser.error("--resume-dir continues a run: name it with -e, or give --skip-optimizer")
-    if args.global_batch_size:
-        # NODES 10: Fewer ranks make more passes, so the global batch does not depend on the nodes.
-        size = args.batch_size * WORLD_SIZE  # samples per pass, of all ranks
-        if args.global_batch_size % size:
-            parser.error(f"--global-batch-size must be a multiple of ranks × -b: {size}")
-        args.gradient_accumulation_steps = args.global_batch_size // size
     return args
 
 

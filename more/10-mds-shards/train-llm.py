@@ -89,6 +89,11 @@ def main():
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
     dp_rank = RANK  # the number of this share of the data. Later chapters have fewer shares
     dp_size = WORLD_SIZE
+    if args.global_batch_size:  # NODES: each share of the data makes so many passes
+        accumulation, rest = divmod(args.global_batch_size, args.batch_size * dp_size)
+        if rest:
+            sys.exit(f"error: --global-batch-size must be a multiple of -b × {dp_size} shares")
+        args.gradient_accumulation_steps = accumulation
     global_batch = args.batch_size * accumulation * dp_size
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
@@ -185,12 +190,11 @@ def main():
         # MDS 2: Count the labels of the whole step first, because its loss is a mean over them.
         # Padding has no label, and the first token of a row is the label of no other token.
         labels_here = sum(np.count_nonzero(row[1:] != PADDING) for row in rows)
-        label_count = sum(gather(labels_here))
-        token_sum += label_count + global_batch
         # MDS 3: Divide by the labels per rank, because FSDP averages over the ranks.
         # A Python number: FSDP rounds a tensor to bf16, and compiled losses take no NumPy number.
-        # At least 1, because a step may consist of rows with a single token, whose loss is 0.
-        labels_per_rank = float(max(label_count, 1) / dp_size)
+        labels_per_rank = float(np.mean(gather(labels_here)))
+        labels_per_rank = max(labels_per_rank, 1e-9)  # rows of a single token have no label
+        token_sum += labels_per_rank * dp_size + global_batch
         # Several small passes need less memory than one large pass, and their gradients add up.
         for micro_step in range(accumulation):
             # MDS: read_step has chosen the rows. This number only seeds the dropout masks.
@@ -1061,6 +1065,7 @@ def parse_args():
     # NODES: The number of ranks per copy, the global batch, checkpoints, and the start of a run.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # of a node
     add("--shard-size", type=PositiveInt, default=ranks, help="ranks that share a model")
+    # NODES 10: Fewer ranks make more passes, so the global batch does not depend on the nodes.
     add("--global-batch-size", type=PositiveInt, help="in place of --gradient-accumulation-steps")
     formats = ["shard", "full", "local"]
     add("--checkpoint-format", choices=formats, default="shard", help="who writes which files")
@@ -1074,16 +1079,10 @@ def parse_args():
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)
     args = parser.parse_args().clone(with_meta=False)  # the flags alone
-    if WORLD_SIZE % args.shard_size:
+    if WORLD_SIZE % args.shard_size:  # NODES: all copies have equally many ranks
         parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
     if args.resume_dir and not args.skip_optimizer and not args.experiment_name:
         parser.error("--resume-dir continues a run: name it with -e, or give --skip-optimizer")
-    if args.global_batch_size:
-        # NODES 10: Fewer ranks make more passes, so the global batch does not depend on the nodes.
-        size = args.batch_size * WORLD_SIZE  # samples per pass, of all ranks
-        if args.global_batch_size % size:
-            parser.error(f"--global-batch-size must be a multiple of ranks × -b: {size}")
-        args.gradient_accumulation_steps = args.global_batch_size // size
     return args
 
 

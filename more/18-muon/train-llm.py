@@ -114,7 +114,7 @@ def main():
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
-    optimizer = Muon(groups, args, device, dp_rank, dp_size)  # MUON: in place of AdamW
+    optimizer = Muon(groups, args, device)  # MUON: in place of AdamW
     # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
@@ -373,7 +373,7 @@ class Muon(torch.optim.AdamW):
     https://kellerjordan.github.io/posts/muon, https://arxiv.org/abs/2502.16982
     """
 
-    def __init__(self, groups, args, device, dp_rank, dp_size):
+    def __init__(self, groups, args, device):
         betas = (0.9, float(args.adam_beta2))  # plain numbers, since torch.load() takes no others
         super().__init__(groups, lr=float(args.lr), betas=betas, fused=True)
         # The device that multiplies matrices. With --cpu-offload, shards are on the CPU.
@@ -383,9 +383,13 @@ class Muon(torch.optim.AdamW):
         params = groups[-1]["params"]
         self.experts = [p for p in params if p.dim() == 3]
         matrices = [p for p in params if p.dim() == 2]
+        # The ranks among which FSDP cuts a matrix: all ranks here
+        mesh = matrices[0].device_mesh
+        self.group = mesh.get_group(mesh.ndim - 1)
+        own_place = self.group.rank()
         # MUON 2: Each matrix has one owner, so that no rank repeats the work of another rank.
-        by_owner = choose_owners(matrices, dp_size)
-        self.owned = by_owner[dp_rank]
+        by_owner = choose_owners(matrices, self.group.size())
+        self.owned = by_owner[own_place]
         # MUON 3: Shards differ in size, and may be empty, so each rank tells all others its sizes.
         own_sizes = []  # for each owner, the sizes of this rank's shards
         self.matrices = []  # in the same order: those of rank 0, those of rank 1, and so on
@@ -396,8 +400,9 @@ class Muon(torch.optim.AdamW):
         self.to_owners = [sum(sizes) for sizes in own_sizes]  # numbers that go to each owner
         self.from_ranks = []  # numbers that come from each rank
         self.received_sizes = []  # of each received shard: those of rank 0, then of rank 1, ...
-        for sizes_of_rank in gather(own_sizes):
-            sizes = sizes_of_rank[dp_rank]  # its shards of the matrices that this rank owns
+        sizes_by_rank = gather(own_sizes)
+        for rank in dist.get_process_group_ranks(self.group):
+            sizes = sizes_by_rank[rank][own_place]  # its shards of matrices that this rank owns
             self.from_ranks.append(sum(sizes))
             self.received_sizes += sizes
 
@@ -410,10 +415,10 @@ class Muon(torch.optim.AdamW):
         # MUON 4: One message carries this rank's shards of all matrices to their owners.
         message = torch.cat([self.direction(p) for p in self.matrices])
         received = message.new_empty(sum(self.from_ranks))
-        dist.all_to_all_single(received, message, self.from_ranks, self.to_owners)
+        dist.all_to_all_single(received, message, self.from_ranks, self.to_owners, self.group)
         self.orthogonalize_owned(received)
         # MUON 5: The new shards go back, each to its own rank and to its old place in the message.
-        dist.all_to_all_single(message, received, self.to_owners, self.from_ranks)
+        dist.all_to_all_single(message, received, self.to_owners, self.from_ranks, self.group)
         shards = message.split(self.sizes)
         for p, shard in zip(self.matrices, shards, strict=True):
             self.move(p, shard)

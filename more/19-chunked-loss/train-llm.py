@@ -382,7 +382,7 @@ def use_chunked_loss(model):
         # compute_loss() divides this sum by the number of items, so 1 keeps the sum.
         return compute_loss(logits, None, vocab_size, num_items_in_batch=1, shift_labels=labels)
 
-    def loss_of_batch(logits, labels, vocab_size):
+    def loss_of_batch(logits, labels, vocab_size, num_items_in_batch=None):
         hidden_states = logits  # because pass_on() is in place of the head
         if not hasattr(hidden_states, "from_head"):
             sys.exit("error: this model changes its logits before the loss: use --no-chunked-loss")
@@ -398,7 +398,7 @@ def use_chunked_loss(model):
             loss_sum += torch.utils.checkpoint.checkpoint(
                 sum_of_chunk, hidden_chunk, label_chunk, vocab_size, use_reentrant=False
             )
-        return loss_sum / (shift_labels != -100).sum()
+        return loss_sum / (num_items_in_batch or (shift_labels != -100).sum())
 
     # CHUNK: FSDP warns of a view in place of logits, which nobody changes here.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")

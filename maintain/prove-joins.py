@@ -1,0 +1,488 @@
+"""Compares joined chapters with the chapter that defines the training: the proof of a join.
+
+    python maintain/prove-joins.py                # what the record lacks, or has for another script
+    python maintain/prove-joins.py 05+11 04+05    # these
+    python maintain/prove-joins.py --stale        # only says which rows are of another script
+    python maintain/prove-joins.py --damages      # with wrong lines, which it must notice
+
+`maintain/joins/pairs.txt` says with what each pair is compared, and with which flags. On 2 and 4
+ranks, in fp32, the losses and norms of 6 steps, two held-out losses, all gradients of two steps and
+the final model must be those of that chapter. A run that stops after 3 steps must go on to the last
+bit. And each chapter must keep its promise: a rank of chapter 11 has a part of the tokens. Each row
+goes into benchmarks/records/combining.md at once, so a stopped run can go on.
+"""
+
+import argparse
+import hashlib
+import importlib
+import json
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path += [str(REPOSITORY / folder) for folder in ("tests", "tools", "tests/empty-torchvision")]
+combine = importlib.import_module("combine")
+conftest = importlib.import_module("conftest")
+damages = importlib.import_module("damages")
+equal = importlib.import_module("test_equal")
+runner = importlib.import_module("runner")
+torch = conftest.torch
+
+STEPS, BATCH, LENGTH = 6, 8, 32  # samples per step, tokens per sample
+TEMPLATE = REPOSITORY / "models" / "tiny-chat" / "template.jinja"
+DEGREES = ("--tensor-parallel", "--context-parallel", "--pipeline-parallel")
+
+
+class Wrong(Exception):
+    """The pair does not train what it should."""
+
+
+@dataclass
+class Trial:
+    """The joined script on some ranks, and the run that must have the same losses."""
+
+    ranks: int
+    flags: list[str]
+    like: str
+    like_ranks: int
+    like_flags: list[str]
+
+
+@dataclass
+class Proof:
+    """A line of pairs.txt that says how to compare."""
+
+    name: str
+    like: str  # the chapter that defines the training, or `16 with torch.optim.Muon`
+    model: str
+    trials: list[Trial]
+    damage: tuple[str, str] = ("", "")  # lines of the joined script, and wrong ones
+
+    @property
+    def numbers(self) -> list[str]:
+        return combine.parts_of(self.name)[0]
+
+    @property
+    def without(self) -> str | None:
+        return combine.parts_of(self.name)[1]
+
+
+def read_proofs() -> dict[str, Proof]:
+    found = {}
+    for pair in combine.known_pairs().values():
+        if pair.status == "like":
+            like, *parts = (part.strip() for part in pair.text.split("|"))
+            values = dict(part.split(":", 1) for part in parts)
+            model = values.pop("model", "llama").strip()
+            trials = [read_trial(int(ranks), text, like) for ranks, text in values.items()]
+            found[pair.name] = Proof(pair.name, like, model, trials)
+    return found
+
+
+def read_trial(ranks: int, text: str, like: str) -> Trial:
+    """`--shard-size 1`, or `--shard-size 1 = itself on 2: --shard-size 2`."""
+    own, _, other = text.partition("=")
+    flags = own.split()
+    if other:
+        what, _, like_flags = other.partition(":")
+        script, _, like_ranks = what.strip().rpartition(" on ")
+        return Trial(ranks, flags, script, int(like_ranks), like_flags.split())
+    # Each rank has its own place in a stream. Other chapters train the same on any ranks.
+    is_stream = like.startswith("04")
+    return Trial(ranks, flags, like, shares(ranks, flags) if is_stream else 1, [])
+
+
+def shares(ranks: int, flags: list[str]) -> int:
+    """How many ranks or groups read other samples."""
+    for flag in DEGREES:
+        if flag in flags:
+            ranks //= int(flags[flags.index(flag) + 1])
+    return ranks
+
+
+# -- Data, models and scripts ----------------------------------------------------------------------
+
+
+def write_data(folder: Path) -> None:
+    """Documents in several files, conversations, and rows of chapter 10."""
+    chance = random.Random(0)
+    words = ["def", "return", "self", "lambda", "the", "loss", "gradient", "Größe", "学习", "x"]
+    texts = [" ".join(chance.choices(words, k=chance.randint(1, 60))) for _ in range(300)]
+    conftest.write_documents(folder / "text.jsonl", texts)
+    for part in range(4):
+        conftest.write_documents(folder / f"part-{part}.jsonl", texts[part::4])
+    rows = []
+    for text in texts:
+        answer = " ".join(text.split()[: chance.choice([1, 5, 20])])
+        question = {"role": "user", "content": chance.choice(texts)[:20]}
+        rows.append({"messages": [question, {"role": "assistant", "content": answer}]})
+    conftest.write_rows(folder / "chat.jsonl", rows)
+    flags = [folder / "text.jsonl", "-o", folder / "rows", "-m", conftest.TINY_LLAMA]
+    runner.run_tool(folder, "prepare-data.py", *flags, "-s", LENGTH, "--mds", "--no-shuffle")
+
+
+def data_flags(numbers: set[str], folder: Path) -> list:
+    """The flags of the chapter that reads the data."""
+    if "16" in numbers:
+        return ["-d", folder / "chat.jsonl", "--chat-template", TEMPLATE]
+    if numbers & {"04", "10"}:
+        held_out = ["--eval-dataset", folder / "text.jsonl", "--shuffle-window", 9]
+        if "10" in numbers:
+            return ["-d", folder / "rows", *held_out]
+        return ["-d", folder / "part-*.jsonl", "--packing", "overflow", *held_out]
+    return ["-d", folder / "text.jsonl"]
+
+
+def chapters_in(numbers: list[str], without: str | None = None) -> set[str]:
+    """Also the chapters that these continue, such as 16 for 17."""
+    names = {name[:2]: name for name in combine.SCRIPTS}
+    found = {name[:2] for number in numbers for name in combine.ancestors(names[number])}
+    return found - {without}
+
+
+def like_script(proof: Proof, like: str, script: Path, folder: Path) -> tuple[Path, set[str]]:
+    """The script to compare with, and its chapters."""
+    if like == "itself":
+        return script, chapters_in(proof.numbers, proof.without)
+    number, _, other = like.partition(" with ")
+    chapter = runner.CHAPTERS_BY_NUMBER[number]
+    if other:  # torch.optim.Muon in place of AdamW
+        muon = importlib.import_module("test_muon")
+        changes = {
+            muon.ADAMW: muon.INSTEAD,
+            "\nimport torch\n": "\nimport torch\nimport torch_muon\n",
+        }
+        chapter = conftest.damaged(chapter, folder / "with-torch-muon", changes)
+    return chapter, chapters_in([number])
+
+
+def case(folder, name, run, script, chapters, ranks, flags, model, steps=STEPS) -> dict:
+    """A case of tests/many_trainings.py. The folder of the run is `run`."""
+    per_pass = BATCH // shares(ranks, flags) // 2
+    every = ["-e", run, "-m", folder / model, "--save-dir", folder, "-s", LENGTH, "-b", per_pass]
+    every += [*data_flags(chapters, folder), "--lr", 1e-3, "--lr-scheduler", "constant"]
+    every += ["--max-steps", steps, "--eval-freq", 3, "--ckpt-freq", 3, "--log-freq", 1]
+    every += ["--keep-checkpoints", 9, *flags]
+    every += equal.PARTS if "14" in chapters else ["--no-from-scratch"]
+    if "05" in chapters:
+        every += ["--global-batch-size", BATCH]
+    else:
+        every += ["--gradient-accumulation-steps", 2]
+    (folder / name).mkdir()
+    env = {"MASTER_PORT": str(runner.free_port())}
+    found = {"name": name, "script": str(script), "env": env, "folder": str(folder / name)}
+    return found | {"flags": [str(flag) for flag in every]}
+
+
+# -- Running ---------------------------------------------------------------------------------------
+
+
+def own_script(proof: Proof, folder: Path) -> Path:
+    """The joined script, with chunks that are smaller than a batch."""
+    names = {name[:2]: name for name in combine.SCRIPTS}
+    script = folder / f"joined-{proof.name}" / "train-llm.py"
+    script.parent.mkdir(exist_ok=True)
+    chapters = [names[number] for number in proof.numbers]
+    text, _ = combine.script_of(chapters, script.parent, names.get(proof.without))
+    if lines := combine.carry.conflicts(text):
+        raise Wrong(f"the text does not join: lines {lines}")
+    if text.count(proof.damage[0]) != 1 and proof.damage[0]:
+        sys.exit(f"error: {proof.name} has not one place with {proof.damage[0]!r}")
+    text = text.replace(*proof.damage)
+    script.write_text(text.replace("LOSS_CHUNK = 1024", "LOSS_CHUNK = 50"))
+    return script
+
+
+def run_trials(proof: Proof, folder: Path) -> None:
+    """The run to compare with, the joined one, and it in two parts: a job for each of the scripts.
+
+    A job of its own, because PyTorch remembers the process groups of earlier meshes.
+    """
+    script = own_script(proof, folder)
+    chapters = chapters_in(proof.numbers, proof.without)
+    for trial in proof.trials:
+        like, like_chapters = like_script(proof, trial.like, script, folder)
+        name = f"{proof.name} on {trial.ranks}"
+        described = (like, like_chapters, trial.like_ranks, trial.like_flags, proof.model)
+        cases = [case(folder, f"{name} like", f"{name} like", *described)]
+        run_job(cases, trial.like_ranks, folder)
+        described = (script, chapters, trial.ranks, trial.flags, proof.model)
+        cases = [case(folder, name, name, *described)]
+        cases += [case(folder, f"{name} begun", f"{name} again", *described, steps=STEPS // 2)]
+        cases += [case(folder, f"{name} resumed", f"{name} again", *described)]
+        run_job(cases, trial.ranks, folder)
+
+
+def run_job(cases: list[dict], ranks: int, folder: Path) -> None:
+    file = folder / f"{cases[0]['name']}.json"
+    file.write_text(json.dumps(cases))
+    script = REPOSITORY / "tests" / "many_trainings.py"
+    job = runner.Job(script, [file], folder / f"{file.stem}.txt", ranks)
+    try:
+        status, said = job.wait(600), job.output
+    except TimeoutError as error:
+        status, said = 1, f"{error}"
+    if status:
+        last = re.findall(r"^case (.*)$", said, re.MULTILINE)[-1]
+        raise Wrong(f"{last}: {error_in(said)}")
+
+
+def error_in(output: str) -> str:
+    lines = re.findall(
+        r"^(?:Fatal Python error|\w+(?:\.\w+)*(?:Error|Exception)|error)\b.*", output, re.MULTILINE
+    )
+    return lines[0] if lines else output[-500:]
+
+
+# -- Comparing -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """Of the record."""
+
+    name: str
+    like: str
+    ranks: list[int]
+    losses: float  # the largest relative differences
+    gradients: float
+    promises: list[str]
+    script: str  # a hash of the joined script
+
+    def __str__(self) -> str:
+        ranks = " and ".join(map(str, self.ranks))
+        like = f"chapter {self.like}" if self.like[0].isdigit() else self.like
+        numbers = f"{self.losses:.0e} | {self.gradients:.0e}"
+        kept = ", ".join(self.promises) or "the losses"
+        return f"| {self.name} | {like} | {ranks} | {numbers} | {kept} | {self.script} |"
+
+
+def compared(proof: Proof, folder: Path) -> Row:
+    losses, gradients, promises = 0.0, 0.0, {}
+    for trial in proof.trials:
+        name = f"{proof.name} on {trial.ranks}"
+        own, again, like = (
+            equal.Case(folder / each) for each in (name, f"{name} again", f"{name} like")
+        )
+        for column, most in (("loss", 2e-5), ("eval/loss", 2e-5), ("grad_norm", 1e-4)):
+            error = largest_difference(like.column(column), own.column(column))
+            if error > most:
+                raise Wrong(f"{name}: {column} {own.column(column)}, not {like.column(column)}")
+            losses = max(losses, error if column != "grad_norm" else 0)
+        is_mixture = any("experts" in tensor for tensor in like.gradients(1))
+        for step in (1,) if is_mixture else (1, 2):  # a router may choose another expert then
+            error, parameter = equal.worst(like.gradients(step), own.gradients(step))
+            if error > 1e-4:
+                raise Wrong(
+                    f"{name}: the gradient of {parameter} in step {step} differs by {error}"
+                )
+            gradients = max(gradients, error)
+        compare_models(name, like.tensors(), own.tensors())
+        if conftest.exact(again.records) != conftest.exact(own.records):
+            raise Wrong(f"{name}: the resumed run has other losses")
+        for number in sorted(chapters_in(proof.numbers, proof.without) & PROMISES.keys()):
+            if promise := PROMISES[number](trial, facts_of(folder / name)):
+                promises[promise] = None
+    ranks = [trial.ranks for trial in proof.trials]
+    script = hash_of(own_script(proof, folder))
+    return Row(proof.name, proof.like, ranks, losses, gradients, [*promises], script)
+
+
+def largest_difference(expected: list[float], found: list[float]) -> float:
+    if len(expected) != len(found) or not expected:
+        raise Wrong(f"{len(found)} numbers in place of {len(expected)}")
+    return max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(expected, found, strict=True))
+
+
+def compare_models(name: str, like: dict, own: dict) -> None:
+    if like.keys() != own.keys() or not like:
+        raise Wrong(f"{name}: other tensors in final/")
+    for tensor in like:
+        try:
+            torch.testing.assert_close(own[tensor], like[tensor], rtol=1e-3, atol=1e-3)
+        except AssertionError as error:
+            raise Wrong(f"{name}: {tensor} in final/: {error}") from error
+
+
+def hash_of(script: Path) -> str:
+    """Of the code: the docstring and the folder do not count."""
+    text = script.read_text().split('"""', 2)[2]
+    text = re.sub("^REPOSITORY = .*", "", text, flags=re.MULTILINE)
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+# -- What the chapters promise ---------------------------------------------------------------------
+
+
+def facts_of(folder: Path) -> list[dict]:
+    """Of each rank, as tests/many_trainings.py has saved them."""
+    return [torch.load(file) for file in sorted(folder.glob("facts-*"))]
+
+
+def flag(trial: Trial, name: str) -> int:
+    return int(trial.flags[trial.flags.index(name) + 1]) if name in trial.flags else 0
+
+
+def check(holds: bool, sentence: str) -> None:
+    if not holds:
+        raise Wrong(f"it is not true that {sentence}")
+
+
+def copies(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapter 5: ranks of different copies hold the same shards, ranks of a copy hold others."""
+    size = flag(trial, "--shard-size") or trial.ranks
+    shards = [{n: x for n, x in each["local"].items() if "experts" not in n} for each in facts]
+    for rank, own in enumerate(shards):
+        check(own == shards[rank % size], f"rank {rank} has the shards of rank {rank % size}")
+    check(size == 1 or shards[0] != shards[size - 1], "the ranks of a copy have other shards")
+    return f"{trial.ranks // size} copies" if size < trial.ranks else None
+
+
+def part_of_tokens(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapters 6 and 11."""
+    tokens = LENGTH
+    for name in ("--tensor-parallel", "--context-parallel"):
+        tokens //= flag(trial, name) or 1
+    for each in facts:
+        check(each["tokens of a layer"] == tokens, f"a layer sees {tokens} tokens")
+    return f"a layer sees {tokens} of {LENGTH} tokens" if tokens < LENGTH else None
+
+
+def travels(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapter 12."""
+    check(all(each["tokens of experts"] > 0 for each in facts), "tokens arrive at all ranks")
+    return "tokens arrive at the experts of all ranks"
+
+
+def has_stages(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapter 7."""
+    check(facts[0]["local"].keys() != facts[-1]["local"].keys(), "ranks have other layers")
+    return "ranks have other layers"
+
+
+def is_sparse(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapter 14."""
+    check(any(name.endswith(".values") for name in facts[0]["trains"]), "S has values")
+    return "B, A and S train"
+
+
+def adapters_train(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapter 17."""
+    check(all(".lora_" in name for name in facts[0]["trains"]), "adapters alone train")
+    return "adapters alone train"
+
+
+def owners(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapter 18: in each copy, each matrix has one owner."""
+    size = flag(trial, "--shard-size") or trial.ranks
+    shapes = {n: shape for each in facts for n, shape in each["whole"].items()}
+    matrices = [n for n, shape in shapes.items() if ".layers." in n and len(shape) == 2]
+    for begin in range(0, trial.ranks, size):
+        owned = sum(each["owned"] for each in facts[begin : begin + size])
+        check(owned == len(matrices), f"a copy has {len(matrices)} owned matrices, and not {owned}")
+    return "each matrix has one owner in each copy"
+
+
+def cuts_the_loss(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapter 19."""
+    check(all(each["chunks"] > 1 for each in facts), "the loss has several chunks")
+    return "the loss has chunks"
+
+
+PROMISES = {"05": copies, "06": part_of_tokens, "11": part_of_tokens, "12": travels}
+PROMISES |= {"07": has_stages, "14": is_sparse, "17": adapters_train, "18": owners}
+PROMISES |= {"19": cuts_the_loss}
+
+
+# -- The command -----------------------------------------------------------------------------------
+
+
+def prove(proofs: list[Proof], folder: Path) -> Iterator[tuple[str, Row | str]]:
+    """For each pair its row, or what is wrong."""
+    write_data(folder)
+    for proof in proofs:
+        if not (folder / proof.model).exists():
+            equal.write_weights(folder / proof.model, proof.model)
+        try:
+            run_trials(proof, folder)
+            yield proof.name, compared(proof, folder)
+        except (Wrong, AssertionError) as error:
+            yield proof.name, f"{proof.name} is wrong: {error}"
+
+
+def damages_are_noticed(proofs: dict[str, Proof]) -> bool:
+    """Whether each damage makes its pair wrong, on 4 ranks."""
+    known = damages.damages(combine.JOINS / "damages.txt")
+    for damage in known:
+        proof = proofs[damage.chapter]
+        proof.damage = ("\n".join(damage.old), "\n".join(damage.new))
+        proof.trials = [trial for trial in proof.trials if trial.ranks == 4]
+    chosen = [proofs[damage.chapter] for damage in known]
+    with tempfile.TemporaryDirectory() as folder:
+        found = dict(prove(chosen, Path(folder)))
+    for damage in known:
+        result = found[damage.chapter]
+        verdict = "MISSED" if isinstance(result, Row) else f"noticed: {result[:100]}"
+        print(f"{damage.chapter}: {damage.what}: {verdict}", flush=True)
+    return not any(isinstance(result, Row) for result in found.values())
+
+
+def write_row(row: Row) -> None:
+    """Puts a row into the record, in the place of an earlier one of this pair."""
+    lines = combine.RECORD.read_text().splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith("|---")) + 1
+    rows = {line.split("|")[1].strip(): line for line in lines[begin:]}
+    rows[row.name] = str(row)
+    lines[begin:] = [rows[name] for name in sorted(rows)]
+    combine.RECORD.write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("pairs", nargs="*", help="such as 05+11; without: what the record lacks")
+    parser.add_argument("--damages", action="store_true", help="damages lines, and must notice it")
+    parser.add_argument("--ranks", type=int, nargs="+", help="only on so many, without a row")
+    parser.add_argument("--stale", action="store_true", help="prints what would run")
+    args = parser.parse_args()
+    proofs = read_proofs()
+    if unknown := {*args.pairs} - proofs.keys():
+        parser.error(f"pairs.txt does not say how to compare {', '.join(sorted(unknown))}")
+    if args.damages:
+        sys.exit(0 if damages_are_noticed(proofs) else 1)
+    chosen = args.pairs or [name for name, proof in proofs.items() if is_stale(proof)]
+    if args.stale:
+        print("\n".join(chosen))
+        return
+    if args.ranks:
+        for proof in proofs.values():
+            proof.trials = [trial for trial in proof.trials if trial.ranks in args.ranks]
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        for _, result in prove([proofs[name] for name in chosen], Path(folder)):
+            print(result, flush=True)
+            failed = failed or not isinstance(result, Row)
+            if isinstance(result, Row) and not args.ranks:
+                write_row(result)
+    combine.write_page()
+    sys.exit(1 if failed else 0)
+
+
+def is_stale(proof: Proof) -> bool:
+    """Whether the record lacks the pair, or has it for another script."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            script = hash_of(own_script(proof, Path(folder)))
+        except Wrong:
+            return True
+    return script not in combine.proved_rows().get(proof.name, [])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""tools/combine.py joins all pairs of its list as text, and a sample of them trains as it should.
+
+`maintain/prove-joins.py` compares all of them.
+"""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from runner import REPOSITORY, load
+
+PROVE = load(REPOSITORY / "maintain" / "prove-joins.py")
+COMBINE = PROVE.combine
+PAIRS = COMBINE.known_pairs()
+NAMES = {name[:2]: name for name in COMBINE.SCRIPTS}
+
+
+def test_all_pairs_join(tmp_path):
+    """Without conflicts, unknown names and unused imports."""
+    for pair in PAIRS.values():
+        if pair.status == "like":
+            numbers, without = COMBINE.parts_of(pair.name)
+            names = [NAMES[number] for number in numbers]
+            text, _ = COMBINE.script_of(names, tmp_path, NAMES.get(without))
+            assert COMBINE.carry.conflicts(text) == [], pair.name
+            (tmp_path / f"{pair.name}.py").write_text(text)
+    command = [sys.executable, "-m", "ruff", "check", "--config", REPOSITORY / "pyproject.toml"]
+    done = subprocess.run([*command, "--ignore", "I", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_stored_resolutions():
+    """Each has at most three places, and is of a pair in the list."""
+    files = [*COMBINE.JOINS.glob("[0-9]*.txt")]
+    for file in files:
+        assert PAIRS[file.stem].status == "like", file
+        assert 1 <= len(COMBINE.read_resolutions(file)) <= 3, file
+
+
+def test_the_page_has_the_table():
+    page = COMBINE.PAGE.read_text()
+    assert page.endswith(COMBINE.table()), "run tools/combine.py --write-page"
+    proved = {name for name in PAIRS if COMBINE.verdict(*COMBINE.parts_of(name)).status == "proved"}
+    assert {"05+17+19", "04+05+18"} <= proved
+    assert len(proved) >= 27
+
+
+def combine(*arguments):
+    command = [sys.executable, REPOSITORY / "tools" / "combine.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_command(tmp_path):
+    """It writes a script with the flags of both, names conflicts, and refuses what is wrong."""
+    status, output = combine("5", "17", "-o", tmp_path / "lora-nodes")
+    assert (status, output.splitlines()[1][:16]) == (0, "05+17 is proved:")
+    text = (tmp_path / "lora-nodes" / "train-llm.py").read_text()
+    assert {"--shard-size", "--lora-rank"} <= {*re.findall('add\\("(--[a-z-]+)"', text)}
+    assert {"# NODES 3:", "# LORA 3:", "# CHAT 3:"} <= {*re.findall("# [A-Z]+ 3:", text)}
+    assert "run.sh lora-nodes -e lora-nodes" in text.split('"""')[1]
+    diff = (tmp_path / "lora-nodes" / "changes.diff").read_text()
+    assert diff.startswith("--- 03-fsdp/train-llm.py\n+++ lora-nodes/train-llm.py\n")
+    status, output = combine("06", "18", "05", "-o", tmp_path / "three")
+    assert (status, output[:31]) == (1, "error: 05+06+18 is refused: 06+18")
+    assert not (tmp_path / "three").exists()
+    status, output = combine("04", "07", "-o", tmp_path / "open")
+    (line,) = re.findall(r"conflicts at lines (\d+): edit them\. a schedule", output)
+    lines = (tmp_path / "open" / "train-llm.py").read_text().splitlines()
+    assert lines[int(line) - 1] == "<<<<<<< chapter 04"
+    for wrong in (["05"], ["05", "20"], ["05", "17", "-o", REPOSITORY / "03-fsdp"]):
+        assert combine(*wrong)[0] == 2
+
+
+# Each chapter once
+SAMPLE = ["04+06", "04+08-03", "05+17+19", "07+18", "10+15", "11+12", "14+16"]
+
+
+@pytest.mark.rest
+def test_a_sample_trains_as_it_should(tmp_path, monkeypatch):
+    proofs = PROVE.read_proofs()
+    chosen = [proofs[name] for name in SAMPLE]
+    for proof in chosen:
+        proof.trials = [trial for trial in proof.trials if trial.ranks == 2]
+    found = dict(PROVE.prove(chosen, tmp_path))
+    assert [row for row in found.values() if not isinstance(row, PROVE.Row)] == []
