@@ -178,7 +178,7 @@ def case(folder, name, run, script, chapters, ranks, flags, model, steps=STEPS) 
     (folder / name).mkdir()
     env = {"MASTER_PORT": str(runner.free_port())}
     found = {"name": name, "script": str(script), "env": env, "folder": str(folder / name)}
-    return found | {"flags": [str(flag) for flag in every]}
+    return found | {"flags": [str(flag) for flag in every], "facts": True}
 
 
 # -- Running ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def watch(name: str) -> None:
     def call(parameters, *arguments):
         parameters = list(parameters)
         case["step"] += 1
-        if case["step"] == 1:
+        if case["step"] == 1 and case.get("facts"):
             torch.save(facts(), f"{case['folder']}/facts-{os.environ.get('RANK', '0')}")
         if case["step"] < 3:
             named = models[0].named_parameters()
@@ -42,7 +42,8 @@ def watch(name: str) -> None:
 def train(self, mode=True):
     if hasattr(self, "lm_head"):
         models[:] = [self]
-        for layer in [m for m in self.modules() if isinstance(m, GradientCheckpointingLayer)][:1]:
+        layers = [m for m in self.modules() if isinstance(m, GradientCheckpointingLayer)]
+        for layer in layers[:1] if case.get("facts") else ():
             layer.register_forward_pre_hook(see_tokens, with_kwargs=True)
     return original_train(self, mode)
 
@@ -89,11 +90,12 @@ original_acquire, filelock.FileLock.acquire = filelock.FileLock.acquire, remembe
 original_train, torch.nn.Module.train = torch.nn.Module.train, train
 original_init, torch.optim.AdamW.__init__ = torch.optim.AdamW.__init__, remember_optimizer
 original_checkpoint = torch.utils.checkpoint.checkpoint
-torch.utils.checkpoint.checkpoint = count_chunks
 registers = [each._global_mapping for each in (AttentionInterface, AttentionMaskInterface)]
 originals = [dict(register) for register in registers]  # chapter 11 changes both
 for case in json.load(open(sys.argv[1])):
     case["step"] = 0
+    if case.get("facts"):
+        torch.utils.checkpoint.checkpoint = count_chunks
     for register, original in zip(registers, originals, strict=True):
         register.update(original)
     os.environ.update(case["env"])

@@ -40,10 +40,9 @@ def test_stored_resolutions():
 
 def test_the_page_has_the_table():
     page = COMBINE.PAGE.read_text()
-    assert page.endswith(COMBINE.table()), "run tools/combine.py --write-page"
+    assert page.endswith(COMBINE.table()), "run maintain/prove-joins.py"
     proved = {name for name in PAIRS if COMBINE.verdict(*COMBINE.parts_of(name)).status == "proved"}
-    assert {"05+17+19", "04+05+18"} <= proved
-    assert len(proved) >= 27
+    assert proved >= {"05+17", "05+17+19", "04+05+18"}
 
 
 def combine(*arguments):
@@ -63,7 +62,7 @@ def test_the_command(tmp_path):
     diff = (tmp_path / "lora-nodes" / "changes.diff").read_text()
     assert diff.startswith("--- 03-fsdp/train-llm.py\n+++ lora-nodes/train-llm.py\n")
     status, output = combine("06", "18", "05", "-o", tmp_path / "three")
-    assert (status, output[:31]) == (1, "error: 05+06+18 is refused: 06+18")
+    assert (status, output[:33]) == (1, "error: 05+06+18 is refused: 06+18")
     assert not (tmp_path / "three").exists()
     status, output = combine("04", "07", "-o", tmp_path / "open")
     (line,) = re.findall(r"conflicts at lines (\d+): edit them\. a schedule", output)
