@@ -284,7 +284,7 @@ def compared(proof: Proof, folder: Path) -> Row:
                     f"{name}: the gradient of {parameter} in step {step} differs by {error}"
                 )
             gradients = max(gradients, error)
-        compare_models(name, like.tensors(), own.tensors())
+        compare_models(name, conftest.final_tensors(like), conftest.final_tensors(own))
         if conftest.exact(again.records) != conftest.exact(own.records):
             raise Wrong(f"{name}: the resumed run has other losses")
         for number in sorted(chapters_in(proof.numbers, proof.without) & PROMISES.keys()):
