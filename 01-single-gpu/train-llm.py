@@ -73,7 +73,7 @@ def main():
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
 
-    # A run with -e continues from its newest checkpoint. How many steps are left?
+    # A run with -e continues from its newest checkpoint. The samples left give the steps left.
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)
     total_steps = state.step + (args.num_epochs * train_samples - state.samples) // global_batch
@@ -88,13 +88,13 @@ def main():
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
-    betas = (0.9, float(args.adam_beta2))  # plain numbers, since torch.load() takes no others
+    betas = (0.9, float(args.adam_beta2))  # torch.load() refuses types of jsonargparse
     optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
-    # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
+    # The loop sets the learning rate: --lr times a function of the steps done, also in a resume.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    rate_factor = scheduler.lr_lambdas[0]  # this function alone: the scheduler never steps
+    rate_factor = scheduler.lr_lambdas[0]  # this function; scheduler.step() is never called
     # fp16 rounds gradients below 3e-8 to zero, so the scaler makes them larger for a while.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
@@ -136,8 +136,8 @@ def main():
             first = state.samples + micro_step * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
             with timed("data", times, wait):
-                epoch, place = divmod(first, train_samples)
-                indices = sample_order(args.seed, epoch, train_samples)[place:][: args.batch_size]
+                epoch, at = divmod(first, train_samples)
+                indices = sample_order(args.seed, epoch, train_samples)[at : at + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
@@ -204,7 +204,7 @@ def main():
         with new_folder(run_folder / "final") as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            (folder / f"step-{state.step:08d}").touch()  # the run may be extended, and stop
+            (folder / f"step-{state.step:08d}").touch()  # "Already complete" looks for it
         say(f"Done: the model is in {run_folder / 'final'}")
     if not args.experiment_name:
         say("warning: without -e, this run has saved nothing")
@@ -226,7 +226,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Attention may cross borders of documents. So leave out their search, which waits for the GPU.
+    # Attention may cross borders of documents. Transformers would search them, and wait for a GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -312,7 +312,7 @@ def tokenize_split(documents, tokenizer, column):
     tokenized = documents.map(
         tokenize,
         batched=True,
-        batch_size=1 if documents.info.builder_name == "text" else 32,  # files may be large
+        batch_size=1 if documents.info.builder_name == "text" else 32,  # a row may be a file
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
     )
@@ -331,7 +331,7 @@ def tokenize(rows, tokenizer, column):
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
 
 
-@lru_cache(maxsize=1)  # so each epoch is drawn when it begins
+@lru_cache(maxsize=1)  # draws once per epoch, not for each batch
 def sample_order(seed, epoch, train_samples):
     """The samples of an epoch and of the next one, in their order. A batch may need both."""
     states = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]  # equal in any NumPy
@@ -364,7 +364,7 @@ def evaluate(model, tokens, args, device):
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must keep these flags and facts, because they decide what the samples are.
+# A resumed run must keep these: they decide the samples, their order and the precision.
 LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 # These may change without a word. All others may change, too, with a warning.
 FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
@@ -381,7 +381,7 @@ def open_run(args, setup):
     run_folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_folder / "lock")
     lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # a reference, or the lock would end with this function
+    atexit.register(lock.release)  # keeps the lock after this function, too
     checkpoint = max(run_folder.glob("step-????????"), default=None)
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -480,7 +480,7 @@ class RunLog:
         if checkpoint:
             shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        archive = f"{run_folder}/comet"  # without a key
+        archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
         options = {"workspace": args.comet_workspace, "project_name": args.comet_project_name}
         options["experiment_key"] = state.comet_key  # a resumed run continues its experiment
@@ -568,7 +568,7 @@ def parse_args():
     accelerator = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     add("--device", choices=sorted({accelerator, "cpu"}), default=accelerator, help="GPU, if any")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Flags win over --config, it over --demo, and --demo over defaults. So parse again after each.
+    # --demo changes defaults, --config wins over them, and flags win over both: parse three times.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
@@ -584,6 +584,6 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
-        if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # main() has begun its loop
             raise  # an error in the loop keeps its traceback
         sys.exit(f"error: {error}")

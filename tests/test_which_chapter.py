@@ -6,7 +6,6 @@ import shlex
 import datasets
 import pyarrow.parquet
 import pytest
-from conftest import write_documents
 from runner import CHAPTERS_BY_NUMBER, run_tool
 from test_readme import WHICH, assert_flags_are_understood, page
 from transformers import AutoConfig
@@ -63,17 +62,6 @@ def test_flags_of_the_command_lines(tmp_path):
     for number, (chapter, flags) in enumerate(SENT):
         assert ("-e " in flags) != ("--device cpu" in flags), flags
         assert_flags_are_understood(CHAPTERS_BY_NUMBER[chapter], flags, tmp_path / str(number))
-
-
-def test_two_corpora_are_mixed(tmp_path, monkeypatch):
-    """The lines of the page, in a folder with two corpora."""
-    for name in ("web", "code"):
-        texts = [f"{name} {number}" for number in range(1000)]
-        write_documents(tmp_path / f"{name}.jsonl", texts)
-    monkeypatch.chdir(tmp_path)
-    exec(re.search(r"### Two corpora.*?```python\n(.*?)```", TEXT, re.DOTALL)[1], {})
-    texts = pyarrow.parquet.read_table("mixed.parquet")["text"].to_pylist()
-    assert 0.66 < sum("web" in text for text in texts) / len(texts) < 0.74
 
 
 def test_own_dataset_becomes_a_file(tmp_path, monkeypatch):

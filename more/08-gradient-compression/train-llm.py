@@ -76,13 +76,13 @@ def main():
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # the number of this share of the data. Later chapters have fewer shares
+    dp_rank = RANK  # the share of the data to read. In later chapters, several ranks read one
     dp_size = WORLD_SIZE
     global_batch = args.batch_size * accumulation * dp_size
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of this torchrun tokenizes. The others wait, and then read its cache.
+    # DDP: One rank of this torchrun, their parent, tokenizes. The others then read its cache.
     with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
         train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
@@ -92,7 +92,7 @@ def main():
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
 
-    # A run with -e continues from its newest checkpoint. How many steps are left?
+    # A run with -e continues from its newest checkpoint. The samples left give the steps left.
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)
     # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
@@ -119,7 +119,7 @@ def main():
     ddp_model = torch.nn.parallel.DistributedDataParallel(
         model, gradient_as_bucket_view=True, find_unused_parameters=keep_buckets
     )
-    torch._dynamo.config.optimize_ddp = False  # DDP: do not cut a layer where a bucket ends
+    torch._dynamo.config.optimize_ddp = False  # DDP: --compile must not cut layers at buckets
     compression = Compression(model, args, checkpoint)
     if args.compress != "none":
         # COMPRESSION 1: The hook averages a bucket in place of DDP, so it decides what is sent.
@@ -127,13 +127,13 @@ def main():
         # DDP calls Compression.hook(compression, bucket), which is compression.hook(bucket).
         ddp_model.register_comm_hook(compression, Compression.hook)
     groups = parameter_groups(model, args)
-    betas = (0.9, float(args.adam_beta2))  # plain numbers, since torch.load() takes no others
+    betas = (0.9, float(args.adam_beta2))  # torch.load() refuses types of jsonargparse
     optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
-    # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
+    # The loop sets the learning rate: --lr times a function of the steps done, also in a resume.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    rate_factor = scheduler.lr_lambdas[0]  # this function alone: the scheduler never steps
+    rate_factor = scheduler.lr_lambdas[0]  # this function; scheduler.step() is never called
     # fp16 rounds gradients below 3e-8 to zero, so the scaler makes them larger for a while.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
@@ -182,11 +182,11 @@ def main():
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # DDP 7: As in `ddp_model.no_sync()`, only the last micro-batch averages gradients.
+            # DDP 7: As in `no_sync()`, only the last micro-batch averages: once per step is enough.
             ddp_model.require_backward_grad_sync = micro_step == accumulation - 1
             with timed("data", times, wait):
-                epoch, place = divmod(first, train_samples)
-                indices = sample_order(args.seed, epoch, train_samples)[place:][: args.batch_size]
+                epoch, at = divmod(first, train_samples)
+                indices = sample_order(args.seed, epoch, train_samples)[at : at + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
@@ -207,7 +207,7 @@ def main():
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
-            # DDP: After None, accumulated gradients would lie outside the buckets, and be copied.
+            # DDP: With accumulation, keep gradients in DDP's buckets, or they would be copied.
             optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch
@@ -265,7 +265,7 @@ def main():
         with new_folder(run_folder / "final") as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            (folder / f"step-{state.step:08d}").touch()  # the run may be extended, and stop
+            (folder / f"step-{state.step:08d}").touch()  # "Already complete" looks for it
         say(f"Done: the model is in {run_folder / 'final'}")
     gather(None)  # DDP: waits until rank 0 has written
     del ddp_model  # DDP: before the next line, because freeing it later may hang
@@ -290,7 +290,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Attention may cross borders of documents. So leave out their search, which waits for the GPU.
+    # Attention may cross borders of documents. Transformers would search them, and wait for a GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -522,7 +522,7 @@ def tokenize_split(documents, tokenizer, column):
     tokenized = documents.map(
         tokenize,
         batched=True,
-        batch_size=1 if documents.info.builder_name == "text" else 32,  # files may be large
+        batch_size=1 if documents.info.builder_name == "text" else 32,  # a row may be a file
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
     )
@@ -541,7 +541,7 @@ def tokenize(rows, tokenizer, column):
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
 
 
-@lru_cache(maxsize=1)  # so each epoch is drawn when it begins
+@lru_cache(maxsize=1)  # draws once per epoch, not for each batch
 def sample_order(seed, epoch, train_samples):
     """The samples of an epoch and of the next one, in their order. A batch may need both."""
     states = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]  # equal in any NumPy
@@ -576,7 +576,7 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must keep these flags and facts, because they decide what the samples are.
+# A resumed run must keep these: they decide the samples, their order and the precision.
 LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 # COMPRESSION: Other methods cannot use these residuals, or would add them again in each step.
 LASTING += ["compress", "error_feedback", "powersgd_rank"]
@@ -596,7 +596,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # a reference, or the lock would end with this function
+    atexit.register(lock.release)  # keeps the lock after this function, too
     checkpoint = max(run_folder.glob("step-????????"), default=None)
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -733,7 +733,7 @@ class RunLog:
         if checkpoint:
             shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        archive = f"{run_folder}/comet"  # without a key
+        archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
         options = {"workspace": args.comet_workspace, "project_name": args.comet_project_name}
         options["experiment_key"] = state.comet_key  # a resumed run continues its experiment
@@ -827,7 +827,7 @@ def parse_args():
     add("--min-compress", type=int, default=4097, help="gradients with fewer numbers stay whole")
     add("--powersgd-rank", type=PositiveInt, default=4, help="columns of the matrices of powersgd")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Flags win over --config, it over --demo, and --demo over defaults. So parse again after each.
+    # --demo changes defaults, --config wins over them, and flags win over both: parse three times.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
@@ -852,7 +852,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
-        if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # main() has begun its loop
             raise  # an error in the loop keeps its traceback
         sys.exit(f"error: {error}")
     finally:

@@ -77,13 +77,13 @@ def main():
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # the number of this share of the data. Later chapters have fewer shares
+    dp_rank = RANK  # the share of the data to read. In later chapters, several ranks read one
     dp_size = WORLD_SIZE
     global_batch = args.batch_size * accumulation * dp_size
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of this torchrun tokenizes. The others wait, and then read its cache.
+    # DDP: One rank of this torchrun, their parent, tokenizes. The others then read its cache.
     with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
         train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
@@ -93,7 +93,7 @@ def main():
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
 
-    # A run with -e continues from its newest checkpoint. How many steps are left?
+    # A run with -e continues from its newest checkpoint. The samples left give the steps left.
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)
     # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
@@ -115,19 +115,19 @@ def main():
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
-    betas = (0.9, float(args.adam_beta2))  # plain numbers, since torch.load() takes no others
+    betas = (0.9, float(args.adam_beta2))  # torch.load() refuses types of jsonargparse
     optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
-    # The learning rate is --lr times a function of the steps done, so a resume needs no old rate.
+    # The loop sets the learning rate: --lr times a function of the steps done, also in a resume.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    rate_factor = scheduler.lr_lambdas[0]  # this function alone: the scheduler never steps
+    rate_factor = scheduler.lr_lambdas[0]  # this function; scheduler.step() is never called
     # fp16 rounds gradients below 3e-8 to zero, so the scaler makes them larger for a while.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # sharded_state() makes AdamW's moments, and has the tensors that dcp.load() fills.
+        # dcp.load() fills tensors in place: weights, and moments, which sharded_state() has made.
         dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -162,14 +162,14 @@ def main():
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: Until gradients are averaged, each rank holds whole ones. To save this memory,
-            # --reshard-after-forward averages after each micro-batch, and not only after the last.
+            # FSDP: With --reshard-after-forward, average gradients and free weights after each
+            # micro-batch, which saves memory. Without it, only after the last one.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
-                epoch, place = divmod(first, train_samples)
-                indices = sample_order(args.seed, epoch, train_samples)[place:][: args.batch_size]
+                epoch, at = divmod(first, train_samples)
+                indices = sample_order(args.seed, epoch, train_samples)[at : at + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
@@ -184,7 +184,7 @@ def main():
             # Clip the gradient of the whole step, so that no bad batch spoils the weights.
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            # FSDP 3: The norm over all ranks is a DTensor. full_tensor() makes it a plain tensor.
+            # FSDP 3: Each rank has a part of the norm. full_tensor() joins them, so all call it.
             grad_norm = grad_norm.full_tensor()
             rate = args.lr * rate_factor(state.step)
             for group in optimizer.param_groups:
@@ -245,7 +245,7 @@ def main():
                 weights = merged_weights(model, weights)  # SL: B, A and S become dense again
                 whole.save_pretrained(folder, state_dict=weights)  # it has no weights itself
                 tokenizer.save_pretrained(folder)
-            (folder / f"step-{state.step:08d}").touch()  # the run may be extended, and stop
+                (folder / f"step-{state.step:08d}").touch()  # "Already complete" looks for it
         say(f"Done: the model is in {run_folder / 'final'}")
     gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
@@ -283,7 +283,7 @@ def build_model(args, device, whole):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Attention may cross borders of documents. So leave out their search, which waits for the GPU.
+    # Attention may cross borders of documents. Transformers would search them, and wait for a GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -301,7 +301,7 @@ def build_model(args, device, whole):
 
 def shard_model(model, args, device):
     """Gives each rank a shard of every parameter: memory, without values yet."""
-    # FSDP 6: Gather the weights in bf16, which halves the traffic. Reduce gradients in fp32.
+    # FSDP 6: Gather weights in --dtype: bf16 halves the traffic. Reduce gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -323,7 +323,7 @@ def shard_model(model, args, device):
 
 def send_weights(whole, model, device):
     """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
-    # Wait for rank 0, which has read the files before. This may take longer than the usual limit.
+    # Wait for rank 0, which may read files for longer than the usual limit of 10 to 30 minutes.
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -527,7 +527,7 @@ def tokenize_split(documents, tokenizer, column):
     tokenized = documents.map(
         tokenize,
         batched=True,
-        batch_size=1 if documents.info.builder_name == "text" else 32,  # files may be large
+        batch_size=1 if documents.info.builder_name == "text" else 32,  # a row may be a file
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
     )
@@ -546,7 +546,7 @@ def tokenize(rows, tokenizer, column):
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
 
 
-@lru_cache(maxsize=1)  # so each epoch is drawn when it begins
+@lru_cache(maxsize=1)  # draws once per epoch, not for each batch
 def sample_order(seed, epoch, train_samples):
     """The samples of an epoch and of the next one, in their order. A batch may need both."""
     states = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]  # equal in any NumPy
@@ -584,7 +584,7 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must keep these flags and facts, because they decide what the samples are.
+# A resumed run must keep these: they decide the samples, their order and the precision.
 LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 LASTING += ["rank", "density", "alpha"]  # SL: other values would give another W
 # These may change without a word. All others may change, too, with a warning.
@@ -603,7 +603,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # a reference, or the lock would end with this function
+    atexit.register(lock.release)  # keeps the lock after this function, too
     checkpoint = max(run_folder.glob("step-????????"), default=None)
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -661,7 +661,7 @@ def new_folder(folder):
 def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
-        # FSDP 11: Each rank saves its shards, as none has room for all. It waits for all ranks.
+        # FSDP 11: Each rank saves its shards, as none has room for all. dcp waits for all.
         dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
         if RANK > 0:
             return  # rank 0 does the rest
@@ -758,7 +758,7 @@ class RunLog:
         if checkpoint:
             shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
-        archive = f"{run_folder}/comet"  # without a key
+        archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
         options = {"workspace": args.comet_workspace, "project_name": args.comet_project_name}
         options["experiment_key"] = state.comet_key  # a resumed run continues its experiment
@@ -854,7 +854,7 @@ def parse_args():
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Flags win over --config, it over --demo, and --demo over defaults. So parse again after each.
+    # --demo changes defaults, --config wins over them, and flags win over both: parse three times.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
@@ -870,7 +870,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
-        if signal.getsignal(signal.SIGTERM) == remember_signal:  # the loop has begun
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # main() has begun its loop
             raise  # an error in the loop keeps its traceback
         sys.exit(f"error: {error}")
     finally:
