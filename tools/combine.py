@@ -88,17 +88,37 @@ def verdict(numbers: list[str], without: str | None = None) -> Pair:
     return pair
 
 
-def table() -> str:
+def all_pairs() -> list[Pair]:
     """What is known about all pairs, and about what else has a line."""
     names = [name for name in SCRIPTS if name[:2] not in ("01", "02", "03", "09")]
     pairs = [[a[:2], b[:2]] for a, b in itertools.combinations(names, 2) if a not in ancestors(b)]
     found = [verdict(numbers) for numbers in pairs]
     listed = {pair.name for pair in found}
     others = [name for name in known_pairs() if name not in listed]
-    found += [verdict(*parts_of(name)) for name in others]
-    lines = ["| chapters | | |", "|---|---|---|"]
-    lines += [f"| {pair.name} | {pair.status} | {pair.text} |" for pair in found]
-    return "\n".join(lines) + "\n"
+    return found + [verdict(*parts_of(name)) for name in others]
+
+
+def table() -> str:
+    rows = [f"| {pair.name} | {pair.status} | {pair.text} |" for pair in all_pairs()]
+    return "\n".join(["| chapters | | |", "|---|---|---|", *rows]) + "\n"
+
+
+def lists() -> str:
+    """The same for docs/combining.md: pairs with the same reason, or the same flags, together."""
+    groups = {"proved": {}, "joins": {}, "wrong": {}, "never": {}, "open": {}}
+    for pair in all_pairs():
+        if pair.status not in groups:
+            continue
+        reason = pair.text
+        if pair.status == "proved":
+            reason = ", ".join(re.findall("`.*?`", pair.text)) or "no more flags"
+        groups[pair.status].setdefault(reason, []).append(pair.name)
+    text = "## All pairs\n"
+    for status, group in groups.items():
+        lines = [f"- {', '.join(names)}: {reason}\n" for reason, names in group.items()]
+        if lines:
+            text += f"\n**{status}**\n\n{''.join(lines)}"
+    return text
 
 
 def parts_of(name: str) -> tuple[list[str], str | None]:
@@ -108,9 +128,9 @@ def parts_of(name: str) -> tuple[list[str], str | None]:
 
 
 def write_page() -> None:
-    """Puts the table at the end of docs/combining.md."""
+    """Puts the lists at the end of docs/combining.md."""
     text = PAGE.read_text()
-    PAGE.write_text(text[: text.index("| chapters |")] + table())
+    PAGE.write_text(text[: text.index("## All pairs")] + lists())
 
 
 def name_of(numbers: list[str], without: str | None = None) -> str:
