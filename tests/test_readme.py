@@ -16,6 +16,7 @@ from runner import (
     CHAPTER_13,
     CHAPTER_14,
     CHAPTER_17,
+    CHAPTER_20,
     CHAPTERS_BY_NUMBER,
     REPOSITORY,
     Run,
@@ -141,6 +142,8 @@ def test_demo_and_the_commands_after_it(tmp_path):
         processes = 4 if script == CHAPTER_13 else 2
         launch = f"torchrun --standalone --nproc-per-node {processes} {shown(script)}"
         assert (launch in command) == (script != CHAPTER_1)
+        if script == CHAPTER_20:
+            continue  # its package is apart
         flags = ["--save-dir", tmp_path, "--max-steps", 3, "--log-freq", 1]
         if script != CHAPTER_1:
             flags += ["--eval-freq", 0]
