@@ -64,7 +64,7 @@ ANSWERS = {
     "vLLM": "after-training.html",
     "resume": "metrics.html",
     "hangs": "tools.html",
-    "what does it cost": "questions.html#what-does-a-training-cost",
+    "how long does it take": "questions.html#what-does-a-training-cost",
     "A100": "questions.html#how-fast-are-a100s",
     "T4": "questions.html#colab-t4-and-v100",
     "7B 24 GB": "questions.html#a-7b-model-on-one-card",
