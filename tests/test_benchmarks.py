@@ -36,7 +36,8 @@ def test_peers(run, tmp_path):
     flags = f"-d {REPOSITORY}/README.md --num-epochs 99 --gradient-accumulation-steps 2"
     file = tmp_path / "new" / "table.md"
     output = run("run.py", *methods, "--only", *rows, *steps, "--flags", flags, "-o", file)
-    assert re.findall(r"^\| 1 \| (.*?) \| [\d,.]+ \|", output, re.MULTILINE) == rows
+    found = re.findall(r"^\| 1 \| (.*?) \| [\d,.]+ \|", output, re.MULTILINE)
+    assert found == rows, output
     assert file.read_text().strip() in output
 
 
