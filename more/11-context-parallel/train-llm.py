@@ -26,10 +26,10 @@ from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # CPU threads that wait leave their core to others
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before the imports: idle threads free a core
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
-os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # one retry: 20 s if offline
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline: 20 s
 import comet_ml
 import datasets
 import jsonargparse
@@ -53,8 +53,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
 # DDP 1: torchrun starts one process per device, and these variables tell each process who it is.
-RANK = int(os.environ.get("RANK", 0))  # its number among the processes of all nodes
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number among those of its node
+RANK = int(os.environ.get("RANK", 0))  # its number among all processes
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))  # its number on its node (machine)
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there are
 PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
@@ -72,7 +72,7 @@ def main():
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    torch.manual_seed(args.seed)  # for all random numbers before the loop
+    torch.manual_seed(args.seed)  # for weights that the code of a model draws
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
@@ -82,12 +82,12 @@ def main():
     dp_rank = RANK // args.context_parallel
     cp_rank = RANK % args.context_parallel  # the number of this rank in its group
     dp_size = WORLD_SIZE // args.context_parallel
-    global_batch = args.batch_size * accumulation * dp_size
+    global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     check_model(args)  # CP: before anything that takes time
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of this torchrun, their parent, tokenizes. The others then read its cache.
+    # DDP: The first rank that has the lock of this torchrun tokenizes. The others read its cache.
     with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
         train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
@@ -97,16 +97,16 @@ def main():
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
     tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
 
-    # A run with -e continues from its newest checkpoint. The samples left give the steps left.
+    # A run with -e continues from its newest checkpoint, if its setup is still the same.
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)
-    # DDP: With other flags, data or checkpoints on a node, training goes wrong without a word.
+    # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
     setups = gather(setup | {"step of the checkpoint": state.step})
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
         sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
-    total_steps = state.step + (args.num_epochs * train_samples - state.samples) // global_batch
-    total_steps = min(total_steps, args.max_steps or total_steps)
+    samples_left = args.num_epochs * train_samples - state.samples
+    total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
         return
@@ -119,19 +119,19 @@ def main():
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
-    betas = (0.9, float(args.adam_beta2))  # torch.load() refuses types of jsonargparse
+    betas = (0.9, float(args.adam_beta2))  # float(): torch.load() refuses the parser's types
     optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
     # The loop sets the learning rate: --lr times a function of the steps done, also in a resume.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    rate_factor = scheduler.lr_lambdas[0]  # this function; scheduler.step() is never called
-    # fp16 rounds gradients below 3e-8 to zero, so the scaler makes them larger for a while.
+    rate_factor = scheduler.lr_lambdas[0]  # this function is all that is used of the scheduler
+    # fp16 rounds gradients below 3e-8 to 0, so the scaler multiplies the loss, and divides again.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load() fills tensors in place: weights, and moments, which sharded_state() has made.
+        # sharded_state() makes AdamW's moments, and dcp.load() fills them and the weights in place.
         dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -139,7 +139,7 @@ def main():
         run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
     # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
-    # DDP: torchrun passes SIGUSR1 on with --signals-to-handle, and kills after --shutdown-timeout.
+    # DDP: torchrun needs --signals-to-handle for SIGUSR1. It kills ranks after --shutdown-timeout.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, remember_signal)
@@ -169,13 +169,13 @@ def main():
             # Each sample has N seeds, one for each rank of the group.
             seed = args.seed + first * args.context_parallel + cp_rank
             torch.manual_seed(seed)  # the same dropout masks after a resume
-            # FSDP: With --reshard-after-forward, average gradients and free weights after each
-            # micro-batch, which saves memory. Without it, only after the last one.
+            # FSDP: Each micro-batch averages gradients and frees weights, which saves memory. With
+            # --no-reshard-after-forward, only the last one does, which saves traffic.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
-                epoch, at = divmod(first, train_samples)
+                epoch, at = divmod(first, train_samples)  # `at`: the place in this epoch
                 indices = sample_order(args.seed, epoch, train_samples)[at : at + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
@@ -189,7 +189,7 @@ def main():
             # Clip the gradient of the whole step, so that no bad batch spoils the weights.
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            # FSDP 3: Each rank has a part of the norm. full_tensor() joins them, so all call it.
+            # FSDP 3: Each rank has a part of the norm. full_tensor() joins the parts on all ranks.
             grad_norm = grad_norm.full_tensor()
             rate = args.lr * rate_factor(state.step)
             for group in optimizer.param_groups:
@@ -198,14 +198,14 @@ def main():
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
             optimizer.zero_grad()  # because backward() adds to the gradients
         state.step = step
-        state.samples += global_batch
+        state.samples += global_batch  # over all epochs
         state.epoch = state.samples / train_samples
         progress.update()
 
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
         stop_signal = max(gather(max(received_signals, default=0)))
-        if stop_signal:  # a cluster waits some 30 s only, so save at once
-            eval_now = False
+        if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
+            times = times if log_now else {}  # other steps have not waited for the GPU
             save_now = log_now = True
         if log_now:
             # CP: Average the loss over ranks, because each rank has seen its own tokens only.
@@ -220,10 +220,10 @@ def main():
                 "tokens_per_second": global_batch * args.seq_length / seconds,
                 "time/total_ms": 1e3 * seconds,  # mean per step since the last log
                 **times,  # phases of this step alone
-                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest device limits -b
+                **of_all_ranks(memory_metrics(device)),  # DDP: the fullest GPU limits the batch
             }
-            numbers = f"loss {mean_loss:.4f}  lr {rate:.2e}  {metrics['tokens_per_second']:,.0f}"
-            say(f"step {step}/{total_steps}  {numbers} tokens/s")
+            numbers = f"lr {rate:.2e}  {metrics['tokens_per_second']:,.0f} tokens/s"
+            say(f"step {step}/{total_steps}  loss {mean_loss:.4f}  {numbers}")
             if run_log:
                 run_log.log(state, metrics)
             # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
@@ -232,7 +232,7 @@ def main():
                 sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
             loss_sum.zero_()
             logged_step = step
-        if eval_now:
+        if eval_now and not stop_signal:
             eval_loss = evaluate(model, eval_tokens, args, device, dp_rank, dp_size)  # DDP: shares
             say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
@@ -247,9 +247,9 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                whole.save_pretrained(folder, state_dict=weights)  # it has no weights itself
+                whole.save_pretrained(folder, state_dict=weights)  # it is on "meta" by now
                 tokenizer.save_pretrained(folder)
-                (folder / f"step-{state.step:08d}").touch()  # "Already complete" looks for it
+                (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         say(f"Done: the model is in {run_folder / 'final'}")
     gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
@@ -278,7 +278,7 @@ def build_model(args, device, whole):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Attention may cross borders of documents. Transformers would search them, and wait for a GPU.
+    # Attention may cross borders of documents. So nothing searches for them, which would be slow.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     share_attention(model, args)  # CP: after the attention function has been chosen
     # All decoder layers have this class, also without activation checkpointing.
@@ -288,10 +288,10 @@ def build_model(args, device, whole):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Layer by layer: then no attention mask is built, and layers of one kind share their code.
+        # Each layer for itself: equal layers share their code. The whole model would build a mask.
         for layer in layers:
             layer.compile()
-        model.loss_function = torch.compile(model.loss_function)  # no fp32 copy of the logits
+        model.loss_function = torch.compile(model.loss_function)  # saves an fp32 copy of the logits
     return model
 
 
@@ -448,7 +448,7 @@ def shard_model(model, args, device):
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # FSDP 7: Each layer is a unit, which FSDP gathers and frees. So one or two layers are whole.
+    # FSDP 7: Each layer is a unit, which FSDP gathers and frees: one or two are whole at a time.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
@@ -466,13 +466,13 @@ def shard_model(model, args, device):
 
 def send_weights(whole, model, device):
     """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
-    # Wait for rank 0, which may read files for longer than the usual limit of 10 to 30 minutes.
+    # Wait for rank 0 to read its files: up to a day, as the usual limit is 10 to 30 minutes.
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     weights = whole.state_dict() if RANK == 0 else {}
     state_dict.set_model_state_dict(model, weights, options=options)
-    # `weights` does not have all buffers, such as the rotary frequencies, so send them, too.
+    # state_dict() leaves some buffers out, such as the rotary frequencies. So send all buffers.
     for name, buffer in model.named_buffers():
         source = whole.get_buffer(name) if RANK == 0 else buffer
         buffer.data = source.to(device)
@@ -490,7 +490,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # How many random numbers from_config() takes depends on its version, so draw them again.
+        # from_config() has drawn numbers that depend on its version. So draw all weights once more.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -530,7 +530,7 @@ def load_tokens(args, tokenizer):
             sys.exit(f"error: there are no files for {name}")
         if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
-        options = {"sample_by": "document"} if reader == "text" else {}  # a file is one document
+        options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
         splits = datasets.load_dataset(reader, data_files=name, **options)
     else:  # a dataset on the Hub
         splits = datasets.load_dataset(name, args.dataset_subset)
@@ -552,7 +552,7 @@ def tokenize_split(documents, tokenizer, column):
     tokenized = documents.map(
         tokenize,
         batched=True,
-        batch_size=1 if documents.info.builder_name == "text" else 32,  # a row may be a file
+        batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: a row is a file
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
     )
@@ -563,9 +563,9 @@ def tokenize_split(documents, tokenizer, column):
 
 
 def tokenize(rows, tokenizer, column):
-    """The token ids of each document that is not empty, with one end-of-text token at its end."""
+    """The token ids of each document that is not empty, then an end-of-text token."""
     texts = [text for text in rows[column] if text]
-    # Text files with many documents mark the end of each document like this.
+    # A row, such as a text file, may have several documents, which end like this.
     texts = [part for text in texts for part in text.split("<|endoftext|>") if part]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
@@ -573,9 +573,9 @@ def tokenize(rows, tokenizer, column):
 
 @lru_cache(maxsize=1)  # draws once per epoch, not for each batch
 def sample_order(seed, epoch, train_samples):
-    """The samples of an epoch and of the next one, in their order. A batch may need both."""
-    states = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]  # equal in any NumPy
-    return np.concatenate([state.permutation(train_samples) for state in states])
+    """The samples of this epoch and the next one, as a batch may need both. Equal in any NumPy."""
+    generators = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]
+    return np.concatenate([generator.permutation(train_samples) for generator in generators])
 
 
 def read_batch(tokens, indices, args, device):
@@ -629,8 +629,8 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # keeps the lock after this function, too
-    checkpoint = max(run_folder.glob("step-????????"), default=None)
+    atexit.register(lock.release)  # keeps a reference: a lock without one is free
+    checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
         state = SimpleNamespace(**json.loads((checkpoint / "state.json").read_text()))
@@ -645,7 +645,7 @@ def open_run(args, setup):
 
 
 def sharded_state(model, stateful):
-    """The content of a checkpoint: each rank's shards, under the names of their parameters."""
+    """The content of a checkpoint: each rank's shards by name, and what has a state_dict()."""
     weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
     return stateful | {"model": weights, "optimizer": moments}
 
@@ -672,7 +672,7 @@ def new_folder(folder):
     yield temporary
     if RANK > 0:
         return
-    for file in temporary.glob("*.safetensors"):  # so far, only the owner may read these
+    for file in temporary.glob("*.safetensors"):  # were made for the owner alone
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:  # on the disk before it gets its name
         opened = os.open(path, os.O_RDONLY)
@@ -708,7 +708,7 @@ def join_process_group():
     """Meets the other ranks, and returns the device of this rank."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
-        torch.cuda.set_device(LOCAL_RANK)  # DDP: before the next lines, which else use GPU 0
+        torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
     # DDP: torchrun's store outlives dead ranks. So each key begins with the number of restarts.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -782,7 +782,7 @@ class RunLog:
     def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
         if checkpoint:
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without records of later steps
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # which ends at its step
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
@@ -823,7 +823,7 @@ DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/models/tiny-llama",
     "from_scratch": True,
-    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",  # _*.py differ between systems
     "seq_length": 256,
     "context_parallel": DEMO_RANKS,
     "batch_size": max(1, 8 * DEMO_RANKS // WORLD_SIZE),  # CP: chapter 1's global batch, or near it
@@ -900,9 +900,9 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
-        if signal.getsignal(signal.SIGTERM) == remember_signal:  # main() has begun its loop
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # set right before the loop
             raise  # an error in the loop keeps its traceback
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
-            time.sleep(5)  # DDP: torchrun ends this rank meanwhile, so one rank prints the error
+            time.sleep(5)  # DDP: before sys.exit() prints. Meanwhile, torchrun ends this rank
