@@ -11,7 +11,8 @@ from runner import REPOSITORY, Job, outcome
 FOLDER = REPOSITORY / "learn" / "by-hand"
 SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
 FUNCTIONS = {"ddp": 2, "tensor_parallel": 2, "pipeline": 2}  # the others have one
-PROCESSES = [(name, n) for name in SCRIPTS for n in (2, 4) if (name, n) != ("pipeline", 4)]
+PROCESSES = [(name, 2) for name in SCRIPTS]
+PROCESSES += [("float8", 4), ("sharded_loading", 4)]  # the others on 4: test_exercises.py
 
 
 def launch(name: str, folder, processes: int, text: str | None = None) -> list[str]:
