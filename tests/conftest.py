@@ -137,14 +137,18 @@ def in_step(number: int, action: str, rank: int = 1) -> str:
     return code.replace("ACTION", action)
 
 
-# More than a minute each, some of it without computing: one of them at the end leaves a core idle.
+# The longest ones, in this order, some of it without computing: one of them at the end leaves a
+# core idle.
 LONGEST = (
-    "test_equal_to_chapter_1",
-    "test_time_limit",
-    "test_sweep_on_slurm",
     "test_demo_and_the_commands",
+    "test_equal_to_chapter_1",
     "test_signal_requeue_and_scancel",
+    "test_time_limit",
+    "test_killed_workers_come_back",
     "test_bytes_between_two_nodes",
+    "test_an_elastic_job",
+    "test_sweep_on_slurm",
+    "test_kinds_of_hangs",
 )
 
 
@@ -155,7 +159,7 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=lambda item: not item.name.startswith(LONGEST))
+    items.sort(key=lambda item: [not item.name.startswith(name) for name in LONGEST])
     if not config.getoption("--all"):
         wanted = config.getoption("--rest")
         others = [item for item in items if bool(item.get_closest_marker("rest")) != wanted]
