@@ -330,11 +330,9 @@ exec squeue --noheader --states=all --array --format="%i|%T|%N"
 """
 
 # A job of the second partition takes the nodes from jobs of the first one, which are queued again.
-# The scheduler looks every second for a job to start.
 PREEMPTION = """
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SchedulerParameters=bf_interval=1,sched_interval=1
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 

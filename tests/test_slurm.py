@@ -25,7 +25,8 @@ pytestmark = pytest.mark.rest
 SCRIPT = REPOSITORY / "launch" / "slurm.sh"
 
 # Without cgroups, accounting and limits of resources. `config_overrides` allows more CPUs than the
-# machine has. `cred_expire` is how long a job that is queued again waits, at least.
+# machine has. `cred_expire` is how long a job that is queued again waits, at least. The scheduler
+# looks every second for a job to start, and not every minute.
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -46,6 +47,7 @@ SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+SchedulerParameters=bf_interval=1,sched_interval=1
 SlurmdParameters=config_overrides
 NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4
 NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.2 Port={ports[2]} CPUs=4
