@@ -66,6 +66,8 @@ CASES = [
     ("pipeline", 2, {}, ""),
     ("pipeline", 2, TIED, HALF),
 ]
+# In chapter 20, layers are the fullest moment, and 16 divides their sizes.
+WIDE = {"intermediate_size": 1600, "vocab_size": 512}
 # Each token uses all experts, so all ranks get equally many tokens. Rows of 16 bytes: grouped_mm.
 MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 4}
 MIXTURE |= {"intermediate_size": 160}
@@ -78,23 +80,27 @@ CASES += [
     ("LoRA", 2, {}, HALF),
     ("LoRA", 2, TIED, ACCUMULATE),
     ("Muon", 2, {}, f"{HALF} -s 128"),
+    ("8 bits", 1, WIDE, HALF),
+    ("8 bits", 2, WIDE | TIED, "--dtype bf16"),
 ]
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize(("method", "devices", "config", "flags"), CASES)
-def test_what_the_chapters_allocate(tmp_path, method, devices, config, flags):
+def test_what_the_chapters_allocate(tmp_path, request, method, devices, config, flags):
     """States exactly, with rows that 2 ranks do not divide; and the total of the fullest rank."""
+    if method == "8 bits":
+        request.getfixturevalue("torchao")
     folder = write_model(tmp_path / "model", bos_token_id=0, eos_token_id=0, **LLAMA | config)
     known = tool.METHODS[method]
     number = 19 if "--chunked-loss" in flags else known.chapter
     chapter = CHAPTERS_BY_NUMBER[f"{number:02}"]
     size = {"HSDP": 1, "sparse low-rank": 8, "LoRA": 8}.get(method, 2)
-    has_size = known.chapter > 3 and method not in ("Muon", "chat")
+    has_size = known.chapter > 3 and method not in ("Muon", "chat", "8 bits")
     group = [part for flag in known.flags for part in (flag, size)] if has_size else []
     options = [*map(str, ["-m", folder, "-b", 2, "-s", 64, *flags.split(), *group])]
 
-    own = {"Muon": ["--muon"], "chat": ["--packing"]}.get(method, [])
+    own = {"Muon": ["--muon"], "chat": ["--packing"], "8 bits": ["--float8"]}.get(method, [])
     args = tool.parse_args([*options, *own, "--device", "cpu"])
     traces = tool.Traces(AutoConfig.from_pretrained(folder), args)
     foretold, moments = tool.step(traces, known, devices, args.batch_size)

@@ -10,9 +10,9 @@ Only the config of the model is needed, and no GPU. tools/models.json has those 
 forward and a backward pass run on fake tensors, which have shapes and no memory, with the settings
 of the chapters, and every allocation and release is noted down. Of layers of a kind one is traced,
 in between others, and stands for all. What FSDP gathers and scatters is added by its rules.
-Chapters 6, 11, 12, 14 and 17 change layers or attention. Their traces use the code of the chapter
-itself, on one rank of a process group that does not exist. Pipelines follow PyTorch's order of the
-passes on each rank.
+Chapters 6, 11, 12, 14, 17 and 20 change layers or attention. Their traces use the code of the
+chapter itself, on one rank of a process group that does not exist. Pipelines follow PyTorch's order
+of the passes on each rank.
 
 GB are 1e9 bytes. A place in the model is a number: -1 for the embeddings, 0 for the first layer,
 and the number of layers for the head, which is all that comes behind the last layer. -2 stands for
@@ -20,6 +20,7 @@ the root of FSDP: the parameters that are in no other unit.
 """
 
 import argparse
+import importlib.util
 import logging
 import math
 import sys
@@ -84,6 +85,7 @@ def numel(shapes, devices: int = 1, even: bool = False) -> int:
 
 # Chapters that change the model of chapter 1: what each is called, and the flag of its group
 PLAIN, TENSOR, CONTEXT, EXPERTS, LOW_RANK, CHAT, LORA, MUON = 1, 6, 11, 12, 14, 16, 17, 18
+FLOAT8 = 20
 GROUPS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel", EXPERTS: "expert_parallel"}
 
 
@@ -106,7 +108,7 @@ def join_group(ranks: int) -> None:
 def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
     """The model on fake tensors, as this chapter changes it; of several ranks, that of the first.
 
-    `kind` is one of `PLAIN`, `TENSOR`, `CONTEXT`, `EXPERTS`, `LOW_RANK`, `CHAT` and `LORA`.
+    `kind` is one of `PLAIN`, `TENSOR`, `CONTEXT`, `EXPERTS`, `LOW_RANK`, `CHAT`, `LORA`, `FLOAT8`.
     """
     changes = chapter(kind) if kind != PLAIN else {}
     config = deepcopy(config)  # the model changes it, for example its implementation of experts
@@ -120,6 +122,11 @@ def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
                 changes["add_adapters"](model, flags)
         for parameter in model.parameters():  # not the buffers
             parameter.data = parameter.data.to(dtype)
+        if kind == FLOAT8:
+            with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
+                changes["use_float8"](model, torch.device(flags.device))
+            for layer in layers_in_8_bits(model):
+                layer.weight = torch.nn.Parameter(gathered_in_8_bits(layer, dtype))
     if kind not in GROUPS:
         return model
     ranks = getattr(flags, GROUPS[kind])
@@ -143,9 +150,22 @@ def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
     return model
 
 
+def layers_in_8_bits(model) -> list:
+    kind = chapter(FLOAT8)["float8"].float8_linear.Float8Linear
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def gathered_in_8_bits(layer, dtype: torch.dtype):
+    """The weight of a layer of chapter 20 as its torchao gathers it: 8-bit numbers, and a scale."""
+    weight, numbers = layer.weight._tensor, chapter(FLOAT8)["float8"].float8_training_tensor
+    data, scale = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.ones(())
+    mm_config, role = layer.linear_mm_config, numbers.GemmInputRole.WEIGHT
+    return numbers.Float8TrainingTensor(data, scale, dtype, mm_config, role)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that is split."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """What this rank has of a tensor that is split, or the numbers of one in 8 bits."""
+    return getattr(tensor, "_local_tensor", getattr(tensor, "_data", tensor))
 
 
 def shapes_of(parameters) -> list[tuple[int, ...]]:
@@ -193,7 +213,9 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, model, examples: list[int]):
         super().__init__()
-        self.weights = {storage_key(p) for p in model.parameters()}
+        # FSDP gathers 8-bit weights. What an emulated product makes of them is no such copy.
+        weights = [p for p in model.parameters() if not hasattr(p, "_scale")]
+        self.weights = {storage_key(p) for p in weights}
         self.alive = {storage_key(x): None for x in [*model.parameters(), *model.buffers()]}
         self.outer_shapes = [*map(set, shapes_of(outer_of(model)))]
         self.segments, self.segment = defaultdict(list), None
@@ -541,6 +563,8 @@ class Traces:
         experts = chapter(EXPERTS)["experts_of"](model) if kind == EXPERTS else []
         self.expert_shapes = {*chain(*(shapes_of(part.parameters()) for part in experts))}
         supports = [x for name, x in model.named_buffers() if name.endswith(".support")]
+        in_8_bits = layers_in_8_bits(model) if kind == FLOAT8 else []
+        self.shapes_in_8_bits = {tuple(layer.weight.shape) for layer in in_8_bits}
         self.supports = sum(x.numel() * x.element_size() for x in supports)  # of chapter 14
         # The layer that stands for each. The first and the last one have neighbours like no other
         # and stand for themselves; of each kind in between, one does for all.
@@ -598,7 +622,7 @@ class Method:
         sizes = [getattr(flags, flag.strip("-").replace("-", "_"), 1) for flag in self.flags]
         if None in sizes:
             return None
-        return math.prod(sizes) if self.kind not in (LOW_RANK, CHAT, LORA) else 1
+        return math.prod(sizes) if self.kind not in (LOW_RANK, CHAT, LORA, FLOAT8) else 1
 
     def copy_ranks(self, devices: int, flags) -> int:
         """How many of the devices hold a copy of the weights together, or of their part of them.
@@ -629,6 +653,7 @@ METHODS = [
     Method("chat", CHAT, ("--packing",), CHAT),
     Method("LoRA", 17, ("--lora-rank",), LORA),
     Method("Muon", MUON, ("--muon",)),
+    Method("8 bits", FLOAT8, ("--float8",), FLOAT8),
 ]
 METHODS = {method.name: method for method in METHODS}
 PARTS = ["weights, fp32", "gradients", "AdamW's moments", "copies of weights", "activations"]
@@ -705,8 +730,7 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     flags, groups, head = traces.flags, rank.groups, len(traces.layers)
     shards, size = method.copy_ranks(devices, flags), BYTES[flags.dtype]
     everyone = devices if method.chapter == EXPERTS else shards
-    whole = {place: size * numel(shapes) for place, shapes in groups.items()}
-    shard, buffer_size, gathered, frozen = {}, {}, {}, 0
+    whole, shard, buffer_size, gathered, frozen = {}, {}, {}, {}, 0
     for place, shapes in groups.items():
         parts = [shards if shape in traces.expert_shapes else everyone for shape in shapes]
         experts = [shape in traces.expert_shapes for shape in shapes]
@@ -714,8 +738,12 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
         sizes = [4 * numel([shape], n, even) for shape, n, even in pairs]
         padded = [n * size for n, size in zip(parts, sizes, strict=True)]
         shard[place], buffer_size[place] = sum(sizes), sum(padded)
+        in_layer = 0 <= place < head  # chapter 20 leaves the head as it is
+        widths = [1 if in_layer and s in traces.shapes_in_8_bits else size for s in shapes]
+        whole[place] = sum(n * numel([s]) for n, s in zip(widths, shapes, strict=True))
         # On one device there is no buffer for what arrives.
-        gathered[place] = sum(x for n, x in zip(parts, padded, strict=True) if n > 1)
+        arrives = zip(parts, widths, padded, strict=True)
+        gathered[place] = sum(width * x // 4 for n, width, x in arrives if n > 1)
         without_gradient = numel(shapes, shards) - numel(rank.trained[place], shards)
         frozen += size * without_gradient
         shard[place] -= 4 * without_gradient
@@ -763,7 +791,7 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
         if stays or not (forward or (method.reshard and place > 0)):
             return 0
         before = place if forward else place - 1
-        return size * gathered[max(unit for unit in groups if unit <= before)] // 4
+        return gathered[max(unit for unit in groups if unit <= before)]
 
     def scatter(unit: int, place: int, row, copies: float, left: float, new: float) -> None:
         """Notes the moment when gradients are in the buffer, and others are left for later."""
@@ -941,6 +969,7 @@ LEGEND = f"""
 - context parallel: chapter 11; expert parallel: chapter 12, if all ranks get equally many tokens
 - sparse low-rank: chapter 14 with --rank
 - chat: chapter 16 with --packing; LoRA: chapter 17 with --lora-rank, also packed
+- 8 bits: chapter 20, with --float8
 - Muon: chapter 18, with --muon. Of its temporary tensors, only the two of the exchange are counted
 - CPU memory of start and end: fp32, without shards, which --cpu-offload keeps there, and without
   the parts from which mixtures of experts join a tensor
@@ -978,6 +1007,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--rank", type=count, help="also chapter 14: columns of B, and rows of A")
     add("--density", type=float, default=0.03, help="of chapter 14: the share of values of S")
     add("--muon", action="store_true", default=None, help="also chapter 18")
+    add("--float8", action="store_true", default=None, help="also chapter 20")
     add("--packing", action="store_true", default=None, help="also chapter 16, packed")
     add("--lora-rank", type=count, help="also chapter 17: rows of A, and columns of B")
     add("--lora-targets", default="all-linear", help="of chapter 17: or a pattern")
@@ -995,6 +1025,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.chunked_loss and args.context_parallel:
         parser.error("--chunked-loss does not go with --context-parallel: give one of them")
+    if args.float8 and not importlib.util.find_spec("torchao"):
+        parser.error('--float8 needs torchao: pip install -c constraints.txt ".[float8]"')
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.compile = args.device == "cuda" if args.compile is None else args.compile
     args.alpha = args.lora_alpha = 1  # of chapters 14 and 17, without effect on memory
