@@ -10,7 +10,6 @@ import math
 import os
 import tempfile
 
-import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,33 +26,18 @@ if rank == 0:
     LlamaForCausalLM(config).save_pretrained(folder[0])
 dist.barrier()
 
+# Yours: the rows of this rank. Parts are rounded up, so the last rank may have fewer, or none.
+shards = {}
+with safe_open(f"{folder[0]}/model.safetensors", "pt") as file:
+    for name in file.offset_keys():  # in the order of the file
+        tensor = file.get_slice(name)  # reads nothing yet
+        size = math.ceil(tensor.get_shape()[0] / world_size)
+        shards[name] = tensor[rank * size : (rank + 1) * size]  # reads these rows, and no others
 
-# Yours: the rows of this rank of each tensor, and from them a whole tensor.
-def read_rows(file):
-    """Reads equal parts of the rows, rounded up, so the last rank may have fewer rows or none."""
-    shards = {}
-    with safe_open(file, "pt") as tensors:
-        for name in tensors.offset_keys():  # in the order of the file
-            tensor = tensors.get_slice(name)  # reads nothing yet
-            rows = tensor.get_shape()[0]
-            size = math.ceil(rows / world_size)
-            first = min(rank * size, rows)
-            shards[name] = tensor[first : first + size]  # reads these rows, and no others
-    return shards
-
-
-def whole(shard):
-    """All ranks call it. It joins the rows of all ranks, which may have unequal numbers of rows."""
-    shards = [None] * world_size
-    dist.all_gather_object(shards, shard)
-    return torch.cat(shards)
-
-
-# Check: the rows of all ranks together are the model.
-shards = read_rows(f"{folder[0]}/model.safetensors")
+# Check: the same rows of the whole model.
 model = LlamaForCausalLM.from_pretrained(folder[0])
-differences = [(whole(shards[n]) - x).abs().max() for n, x in model.named_parameters()]
+parts = {name: weight.chunk(world_size)[rank] for name, weight in model.named_parameters()}
+largest = max((shards[name] - part).abs().max() for name, part in parts.items())
 read = sum(rows.nbytes for rows in shards.values())
-part = f"rank {rank}, {read_rows.__name__}"
-print(f"{part}: {read} bytes read, largest difference {max(differences):.1e}", flush=True)
+print(f"rank {rank}: {read} bytes read, largest difference {largest:.1e}", flush=True)
 dist.destroy_process_group()
