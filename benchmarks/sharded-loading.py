@@ -135,6 +135,7 @@ def write(folder: Path, args, layers: int, hidden: int) -> None:
             num_hidden_layers=layers,
             num_attention_heads=hidden // 16,
             num_key_value_heads=hidden // 32,
+            tie_word_embeddings=args.tied,
         )
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=64000)
+    parser.add_argument("--tied", action="store_true", help="the head is the embeddings")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

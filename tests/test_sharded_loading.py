@@ -34,11 +34,11 @@ def test_families_are_those_of_chapter_1(tmp_path, ranks, families):
     assert {*re.findall("^same (.*)$", lines, re.MULTILINE)} == expected, lines
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_memory(tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "tied"), [(1, []), (2, ["--tied"]), (4, [])])
+def test_memory(tmp_path, ranks, tied):
     """Start: the shards, and one unit. End: one unit, and one rank's shards of it."""
     script = REPOSITORY / "benchmarks" / "sharded-loading.py"
-    flags = ["--hidden", 512, "--layers", 12, "--vocabulary", 8000]
+    flags = ["--hidden", 512, "--layers", 3, "--vocabulary", 24000, *tied]
     job = Job(script, flags, tmp_path / "memory.txt", ranks)
     assert job.wait() == 0, job.output
     lines = [json.loads(x) for x in job.ranks[0].output.splitlines() if x.startswith("{")]

@@ -325,7 +325,6 @@ def fill_shards(outline, model, device):
     """Makes the rows that `outline` has kept the shards of the model, and copies its buffers."""
     # LOAD: Wait for all ranks. Some may read the files for longer than the usual limit.
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
-    outline.tie_weights()  # LOAD: of two tied weights, the second one frees its rows
     for name, weight in model.named_parameters():
         # LOAD 3: The rows become the shard as they are, because a copy would take memory twice.
         rows = outline.get_parameter(name).rows
@@ -354,6 +353,11 @@ def load_model(args, device):
         rows = rows.to("cpu" if args.cpu_offload else device, copy=True)
         meta = torch.nn.Parameter(weight.to("meta"), weight.requires_grad)
         meta.rows = rows.contiguous()
+        # LOAD: While Transformers reads the next weight, it still refers to this one, so empty it.
+        storage = weight.untyped_storage()
+        is_alone = storage.resizable() and storage.nbytes() == weight.nbytes
+        if is_alone and not args.from_scratch:
+            storage.resize_(0)
         return meta
 
     # LOAD 5: PyTorch calls this hook with each weight that a module gets, and takes its result.
@@ -385,8 +389,10 @@ def draw_weights(model, keep_rows):
     def draw(module):
         # LOAD 6: Every rank draws all numbers, because each number depends on those before it.
         for name, weight in module.named_parameters(recurse=False):
-            not_drawn = torch.full_like(weight, math.nan, device="cpu")
-            setattr(module, name, torch.nn.Parameter(not_drawn))
+            # LOAD: A tied head draws the embeddings again, which have values already.
+            if weight.is_meta:
+                not_drawn = torch.full_like(weight, math.nan, device="cpu")
+                setattr(module, name, torch.nn.Parameter(not_drawn))
         model.tie_weights(recompute_mapping=False)
         model._init_weights(module)
         if module not in units:
@@ -398,6 +404,7 @@ def draw_weights(model, keep_rows):
                 if not weight.is_meta and weight.sum().isnan():
                     sys.exit(f"error: Transformers draws {name} elsewhere: use chapter 3")
                 setattr(part, name, keep_rows(part, name, weight))
+                model.tie_weights(recompute_mapping=False)  # a tied head takes the same rows
 
     model.apply(draw)  # calls draw(module) for all modules, those inside of a module first
 
