@@ -13,9 +13,11 @@ import sys
 import tempfile
 import traceback
 import weakref
+from functools import partialmethod
 from pathlib import Path
 
 from torch.distributed import run
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 
 def run_script(*arguments):
@@ -33,6 +35,8 @@ def run_script(*arguments):
 
 def torchrun(*arguments):
     run.run_script_path = run_script
+    # Before a restart, workers that wait for a dead one have 5 seconds to end, and not 30.
+    LocalElasticAgent._shutdown = partialmethod(LocalElasticAgent._shutdown, timeout=5)
     run.main(["--run-path", "--start-method", "fork", *arguments])
 
 
