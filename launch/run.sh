@@ -30,7 +30,9 @@ for file in "$repository"/{,more/}[0-9][0-9]-*/train-llm.py; do
 done
 [ -n "$wanted" ] || fail "name a chapter, launch/run.sh CHAPTER [flags]: one of ${chapters[*]}"
 # Any other folder with a script, such as one that tools/combine.py has made
-[ -n "$script" ] || [ ! -f "$repository/$wanted/train-llm.py" ] || script=$repository/$wanted/train-llm.py
+for file in "$repository/$wanted/train-llm.py" "$wanted/train-llm.py"; do
+  [ -n "$script" ] || [ ! -f "$file" ] || script=$(readlink -f "$file")
+done
 [ -n "$script" ] || fail "there is no chapter $wanted: take one of ${chapters[*]}"
 shift
 
@@ -105,7 +107,7 @@ else
   if [ "${PREFLIGHT:-1}" = 1 ] && [ "$least" = "$most" ] && [[ $script != */09-* ]]; then
     look=("${options[@]}" --nproc-per-node 1 --max-restarts 0)
     "$python" "$repository/launch/torchrun.py" "${look[@]}" "$repository/tools/preflight.py" \
-      "$(basename "$(dirname "$script")")" "$@" || fail "tools/preflight.py: see above, or PREFLIGHT=0"
+      "$(dirname "$script")" "$@" || fail "tools/preflight.py: see above, or PREFLIGHT=0"
   fi
 fi
 

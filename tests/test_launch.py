@@ -116,9 +116,16 @@ def test_nodes_are_compared_first(start, tmp_path):
     assert understood(start("03", "-e", "x", **several))[1] == str(CHAPTER_3)
     preflight = str(REPOSITORY / "tools" / "preflight.py")
     options, script, flags = understood(["python", *look.read_text().split()])
-    assert (script, flags) == (preflight, ["03-fsdp", "-e", "x"])
+    assert (script, flags) == (preflight, [str(CHAPTER_3.parent), "-e", "x"])
     assert (options.nnodes, options.nproc_per_node, options.max_restarts) == ("2", "1", 0)
     assert_one_sentence(start("03", status=2, FOUND="1", **several), "PREFLIGHT=0")
+
+
+def test_a_folder_with_a_script_is_a_chapter(start, tmp_path):
+    script = tmp_path / "joined" / "train-llm.py"
+    script.parent.mkdir()
+    script.touch()
+    assert understood(start("joined", "-e", "x"))[1:] == (str(script), ["-e", "x"])
 
 
 def test_the_chapter_for_one_device_is_started_by_python(start):

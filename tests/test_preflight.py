@@ -50,6 +50,14 @@ def look(tool, tmp_path, monkeypatch, capsys):
     return look
 
 
+def test_a_folder_whose_name_begins_another(tool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("joined", "joined-nodes"):
+        written(f"{name}/train-llm.py", f"name = {name!r}".encode())
+        assert tool.load_chapter(name).name == name
+    assert tool.load_chapter(str(tmp_path / "joined")).name == "joined"
+
+
 def jsonl(texts, file="data.jsonl", column="text"):
     return ["-d", str(write_documents(Path(file), texts, column))]
 

@@ -109,11 +109,12 @@ def evenly(items, count: int) -> list:
 
 
 def load_chapter(name: str):
-    """The script of a chapter as a module: `3`, `03` or `03-fsdp`."""
-    name = Path(name).name.zfill(2)
-    folders = (REPOSITORY, REPOSITORY / "more")
-    found = [file for folder in folders for file in folder.glob(f"{name}*/train-llm.py")]
-    if len(found) != 1 or "09" in name:
+    """The script of a chapter as a module: `3`, `03`, `03-fsdp`, or any folder with a script."""
+    folders = [place / name for place in (REPOSITORY, REPOSITORY / "more", Path())]
+    if name.isdigit():
+        folders = [*REPOSITORY.glob(f"{name:0>2}-*"), *REPOSITORY.glob(f"more/{name:0>2}-*")]
+    found = [folder / "train-llm.py" for folder in folders if (folder / "train-llm.py").exists()]
+    if not found or "09-hf-trainer" in found[0].parts:
         sys.exit(f"error: {name} is no chapter with flags: give one such as 03 (and not 09)")
     module = load_script(found[0])
     module.say = lambda message: None
