@@ -440,6 +440,8 @@ def test_nodes_are_compared(tmp_path):
     before += "    os.chdir('other')\n"
     before += "    sys.argv += ['--seed', '1']\n"
     flags += ["-d", tmp_path / "data.txt"]
+    alike = Job(TOOL, ["02", *flags], tmp_path / "alike", 2, cwd=tmp_path)
+    assert alike.wait() == 0, alike.output
     job = Job(TOOL, ["02", *flags], tmp_path / "output", 2, before=before, cwd=tmp_path)
     assert job.wait() == 1
     assert "not all nodes see" in job.ranks[0].output

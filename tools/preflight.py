@@ -92,7 +92,8 @@ class Report:
 
     def error(self, message: str) -> None:
         self.errors += 1
-        print(f"  error: {message}")
+        hidden = isinstance(sys.stdout, io.StringIO)  # of a node that prints nothing else
+        print(f"  error: {message}", file=sys.stderr if hidden else None)
 
 
 def some(names) -> str:
@@ -408,7 +409,8 @@ def check_model(args, chapter, report: Report) -> int:
         check_files(args, report)
     if hasattr(chapter, "add_adapters"):
         chapter.add_adapters(model, args)  # on the meta device; raises if no layer has this name
-    check_small(args, report)
+    if not dist.is_initialized() or dist.get_rank() == 0:  # only rank 0 can save a model
+        check_small(args, report)
     for name in ("check_plan", "check_model", "split_layers"):
         if hasattr(chapter, name):
             getattr(chapter, name)(args)  # ends with a sentence if the chapter refuses the model
