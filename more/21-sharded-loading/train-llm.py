@@ -1,9 +1,9 @@
 """Chapter 21: no rank ever holds the whole model, neither at the start nor at the end of a run.
 
 In chapter 3, rank 0 reads or draws the whole model in CPU memory, and gathers it there at the end.
-A model of 70B parameters then takes 282 GB. Here each rank reads or draws one weight after the
-other, and keeps only its rows. At the end, each rank writes some of the layers. All weights are
-those of chapter 3, bit for bit. Comments with LOAD 1 to 8 mark the ideas.
+A model of 70B parameters then takes 282 GB. Here each rank reads weight after weight, or draws
+layer after layer, and keeps only its rows. At the end, each rank writes some of the layers. All
+weights are those of chapter 3, bit for bit. Comments with LOAD 1 to 8 mark the ideas.
 
     torchrun --standalone --nproc-per-node 2 train-llm.py --demo     # no GPU and no network needed
     torchrun --standalone --nproc-per-node gpu train-llm.py -e alpaca-load     # all GPUs of a node
@@ -49,7 +49,6 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
@@ -253,7 +252,7 @@ def main():
                 outline.save_pretrained(folder, state_dict={})  # LOAD: all files but the weights
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
-            gather(None)  # LOAD: wait for rank 0, because save_pretrained() removes older weights
+            gather(None)  # LOAD: save_pretrained() also removes files of weights, so others wait
             save_layers(outline, checkpoint, folder)
         say(f"Done: the model is in {run_folder / 'final'}")
     gather(None)  # DDP: waits until rank 0 has written
@@ -321,17 +320,16 @@ def shard_model(model, args, device):
     model.to_empty(device="cpu" if args.cpu_offload else device)
 
 
+@torch.no_grad()
 def fill_shards(outline, model, device):
-    """Makes the rows that `outline` has kept the shards of the model, and copies its buffers."""
+    """Fills the shards with the rows that `outline` has kept, and copies its buffers."""
     # LOAD: Wait for all ranks. Some may read the files for longer than the usual limit.
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
     for name, weight in model.named_parameters():
-        # LOAD 3: The rows become the shard as they are, because a copy would take memory twice.
-        rows = outline.get_parameter(name).rows
-        layout = {"shape": weight.shape, "stride": weight.stride()}
-        shard = DTensor.from_local(rows, weight.device_mesh, weight.placements, **layout)
-        torch.utils.swap_tensors(weight, torch.nn.Parameter(shard))
-        del outline.get_parameter(name).rows  # LOAD: FSDP may put a copy in their place
+        # LOAD 3: The shard of this rank has the same rows, so nothing is sent.
+        source = outline.get_parameter(name)
+        weight.to_local().copy_(source.rows)
+        del source.rows  # LOAD: frees the rows at once, before those of the next weight are copied
     # LOAD: Every rank has all buffers, such as the rotary frequencies, so nothing is sent.
     for name, buffer in model.named_buffers():
         buffer.data = outline.get_buffer(name).to(device)
@@ -347,13 +345,14 @@ def load_model(args, device):
     def keep_rows(module, name, weight):
         if weight.is_meta:
             return weight
-        # LOAD 4: Keep the rows that fully_shard() gives to this rank: equal parts, rounded up.
+        # LOAD 4: Keep the rows that fully_shard() gives to this rank. The last rank may have fewer.
         size = math.ceil(len(weight) / WORLD_SIZE)
         rows = weight.detach()[RANK * size : (RANK + 1) * size]
         rows = rows.to("cpu" if args.cpu_offload else device, copy=True)
         meta = torch.nn.Parameter(weight.to("meta"), weight.requires_grad)
         meta.rows = rows.contiguous()
-        # LOAD: While Transformers reads the next weight, it still refers to this one, so empty it.
+        # LOAD: Transformers holds a weight until it has read the next one. So empty it here, unless
+        # the file's memory has more than this weight.
         storage = weight.untyped_storage()
         is_alone = storage.resizable() and storage.nbytes() == weight.nbytes
         if is_alone and not args.from_scratch:
@@ -361,7 +360,7 @@ def load_model(args, device):
         return meta
 
     # LOAD 5: PyTorch calls this hook with each weight that a module gets, and takes its result.
-    # So a whole weight is freed as soon as Transformers has put it into its module.
+    # So no module ever has a whole weight.
     hook = register_module_parameter_registration_hook(keep_rows)
     if args.from_scratch:
         config = AutoConfig.from_pretrained(args.model_name)
@@ -389,7 +388,7 @@ def draw_weights(model, keep_rows):
     def draw(module):
         # LOAD 6: Every rank draws all numbers, because each number depends on those before it.
         for name, weight in module.named_parameters(recurse=False):
-            # LOAD: A tied head draws the embeddings again, which have values already.
+            # LOAD: A tied head has the weight of the embeddings, which are drawn already.
             if weight.is_meta:
                 not_drawn = torch.full_like(weight, math.nan, device="cpu")
                 setattr(module, name, torch.nn.Parameter(not_drawn))
@@ -397,8 +396,8 @@ def draw_weights(model, keep_rows):
         model._init_weights(module)
         if module not in units:
             return
-        # LOAD 7: Keep the rows of a unit when all of it is drawn, as some parts are drawn twice.
-        # The units are those of shard_model(). The rest of their weights is freed.
+        # LOAD 7: Keep the rows of a unit when all of it is drawn, as it may draw its parts again.
+        # The units are those of shard_model().
         for part in module.modules():
             for name, weight in part.named_parameters(recurse=False):
                 if not weight.is_meta and weight.sum().isnan():
@@ -573,7 +572,7 @@ def save_layers(outline, checkpoint, folder):
             continue  # LOAD: another rank writes this layer
         weights = {name: torch.empty_like(x, device="cpu") for name, x in of_layer.items()}
         dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
-        # LOAD: Transformers has joined or split tensors of some families. Files have the others.
+        # LOAD: Transformers joins or splits tensors of some families when it reads. Undo this.
         weights = revert_weight_conversion(outline, weights)
         weights = {name: x.contiguous() for name, x in weights.items()}
         file = f"model-{number + 1:05}-of-{len(layers):05}.safetensors"
