@@ -273,7 +273,7 @@ def read_json(file: File, args, found: Found) -> Iterator:
     with open_text(file, args, "surrogateescape", newline="\n") as stream:
         begun = False
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST), ""), 1):
-            if not line.strip():
+            if line.isspace():
                 continue
             if not begun and (line.lstrip()[0] == "[" or line.strip() == "{"):
                 yield from read_values(stream, line)
@@ -515,11 +515,11 @@ def conversation_as_text(row: object, args, found: Found, fills: bool) -> tuple[
 # -- Documents -------------------------------------------------------------------------------------
 
 
-def documents_of(file: File, args, found: Found) -> Iterator[tuple[int, str, int]]:
-    """The number of the row of each document, its text, which may be empty, and its characters.
+def encoded_documents(file: File, args, found: Found) -> Iterator[tuple[int, bytes, int]]:
+    """The number of the row of each document, its UTF-8, and its characters.
 
-    A conversation is JSON text. The pieces of a long document have the same number. A file that
-    cannot be read ends the tool, or is noted with --skip-bad.
+    A document may be empty. A conversation is JSON. The pieces of a long document
+    have the same number. A file that cannot be read ends the tool, or is noted with --skip-bad.
     """
     rows = READERS[file.kind](file, args, found)
     number = before = 0
@@ -536,22 +536,30 @@ def documents_of(file: File, args, found: Found) -> Iterator[tuple[int, str, int
             found.damaged[file.name] = reason
             return
         found.counts["rows"] += number != before
+        before = number
         try:
             if isinstance(row, Rejected):
                 raise row
             if args.form == "messages":
                 text, characters = conversation_as_text(row, args, found, file.kind in TABLES)
+                pieces = [(text.encode(), characters)]
             else:
                 text = text_of(row, args.text_column, found)
-                characters = len(text)
-            text.encode()
+                texts = [text[i : i + PIECE] for i in range(0, len(text) or 1, PIECE)]
+                pieces = [(piece.encode(), len(piece)) for piece in texts]
         except UnicodeEncodeError:
             reject(found, f"{file.name}:{number}", "not UTF-8, or half a character")
         except Rejected as error:
             reject(found, f"{file.name}:{number}", *error.args)
         else:
-            yield number, text, characters
-        before = number
+            for piece, characters in pieces:
+                yield number, piece, characters
+
+
+def documents_of(file: File, args, found: Found) -> Iterator[tuple[int, str, int]]:
+    """As encoded_documents(), with texts."""
+    for number, data, characters in encoded_documents(file, args, found):
+        yield number, data.decode(), characters
 
 
 def reject(found: Found, place: str, reason: str, *shown) -> None:

@@ -10,10 +10,11 @@ A source is a file, a pattern, a folder, an address, or a dataset on the Hub: NA
 docs/data.md has all forms. The folder gets train-*.parquet, perhaps validation-*.parquet, a
 README.md that `load_dataset` and the Hub read, and report.json with all counts.
 
-The first pass reads the sources into Parquet files of a temporary folder. Then DuckDB finds copies,
-chooses the documents, and sorts them. It needs little memory, because it sorts on the disk. With
---mds, the folder also gets rows of tokens for chapter 10: `tokens`, int32 of shape (seq_length,),
-with -100 where `--packing` pads. A stop loses one part of the rows, and the same command goes on.
+The first pass reads the sources into Arrow files of a temporary folder. DuckDB finds copies,
+chooses the documents, and sorts their numbers. Then the documents are read in this order from the
+files, which are mapped into memory. With --mds, the folder also gets rows of tokens for chapter 10:
+`tokens`, int32 of shape (seq_length,), with -100 where `--packing` pads. A stop loses one part of
+the rows, and the same command goes on.
 """
 
 import argparse
@@ -30,22 +31,21 @@ import sys
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
 import duckdb
+import numpy
 import pyarrow
 import xxhash
 from documents import (
-    PIECE,
     PLACES,
-    TABLES,
     File,
     Found,
-    documents_of,
+    encoded_documents,
     find_files,
     guess_encoding,
     to_json,
@@ -57,11 +57,9 @@ from tqdm import tqdm
 from models import REPOSITORY, sync
 
 REPORT = "report.json"
-PART = 25_000  # characters; DuckDB has 2,048 rows in memory, so no row may be long
-CHUNK = 32_000_000  # characters of a Parquet file of the first pass
-BUCKET = 64_000_000  # bytes, about; so much text is sorted at a time
-GROUP = 16_000_000  # characters of a row group of the result; the tool holds one in memory
-GROUPS = 20  # of a file
+CHUNK = 4_000_000  # bytes that the first pass holds in memory, or a document
+GROUP = 4_000_000  # characters of a row group of the result; the tool holds one in memory
+GROUPS = 80  # of a file
 TASK = 64_000_000  # bytes of the small files that one worker reads together
 SAMPLE = 4_000_000  # characters of each source that --dry-run reads
 MEMORY = "600MB"  # of DuckDB
@@ -72,119 +70,109 @@ DEMO = {
     "mds": True,
     "shuffle": False,
 }
-ZSTD = {"compression": "zstd", "compression_level": 1, "use_dictionary": False}
+NO_BAR = tqdm(disable=True)
+ZSTD = {
+    "compression": "zstd",
+    "compression_level": 1,
+    "use_dictionary": False,
+    "write_statistics": False,
+}
 
 
-# -- First pass: the parts of all documents in Parquet files ---------------------------------------
+# -- First pass: all documents in Arrow files ------------------------------------------------------
 
-PARTS = pyarrow.schema(
+COLUMNS = pyarrow.schema(
     {
-        "document": pyarrow.int64(),  # its number, larger in later files
-        "part": pyarrow.int32(),
         "source": pyarrow.int32(),
         "held_out": pyarrow.bool_(),
         "characters": pyarrow.int64(),
-        "digest": pyarrow.binary(16),  # of the whole document
-        "bucket": pyarrow.int32(),  # random: the documents of a bucket are sorted together
-        "text": pyarrow.string(),
+        "digest": pyarrow.binary(16),
+        "text": pyarrow.binary(),  # UTF-8, or a conversation as JSON
     }
 )
 
 
-def read_task(number: int, files: list[File], args, folder: Path | None, bar=None) -> Found:
-    """Reads some files into the folder. Without a folder, it only counts."""
+def groups(items: Iterable, size_of: Callable, size: int) -> Iterator[list]:
+    """Neighbours, as lists that have a little more than this size."""
+    group, left = [], size
+    for item in items:
+        group.append(item)
+        left -= size_of(item)
+        if left < 0:
+            yield group
+            group, left = [], size
+    if group:
+        yield group
+
+
+def read_task(files: list[File], args, output: Path | None, bar=NO_BAR) -> Found:
+    """Reads some files into an Arrow file. Without this file, it only counts."""
     found = Found()
     digest = xxhash.xxh3_128()
-    rows = []
-    size = written = 0
-    for row in parts_of(number << 40, files, args, found, bar):
-        if row[1] == 0:
-            digest.update(row[5])
-        if folder:
-            rows.append(row)
-            size += len(row[-1])
-        if size > CHUNK or len(rows) > 500_000:
-            write_parts(rows, folder / f"{number:05}-{written:05}.parquet", args.buckets)
-            written += 1
-            rows, size = [], 0
-    if rows:
-        write_parts(rows, folder / f"{number:05}-{written:05}.parquet", args.buckets)
+    rows = rows_of(files, args, found, bar)
+    with pyarrow.ipc.new_stream(str(output or os.devnull), COLUMNS) as writer:
+        for group in groups(rows, lambda row: len(row[4]) + 100, CHUNK):
+            columns = [*zip(*group, strict=True)]
+            digest.update(b"".join(columns[3]))
+            writer.write_batch(pyarrow.record_batch(columns, COLUMNS))
     found.digest = digest.digest()
     return found
 
 
-def write_parts(rows: list[tuple], file: Path, buckets: int) -> None:
-    """In the order of the buckets, so that DuckDB can read one without most of the others."""
-    rows.sort(key=lambda row: row[-2])  # keeps the order of parts
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    options = {"compression": "lz4", "use_dictionary": False}
-    size = min(2048, 1 + len(rows) // buckets)
-    parquet.write_table(pyarrow.table(columns, PARTS), file, row_group_size=size, **options)
-
-
-def parts_of(document: int, files: list[File], args, found: Found, bar) -> Iterator[tuple]:
-    """The rows of PARTS of some files. The first document gets this number."""
+def rows_of(files: list[File], args, found: Found, bar) -> Iterator[tuple]:
+    """The rows of COLUMNS of some files."""
     limit = int(args.held_out * 2**64)
+    read = Counter()  # characters of each source
     held_out = False
     for file in files:
-        row_before = piece = characters_of_file = 0
-        for row, whole, size in documents_of(file, args, found):
-            if not whole:
+        if args.dry_run and read[file.source] > SAMPLE:
+            continue
+        before = piece = 0
+        for row, data, characters in encoded_documents(file, args, found):
+            if not data:
                 found.counts["empty"] += 1
                 continue
-            found.first.setdefault(file.source, whole[:300])
-            texts = [whole]
-            if args.form == "text":
-                texts = [whole[i : i + PIECE] for i in range(0, len(whole), PIECE)]
-            for text in texts:
-                digest = xxhash.xxh3_128_digest(text.encode(), seed=args.seed)
-                piece = piece + 1 if row == row_before else 0
-                row_before = row
-                if piece == 0:  # it decides for all pieces of a document
-                    held_out = file.held_out or int.from_bytes(digest[:8]) < limit
-                    found.counts["documents"] += 1
-                found.counts["documents that are cut"] += piece == 1
-                characters = size if len(texts) == 1 else len(text)
-                found.counts["characters"] += characters
-                characters_of_file += characters
-                bucket = 0
-                if args.shuffle:
-                    bucket = (
-                        xxhash.xxh32_intdigest(f"{args.seed} {document}".encode()) % args.buckets
-                    )
-                for part, start in enumerate(range(0, len(text), PART)):
-                    facts = (document, part, file.source, held_out, characters, digest, bucket)
-                    yield (*facts, text[start : start + PART])
-                document += 1
-            if bar is not None:
+            digest = xxhash.xxh3_128_digest(data, seed=args.seed)
+            piece = piece + 1 if row == before else 0
+            before = row
+            if piece == 0:  # it decides for all pieces of a document
+                held_out = file.held_out or int.from_bytes(digest[:8]) < limit
+                found.counts["documents"] += 1
+                found.first.setdefault(file.source, data[:300].decode(errors="ignore"))
+            found.counts["documents that are cut"] += piece == 1
+            found.counts["characters"] += characters
+            read[file.source] += characters
+            yield file.source, held_out, characters, digest, data
+            if found.counts["documents"] % 100 == 0:
                 bar.update(file.progress())
-            if args.dry_run and characters_of_file > SAMPLE:
+            if args.dry_run and read[file.source] > SAMPLE:
                 break
         found.counts["files"] += 1
-        if bar is not None:
-            bar.update(file.size - file.done)
+        bar.update(file.size - file.done)
 
 
-def read_all(files: list[File], args, folder: Path | None) -> Found:
+def read_all(files: list[File], args, work: Path | None) -> Found:
     total = Found()
+    tasks = [files]  # a dry run reads the beginning of each source
+    if not args.dry_run:
+        costs = [file.size + 10_000 for file in files]  # opening a file takes time, too
+        most = max(TASK, sum(costs) / 500)  # the second pass opens the files of all tasks
+        tasks = [*groups(files, lambda file: file.size + 10_000, most)]
+    outputs = [work and work / f"{number:05}.arrow" for number in range(len(tasks))]
     size = sum(file.size for file in files)
     with tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="reading") as bar:
-        tasks, size = [], 0
-        for file in files:  # neighbours are read together
-            if not tasks or size + file.size > TASK:
-                tasks.append([])
-                size = 0
-            tasks[-1].append(file)
-            size += file.size + 10_000  # opening a file takes time, too
         if args.workers == 1 or args.dry_run:
-            for number, task in enumerate(tasks):
-                total.add(read_task(number, task, args, folder, bar))
+            for task, output in zip(tasks, outputs, strict=True):
+                total.add(read_task(task, args, output, bar))
                 bar.set_postfix_str(f"{total.counts['files']:,} files")
             return total
         context = multiprocessing.get_context("spawn")
         ignore = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
         with ProcessPoolExecutor(args.workers, context, **ignore) as pool:
-            jobs = [pool.submit(read_task, n, tasks[n], args, folder) for n in range(len(tasks))]
+            jobs = [
+                pool.submit(read_task, task, args, output)
+                for task, output in zip(tasks, outputs, strict=True)
+            ]
             try:
                 for job, task in zip(jobs, tasks, strict=True):
                     total.add(job.result())
@@ -202,14 +190,13 @@ DOCUMENTS = """
 CREATE TABLE documents AS
 SELECT document, source, held_out, characters, row_number() OVER equal - 1 AS copy,
     first_value(held_out) OVER equal AND NOT held_out AS in_both
-FROM read_parquet($files) WHERE part = 0
-WINDOW equal AS (PARTITION BY digest ORDER BY held_out DESC, document)
+FROM stored WINDOW equal AS (PARTITION BY digest ORDER BY held_out DESC, document)
 """
 # All documents of a source count `whole` times. The first ones of a random order count once more,
 # until they have the characters `rest`.
 CHOSEN = """
 CREATE TABLE chosen AS
-SELECT document, held_out, unnest(range(times)) AS repeat
+SELECT document, held_out, times, unnest(range(times)) AS repeat
 FROM (
     SELECT document, held_out, CASE WHEN held_out THEN 1 ELSE whole + (
         rest >= sum(characters) OVER (PARTITION BY source, held_out
@@ -217,16 +204,14 @@ FROM (
     FROM documents JOIN shares USING (source)
 )
 """
-ORDERED = """
-SELECT chosen.held_out, part, text FROM read_parquet($files) JOIN chosen USING (document)
-WHERE {condition} ORDER BY {order} document, repeat, part
-"""
+# A random place between 0 and 1. The repeats of a document have equal distances.
+PLACE = "(md5_number_upper(concat_ws(' ', {seed}, document)) / 2**64 + repeat / times) % 1"
 
 
-def choose(connection, files: str, args, report: dict) -> None:
+def choose(connection, args, report: dict) -> None:
     """Makes the table `chosen`: documents, and how often each is written."""
     run = connection.execute
-    run(DOCUMENTS, {"files": files})
+    run(DOCUMENTS)
     what = "count(*) FILTER (copy > 0), count(*) FILTER (in_both), count(*) FILTER (held_out)"
     names = ["copies", "in both splits", "held out"]
     report["counts"] |= zip(names, run(f"SELECT {what} FROM documents").fetchone(), strict=True)
@@ -253,99 +238,63 @@ def choose(connection, files: str, args, report: dict) -> None:
     run(CHOSEN, {"seed": args.seed})
 
 
-def queries(connection, work: Path, args) -> Iterator[tuple[str, str]]:
-    """The files and the condition of each piece of the result, which is sorted in memory."""
-    [(most,)] = connection.sql("SELECT max(repeat) + 1 FROM chosen").fetchall()
-    if args.shuffle:  # the repeats of a document are far from each other
-        step = max(1, args.buckets // most)
-        for bucket in range(args.buckets):
-            sources = {(bucket - repeat * step) % args.buckets for repeat in range(most)}
-            place = f"(bucket + repeat * {step}) % {args.buckets} = {bucket}"
-            yield f"{work}/*.parquet", f"bucket IN {(*sources, -1)} AND {place}"
-        return
-    for repeat in range(most):
-        for file in sorted(work.glob("*.parquet")):
-            yield str(file), f"repeat = {repeat}"
+def numbers_in_order(connection, is_held_out: bool, args) -> Iterator[int]:
+    """The numbers of the documents of a split, in their new order."""
+    place = PLACE.format(seed=args.seed) if args.shuffle else "repeat"
+    query = f"SELECT document FROM chosen WHERE held_out = $1 ORDER BY {place}, document"
+    for batch in connection.sql(query, params=[is_held_out]).to_arrow_reader(10_000):
+        yield from batch.column(0).to_pylist()
 
 
-def ordered(connection, work: Path, args) -> Iterator[tuple[bool, str]]:
-    """Whether a document is held out, and its text, for all documents in their new order."""
-    order = f"md5_number(concat_ws(' ', {args.seed}, document, repeat))," if args.shuffle else ""
-    for files, condition in queries(connection, work, args):
-        query = ORDERED.format(condition=condition, order=order)
-        parts, is_held_out = [], False
-        for batch in connection.sql(query, params={"files": files}).to_arrow_reader(2048):
-            columns = [batch.column(name).to_pylist() for name in ("held_out", "part", "text")]
-            for held_out, part, text in zip(*columns, strict=True):
-                if part == 0 and parts:
-                    yield is_held_out, "".join(parts)
-                    parts = []
-                parts.append(text)
-                is_held_out = held_out
-        if parts:
-            yield is_held_out, "".join(parts)
-
-
-class Split:
-    """Writes the Parquet files of a split."""
-
-    def __init__(self, folder: Path, name: str, types: dict[str, set]):
-        self.folder, self.name, self.types = folder, name, types
-        self.files, self.texts = [], []
-        self.rows = self.size = self.groups = 0
-        self.writer = None
-
-    def add(self, text: str) -> None:
-        self.texts.append(text)
-        self.rows += 1
-        self.size += len(text)
-        if self.size > GROUP:
-            self.write()
-
-    def write(self) -> None:
-        """A row group."""
-        table = pyarrow.table({"text": pyarrow.array(self.texts, pyarrow.string())})
-        if self.types:  # of the keys of messages
-            table = table_of_messages(self.texts, self.types)
-        if self.groups % GROUPS == 0:
-            self.close()
-            self.files.append(self.folder / f"{self.name}-{len(self.files):05}")
-            self.writer = parquet.ParquetWriter(self.files[-1], table.schema, **ZSTD)
-        self.writer.write_table(table)
-        self.groups += 1
-        self.texts, self.size = [], 0
-
-    def close(self) -> None:
-        if self.writer:
-            self.writer.close()
-
-    def finish(self) -> None:
-        if self.texts:
-            self.write()
-        self.close()
-        for file in self.files:
-            file.rename(f"{file}-of-{len(self.files):05}.parquet")
-
-
-def write_splits(connection, work: Path, folder: Path, args, types: dict) -> dict[str, int]:
+def write_splits(work: Path, folder: Path, args, types: dict, report: dict) -> dict[str, int]:
     """Writes all documents in their order. Returns the rows of each split."""
-    splits = [Split(folder, name, types) for name in ("train", "validation")]
-    [(total,)] = connection.sql("SELECT count(*) FROM chosen").fetchall()
-    with tqdm(total=total, unit=" rows", unit_scale=True, disable=None, desc="writing") as bar:
-        for held_out, text in ordered(connection, work, args):
-            splits[held_out].add(text)
-            bar.update()
-    for split in splits:
-        split.finish()
-    return {split.name: split.rows for split in splits if split.rows}
+    files = [pyarrow.memory_map(str(file)) for file in sorted(work.iterdir())]
+    stored = pyarrow.concat_tables(pyarrow.ipc.open_stream(file).read_all() for file in files)
+    texts = stored["text"]
+    stored = stored.drop(["text"]).append_column("document", [numpy.arange(len(texts))])
+    options = {"memory_limit": MEMORY, "threads": 1, "temp_directory": str(work)}
+    rows = {}
+    with duckdb.connect(work / "documents.duckdb", config=options) as connection:
+        connection.register("stored", stored)
+        choose(connection, args, report)
+        for name in ("train", "validation"):
+            numbers = numbers_in_order(connection, name == "validation", args)
+            bar = tqdm(numbers, unit=" rows", unit_scale=True, disable=None, desc=name)
+            documents = (texts[number].as_py() for number in bar)
+            tables = (table_of(group, types) for group in groups(documents, len, GROUP))
+            rows[name] = write_split(name, tables, folder)
+    return {name: count for name, count in rows.items() if count}
 
 
-def table_of_messages(texts: list[str], types: dict[str, set]) -> pyarrow.Table:
-    """Columns `messages` and `tools`. Null stands for a key that a message does not have.
+def write_split(name: str, tables: Iterator[pyarrow.Table], folder: Path) -> int:
+    """Writes tables as row groups of Parquet files. Returns the number of rows."""
+    files, rows = [], 0
+    writer = None
+    for number, table in enumerate(tables):
+        if number % GROUPS == 0:
+            if writer:
+                writer.close()
+            files.append(folder / f"{name}-{len(files):05}")
+            writer = parquet.ParquetWriter(files[-1], table.schema, **ZSTD)
+        writer.write_table(table)
+        rows += len(table)
+    if writer:
+        writer.close()
+    for file in files:
+        file.rename(f"{file}-of-{len(files):05}.parquet")
+    return rows
 
-    Calls of tools are JSON text: a table would fill in the keys that other calls have.
+
+def table_of(documents: list[bytes], types: dict[str, set]) -> pyarrow.Table:
+    """A column of texts, or columns of messages, whose keys have these types, and tools.
+
+    Null stands for a key that a message does not have. Calls of tools are JSON text: a table would
+    fill in the keys that other calls have.
     """
-    rows = [json.loads(text) for text in texts]
+    if not types:
+        column = pyarrow.array(documents, pyarrow.binary())
+        return pyarrow.table({"text": column.view(pyarrow.string())})
+    rows = [json.loads(document) for document in documents]
     plain = {"float": pyarrow.float64(), "bool": pyarrow.bool_(), "str": pyarrow.string()}
     kinds = {"role": pyarrow.string(), "content": pyarrow.string()}
     for key in sorted(types.keys() - kinds.keys()):
@@ -526,11 +475,9 @@ def prepare(args) -> None:
     began = time.perf_counter()
     files, left_out = find_files(args.sources, args, args.output)
     facts = json.loads(json.dumps(facts_of(files, args)))
-    sizes = [file.size * (4 if file.packed or file.kind in TABLES else 1) for file in files]
-    args.buckets = min(500, 1 + sum(sizes) // BUCKET)
     if args.dry_run:
         show(report_of(read_all(files, args, None), facts, left_out, files, args), args)
-        print(f"A dry run: at most {SAMPLE / 1e6:.0f} MB of a file; nothing was written")
+        print(f"A dry run: at most {SAMPLE / 1e6:.0f} MB of a source; nothing was written")
         return
     old = old_report(args, facts)
     if old.get("facts") == facts and not args.check and not args.overwrite:
@@ -547,12 +494,9 @@ def prepare(args) -> None:
         found = read_all(files, args, work)
         report = report_of(found, facts, left_out, files, args)
         check_rejected(report, args)
-        if not any(work.iterdir()):
+        if not report["counts"].get("documents"):
             sys.exit("error: there is no document to train on")
-        options = {"memory_limit": MEMORY, "threads": 1, "temp_directory": str(work)}
-        with duckdb.connect(work / "documents.duckdb", config=options) as connection:
-            choose(connection, f"{work}/*.parquet", args, report)
-            report["rows"] = write_splits(connection, work, folder, args, found.types)
+        report["rows"] = write_splits(work, folder, args, found.types, report)
         if "train" not in report["rows"]:
             sys.exit("error: all documents are held out, so there is none to train on")
         shutil.rmtree(work)
@@ -593,7 +537,7 @@ def parse_args() -> argparse.Namespace:
     add("--drop-nulls", action="store_true", help="also in JSON, if a table has filled them in")
     add("--skip-bad", action="store_true", help="goes on without bad rows and damaged files")
     add("--workers", type=int, default=1, help="processes that read files")
-    add("--dry-run", action="store_true", help="reads some MB of each file, and writes nothing")
+    add("--dry-run", action="store_true", help="reads some MB of each source, and writes nothing")
     add("--check", action="store_true", help="reads all, and compares with the folder")
     add("--overwrite", action="store_true", help="replaces an older folder of this tool")
     add("--mds", action="store_true", help="also writes rows of tokens, for chapter 10")
