@@ -15,7 +15,6 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,7 @@ import xxhash
 from pyarrow import parquet
 from tqdm import tqdm
 
-from models import sync
+from models import load_chapter, sync
 
 PROBE = "Probe of 1 tokenizer: naïve?"  # other tokenizers make other tokens of it
 BATCH = 32  # documents that a process tokenizes at a time
@@ -56,30 +55,28 @@ def write_mds(args) -> None:
     if index.exists():
         print(f"The rows in {args.output} are complete")
         return
+    chapter = load_chapter(4)
     rows, rest = [], place["rest"]
     with tokenizers(args) as pool, tqdm(unit=" documents", unit_scale=True, disable=None) as bar:
         for documents in in_order(pool, texts_of(args.output, place["documents"]), args.workers):
-            more, rest = to_rows(list(filter(None, documents)), rest, args)
-            rows += more
+            for ids in filter(None, documents):
+                more, rest = chapter.to_rows(ids, rest, args)
+                rows += more
             place["documents"] += len(documents)
             bar.update(len(documents))
             if len(rows) >= args.part_rows:
-                write_part(
-                    args.output / f"part-{len(parts):05}", rows, place | {"rest": rest}, args
-                )
-                parts.append(None)
+                parts.append(write_part(len(parts), rows, place | {"rest": rest}, args))
                 rows = []
     if rows:
-        write_part(args.output / f"part-{len(parts):05}", rows, place | {"rest": rest}, args)
-    places = [json.loads(file.read_text()) for file in args.output.glob("part-*/place.json")]
-    if not places:
+        parts.append(write_part(len(parts), rows, place | {"rest": rest}, args))
+    if not parts:
         sys.exit("error: there is not a single row: lower -s")
     # In a folder of its own, so that the index appears at once and whole.
     temporary = args.output / "incomplete"
-    merge_index(sorted(map(str, args.output.glob("part-*/index.json"))), str(temporary))
-    count = sum(
-        shard["samples"] for shard in json.loads((temporary / "index.json").read_text())["shards"]
-    )
+    merge_index([str(part / "index.json") for part in parts], str(temporary))
+    shards = json.loads((temporary / "index.json").read_text())["shards"]
+    places = [json.loads((part / "place.json").read_text()) for part in parts]
+    count = sum(shard["samples"] for shard in shards)
     facts |= {"rows": count, "largest_token": max(place["largest_token"] for place in places)}
     # For people: chapter 10 puts the same hash into its checkpoints, as `tokens_hash`.
     facts |= {"index_hash": xxhash.xxh3_64_hexdigest((temporary / "index.json").read_bytes())}
@@ -140,27 +137,11 @@ def in_order(pool: Executor, batches: Iterator[list[str]], workers: int) -> Iter
         yield result.result()
 
 
-def to_rows(documents: list[list[int]], rest: list[int], args) -> tuple[list, list[int]]:
-    """Rows of token ids, with -100 for padding, and the tokens that are left for later.
-
-    pack: documents end to end, after `rest`. overflow: each document in rows of its own. trunc: one
-    row for each document, with its beginning. Chapter 4 makes the same rows.
-    """
-    size = args.seq_length
-    if args.packing == "pack":
-        documents = [list(chain(rest, *documents))]  # a single long document
-    if args.packing == "trunc":
-        documents = [ids[:size] for ids in documents]
-    rows = [ids[i : i + size] for ids in documents for i in range(0, len(ids), size)]
-    rest = rows.pop() if args.packing == "pack" and rows and len(rows[-1]) < size else []
-    return [np.array(row + [-100] * (size - len(row)), np.int32) for row in rows], rest
-
-
-def write_part(folder: Path, rows: list[np.ndarray], place: dict, args) -> None:
-    """Writes rows into shards. The folder gets its name when its files are on the disk."""
+def write_part(number: int, rows: list[np.ndarray], place: dict, args) -> Path:
+    """Writes rows into shards. Their folder gets its name when its files are on the disk."""
     from streaming import MDSWriter
 
-    temporary = folder.with_name("incomplete")
+    temporary = args.output / "incomplete"
     shutil.rmtree(temporary, ignore_errors=True)
     columns = {"tokens": f"ndarray:int32:{args.seq_length}"}
     options = {"compression": args.compression, "hashes": ["xxh3_64"]}
@@ -170,4 +151,4 @@ def write_part(folder: Path, rows: list[np.ndarray], place: dict, args) -> None:
     place = place | {"largest_token": int(max(row.max() for row in rows))}
     (temporary / "place.json").write_text(json.dumps(place))
     sync(temporary)
-    temporary.rename(folder)
+    return temporary.rename(args.output / f"part-{number:05}")
