@@ -59,7 +59,7 @@ from models import REPOSITORY, sync
 REPORT = "report.json"
 CHUNK = 4_000_000  # bytes that the first pass holds in memory, or a document
 GROUP = 4_000_000  # characters of a row group of the result; the tool holds one in memory
-GROUPS = 80  # of a file
+GROUPS = 128  # of a file, which has a few hundred MB
 TASK = 64_000_000  # bytes of the small files that one worker reads together
 SAMPLE = 4_000_000  # characters of each source that --dry-run reads
 MEMORY = "600MB"  # of DuckDB
@@ -574,7 +574,6 @@ def stop(number, frame):
 
 def main() -> None:
     args = parse_args()
-    sys.stdout.reconfigure(errors="backslashreplace")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
     try:
