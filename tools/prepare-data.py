@@ -57,7 +57,7 @@ from tqdm import tqdm
 from models import REPOSITORY, sync
 
 REPORT = "report.json"
-CHUNK = 4_000_000  # bytes that the first pass holds in memory, or a document
+CHUNK = 4_000_000  # bytes of documents that the first pass holds in memory
 GROUP = 4_000_000  # characters of a row group of the result; the tool holds one in memory
 GROUPS = 128  # of a file, which has a few hundred MB
 TASK = 64_000_000  # bytes of the small files that one worker reads together
@@ -151,13 +151,17 @@ def rows_of(files: list[File], args, found: Found, bar) -> Iterator[tuple]:
         bar.update(file.size - file.done)
 
 
+def cost(file: File) -> int:
+    return file.size + 10_000  # opening a file takes time, too
+
+
 def read_all(files: list[File], args, work: Path | None) -> Found:
     total = Found()
     tasks = [files]  # a dry run reads the beginning of each source
     if not args.dry_run:
-        costs = [file.size + 10_000 for file in files]  # opening a file takes time, too
-        most = max(TASK, sum(costs) / 500)  # the second pass opens the files of all tasks
-        tasks = [*groups(files, lambda file: file.size + 10_000, most)]
+        total_cost = sum(map(cost, files))
+        # The second pass opens the files of all tasks, so there are at most a few hundred.
+        tasks = [*groups(files, cost, max(TASK, total_cost / 500))]
     outputs = [work and work / f"{number:05}.arrow" for number in range(len(tasks))]
     size = sum(file.size for file in files)
     with tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="reading") as bar:
