@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import LLAMA, TINY_LLAMA, damaged, save_weights, write_model, write_rows
 from runner import CHAPTER_16, REPOSITORY, load
-from test_equal import OFF, Case, described, run, worst
+from test_equal import OFF, STEPS, Case, described, run, worst
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AttentionInterface,
@@ -507,7 +507,7 @@ def test_the_probe_finds_models_that_mix(chat, find):
 
 # -- The plain loop --------------------------------------------------------------------------------
 
-STEPS, BATCH, SIZE = 4, 12, 64  # samples per step, for 1 to 4 ranks
+BATCH, SIZE = 12, 64  # samples per step, for 1 to 4 ranks
 
 
 def flags_for(folder, data) -> list:
@@ -556,10 +556,9 @@ def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> S
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        if step % 2:
-            with torch.no_grad():
-                sums, counts = zip(*losses_of(eval_set), strict=True)
-            result.held_out.append(sum(sums).item() / sum(counts))
+        with torch.no_grad():
+            sums, counts = zip(*losses_of(eval_set), strict=True)
+        result.held_out.append(sum(sums).item() / sum(counts))
     return result
 
 
