@@ -2,18 +2,19 @@
 
     python maintain/prove-joins.py                # what the record lacks, or has for another script
     python maintain/prove-joins.py 05+11 04+05    # these
+    python maintain/prove-joins.py 05+11 --ranks 2    # quickly, without a row
     python maintain/prove-joins.py --stale        # only says which rows are of another script
     python maintain/prove-joins.py --damages      # with wrong lines, which it must notice
 
 `maintain/joins/pairs.txt` says with what each pair is compared, and with which flags. On 2 and 4
 ranks, in fp32, the losses and norms of 6 steps, two held-out losses, all gradients of two steps and
-the final model must be those of that chapter. A run that stops after 3 steps must go on to the last
-bit. And each chapter must keep its promise: a rank of chapter 11 has a part of the tokens. Each row
-goes into benchmarks/records/combining.md at once, so a stopped run can go on.
+the final model must be those of that chapter. A run that goes on from the checkpoint of step 3 must
+repeat the rest to the last bit. And each chapter must keep its promise: a rank of chapter 11 has a
+part of the tokens. Each row goes into benchmarks/records/combining.md at once, so a stopped run can
+go on.
 """
 
 import argparse
-import hashlib
 import importlib
 import json
 import random
@@ -35,6 +36,9 @@ torch = conftest.torch
 
 STEPS, BATCH, LENGTH = 6, 8, 32  # samples per step, tokens per sample
 TEMPLATE = REPOSITORY / "models" / "tiny-chat" / "template.jinja"
+FLOAT8 = Path(sys.prefix) / "float8"  # torchao, beside which all scripts print its warnings
+IN_16S = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # for chapter 20
+equal.MODELS |= {f"{name} in 16s": equal.MODELS[name] | IN_16S for name in ("llama", "mixtral")}
 DEGREES = ("--tensor-parallel", "--context-parallel", "--pipeline-parallel")
 
 
@@ -133,7 +137,8 @@ def data_flags(numbers: set[str], folder: Path) -> list:
     if "16" in numbers:
         return ["-d", folder / "chat.jsonl", "--chat-template", TEMPLATE]
     if numbers & {"04", "10"}:
-        held_out = ["--eval-dataset", folder / "text.jsonl", "--shuffle-window", 9]
+        held_out = ["--eval-dataset", folder / "text.jsonl", "--eval-documents", 20]
+        held_out += ["--shuffle-window", 9]
         if "10" in numbers:
             return ["-d", folder / "rows", *held_out]
         return ["-d", folder / "part-*.jsonl", "--packing", "overflow", *held_out]
@@ -163,12 +168,12 @@ def like_script(proof: Proof, like: str, script: Path, folder: Path) -> tuple[Pa
     return chapter, chapters_in([number])
 
 
-def case(folder, name, run, script, chapters, ranks, flags, model, steps=STEPS) -> dict:
-    """A case of tests/many_trainings.py. The folder of the run is `run`."""
+def case(folder, name, script, chapters, ranks, flags, model) -> dict:
+    """A case of tests/many_trainings.py, in a folder with its name."""
     per_pass = BATCH // shares(ranks, flags) // 2
-    every = ["-e", run, "-m", folder / model, "--save-dir", folder, "-s", LENGTH, "-b", per_pass]
+    every = ["-e", name, "-m", folder / model, "--save-dir", folder, "-s", LENGTH, "-b", per_pass]
     every += [*data_flags(chapters, folder), "--lr", 1e-3, "--lr-scheduler", "constant"]
-    every += ["--max-steps", steps, "--eval-freq", 3, "--ckpt-freq", 3, "--log-freq", 1]
+    every += ["--max-steps", STEPS, "--eval-freq", 3, "--ckpt-freq", 3, "--log-freq", 1]
     every += ["--keep-checkpoints", 9, *flags]
     every += equal.PARTS if "14" in chapters else ["--no-from-scratch"]
     if "05" in chapters:
@@ -186,11 +191,10 @@ def case(folder, name, run, script, chapters, ranks, flags, model, steps=STEPS) 
 
 def own_script(proof: Proof, folder: Path) -> Path:
     """The joined script, with chunks that are smaller than a batch."""
-    names = {name[:2]: name for name in combine.SCRIPTS}
     script = folder / f"joined-{proof.name}" / "train-llm.py"
     script.parent.mkdir(exist_ok=True)
-    chapters = [names[number] for number in proof.numbers]
-    text, _ = combine.script_of(chapters, script.parent, names.get(proof.without))
+    chapters, without = names_of_chapters(proof)
+    text, _ = combine.script_of(chapters, script.parent, without)
     if lines := combine.carry.conflicts(text):
         raise Wrong(f"the text does not join: lines {lines}")
     if text.count(proof.damage[0]) != 1 and proof.damage[0]:
@@ -200,31 +204,48 @@ def own_script(proof: Proof, folder: Path) -> Path:
     return script
 
 
+def names_of_chapters(proof: Proof) -> tuple[list[str], str | None]:
+    names = {name[:2]: name for name in combine.SCRIPTS}
+    return [names[number] for number in proof.numbers], names.get(proof.without)
+
+
+def hash_of(proof: Proof) -> str:
+    return combine.hash_of(*names_of_chapters(proof))
+
+
 def run_trials(proof: Proof, folder: Path) -> None:
-    """The run to compare with, the joined one, and it in two parts: a job for each of the scripts.
+    """The run to compare with, the joined one, and its end again: a job for each of the scripts.
 
     A job of its own, because PyTorch remembers the process groups of earlier meshes.
     """
     script = own_script(proof, folder)
     chapters = chapters_in(proof.numbers, proof.without)
     for trial in proof.trials:
-        like, like_chapters = like_script(proof, trial.like, script, folder)
-        name = f"{proof.name} on {trial.ranks}"
-        described = (like, like_chapters, trial.like_ranks, trial.like_flags, proof.model)
-        cases = [case(folder, f"{name} like", f"{name} like", *described)]
-        run_job(cases, trial.like_ranks, folder)
+        name, like_name = names_of_runs(proof, trial)
+        if not (folder / like_name).exists():  # other pairs are compared with this run, too
+            like, like_chapters = like_script(proof, trial.like, script, folder)
+            described = (like, like_chapters, trial.like_ranks, trial.like_flags, proof.model)
+            run_job([case(folder, like_name, *described)], trial.like_ranks, folder)
         described = (script, chapters, trial.ranks, trial.flags, proof.model)
-        cases = [case(folder, name, name, *described)]
-        cases += [case(folder, f"{name} begun", f"{name} again", *described, steps=STEPS // 2)]
-        cases += [case(folder, f"{name} resumed", f"{name} again", *described)]
+        cases = [case(folder, name, *described), case(folder, f"{name} again", *described)]
+        step = f"step-{STEPS // 2:08d}"
+        cases[1]["continues"] = [str(folder / each / step) for each in (name, f"{name} again")]
         run_job(cases, trial.ranks, folder)
+
+
+def names_of_runs(proof: Proof, trial: Trial) -> tuple[str, str]:
+    like = proof.name if trial.like == "itself" else trial.like
+    like = f"like {like} on {trial.like_ranks} {proof.model} {' '.join(trial.like_flags)}"
+    return f"{proof.name} on {trial.ranks}", like.strip()
 
 
 def run_job(cases: list[dict], ranks: int, folder: Path) -> None:
     file = folder / f"{cases[0]['name']}.json"
     file.write_text(json.dumps(cases))
     script = REPOSITORY / "tests" / "many_trainings.py"
-    job = runner.Job(script, [file], folder / f"{file.stem}.txt", ranks)
+    in_8_bits = any("float8" in Path(case["script"]).read_text() for case in cases)
+    options = {"before": f"import sys\nsys.path.append({str(FLOAT8)!r})\n"} if in_8_bits else {}
+    job = runner.Job(script, [file], folder / f"{file.stem}.txt", ranks, **options)
     try:
         status, said = job.wait(600), job.output
     except TimeoutError as error:
@@ -267,9 +288,9 @@ class Row:
 def compared(proof: Proof, folder: Path) -> Row:
     losses, gradients, promises = 0.0, 0.0, {}
     for trial in proof.trials:
-        name = f"{proof.name} on {trial.ranks}"
+        name, like_name = names_of_runs(proof, trial)
         own, again, like = (
-            equal.Case(folder / each) for each in (name, f"{name} again", f"{name} like")
+            equal.Case(folder / each) for each in (name, f"{name} again", like_name)
         )
         for column, most in (("loss", 2e-5), ("eval/loss", 2e-5), ("grad_norm", 1e-4)):
             error = largest_difference(like.column(column), own.column(column))
@@ -291,8 +312,7 @@ def compared(proof: Proof, folder: Path) -> Row:
             if promise := PROMISES[number](trial, facts_of(folder / name)):
                 promises[promise] = None
     ranks = [trial.ranks for trial in proof.trials]
-    script = hash_of(own_script(proof, folder))
-    return Row(proof.name, proof.like, ranks, losses, gradients, [*promises], script)
+    return Row(proof.name, proof.like, ranks, losses, gradients, [*promises], hash_of(proof))
 
 
 def largest_difference(expected: list[float], found: list[float]) -> float:
@@ -309,13 +329,6 @@ def compare_models(name: str, like: dict, own: dict) -> None:
             torch.testing.assert_close(own[tensor], like[tensor], rtol=1e-3, atol=1e-3)
         except AssertionError as error:
             raise Wrong(f"{name}: {tensor} in final/: {error}") from error
-
-
-def hash_of(script: Path) -> str:
-    """Of the code: the docstring and the folder do not count."""
-    text = script.read_text().split('"""', 2)[2]
-    text = re.sub("^REPOSITORY = .*", "", text, flags=re.MULTILINE)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 # -- What the chapters promise ---------------------------------------------------------------------
@@ -396,9 +409,22 @@ def cuts_the_loss(trial: Trial, facts: list[dict]) -> str | None:
     return "the loss has chunks"
 
 
+def multiplies_in_8_bits(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapter 20: also what FSDP gathers has 8 bits."""
+    for each in facts:
+        check(each["in 8 bits"] and all(each["in 8 bits"]), "layers have weights of torchao")
+    return "layers multiply and gather in 8 bits"
+
+
+def sends_nothing(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapter 21."""
+    check(not any(each["sent"] for each in facts), "rank 0 sends no weights")
+    return "rank 0 sends no weights"
+
+
 PROMISES = {"05": copies, "06": part_of_tokens, "11": part_of_tokens, "12": travels}
 PROMISES |= {"07": has_stages, "14": is_sparse, "17": adapters_train, "18": owners}
-PROMISES |= {"19": cuts_the_loss}
+PROMISES |= {"19": cuts_the_loss, "20": multiplies_in_8_bits, "21": sends_nothing}
 
 
 # -- The command -----------------------------------------------------------------------------------
@@ -417,21 +443,20 @@ def prove(proofs: list[Proof], folder: Path) -> Iterator[tuple[str, Row | str]]:
             yield proof.name, f"{proof.name} is wrong: {error}"
 
 
-def damages_are_noticed(proofs: dict[str, Proof]) -> bool:
+def damages_are_noticed(proofs: dict[str, Proof], names: list[str]) -> bool:
     """Whether each damage makes its pair wrong, on 4 ranks."""
-    known = damages.damages(combine.JOINS / "damages.txt")
-    for damage in known:
-        proof = proofs[damage.chapter]
-        proof.damage = ("\n".join(damage.old), "\n".join(damage.new))
-        proof.trials = [trial for trial in proof.trials if trial.ranks == 4]
-    chosen = [proofs[damage.chapter] for damage in known]
+    known = {damage.chapter: damage for damage in damages.damages(combine.JOINS / "damages.txt")}
+    chosen = names or [*known]
+    for name in chosen:
+        proofs[name].damage = ("\n".join(known[name].old), "\n".join(known[name].new))
+        proofs[name].trials = [trial for trial in proofs[name].trials if trial.ranks == 4]
+    all_noticed = True
     with tempfile.TemporaryDirectory() as folder:
-        found = dict(prove(chosen, Path(folder)))
-    for damage in known:
-        result = found[damage.chapter]
-        verdict = "MISSED" if isinstance(result, Row) else f"noticed: {result[:100]}"
-        print(f"{damage.chapter}: {damage.what}: {verdict}", flush=True)
-    return not any(isinstance(result, Row) for result in found.values())
+        for name, result in prove([proofs[name] for name in chosen], Path(folder)):
+            verdict = "MISSED" if isinstance(result, Row) else f"noticed: {result[:100]}"
+            print(f"{name}: {known[name].what}: {verdict}", flush=True)
+            all_noticed = all_noticed and not isinstance(result, Row)
+    return all_noticed
 
 
 def write_row(row: Row) -> None:
@@ -459,7 +484,7 @@ def main() -> None:
     if unknown := {*args.pairs} - proofs.keys():
         parser.error(f"pairs.txt does not say how to compare {', '.join(sorted(unknown))}")
     if args.damages:
-        sys.exit(0 if damages_are_noticed(proofs) else 1)
+        sys.exit(0 if damages_are_noticed(proofs, args.pairs) else 1)
     chosen = args.pairs or [name for name, proof in proofs.items() if is_stale(proof)]
     if args.stale:
         print("\n".join(chosen))
@@ -480,12 +505,7 @@ def main() -> None:
 
 def is_stale(proof: Proof) -> bool:
     """Whether the record lacks the pair, or has it for another script."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            script = hash_of(own_script(proof, Path(folder)))
-        except Wrong:
-            return True
-    return script not in combine.proved_rows().get(proof.name, [])
+    return hash_of(proof) not in combine.proved_rows().get(proof.name, [])
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ import functools
 import json
 import os
 import runpy
+import shutil
 import sys
 
 import filelock
 import torch
 import torch.utils.checkpoint
+from torch.distributed.checkpoint import state_dict
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -64,6 +66,10 @@ def facts() -> dict:
     arrived = [m.received_tokens for m in models[0].modules() if hasattr(m, "received_tokens")]
     found["tokens of experts"] = sum(arrived, torch.zeros(())).item()
     found["chunks"] = case.get("chunks", 0)
+    found["sent"] = case.get("sent", 0)
+    layers = [m for m in models[0].modules() if type(m).__name__ == "Float8Linear"]
+    shards = [layer.weight.to_local() for layer in layers]
+    found["in 8 bits"] = ["Float8" in type(shard).__name__ for shard in shards]
     owned = [len(o.owned) for o in optimizers if hasattr(o, "owned")]
     return found | {"owned": sum(owned)}
 
@@ -71,6 +77,11 @@ def facts() -> dict:
 def count_chunks(*arguments, **options):
     case["chunks"] = case.get("chunks", 0) + 1
     return original_checkpoint(*arguments, **options)
+
+
+def count_sent(*arguments, **options):
+    case["sent"] = case.get("sent", 0) + 1
+    return original_set(*arguments, **options)
 
 
 def remember_lock(self, *arguments, **options):
@@ -89,6 +100,7 @@ optimizers, locks = [], []
 original_acquire, filelock.FileLock.acquire = filelock.FileLock.acquire, remember_lock
 original_train, torch.nn.Module.train = torch.nn.Module.train, train
 original_init, torch.optim.AdamW.__init__ = torch.optim.AdamW.__init__, remember_optimizer
+original_set, state_dict.set_model_state_dict = state_dict.set_model_state_dict, count_sent
 original_checkpoint = torch.utils.checkpoint.checkpoint
 registers = [each._global_mapping for each in (AttentionInterface, AttentionMaskInterface)]
 originals = [dict(register) for register in registers]  # chapter 11 changes both
@@ -100,6 +112,8 @@ for case in json.load(open(sys.argv[1])):
         register.update(original)
     os.environ.update(case["env"])
     sys.argv = [case["script"], *case["flags"]]
+    if "continues" in case and os.environ["RANK"] == "0":  # the other ranks wait for rank 0
+        shutil.copytree(*case["continues"])
     print("\ncase", case["name"], flush=True)
     try:
         runpy.run_path(case["script"], run_name="__main__")

@@ -15,6 +15,7 @@ be wrong, and warns of pairs that nobody has tried.
 import argparse
 import ast
 import difflib
+import hashlib
 import importlib
 import itertools
 import re
@@ -177,6 +178,11 @@ def joined(names: list[str], without: str | None = None) -> tuple[str, str]:
     for resolution in resolutions:
         text = resolution.edit(text)
     return text, common
+
+
+def hash_of(names: list[str], without: str | None) -> str:
+    """Of the joined code. A row of the record has the hash of the code that was compared."""
+    return hashlib.sha256(joined(names, without)[0].encode()).hexdigest()[:8]
 
 
 def join_additions(conflict: re.Match, resolutions: list["Resolution"]) -> str:
@@ -430,6 +436,8 @@ def main() -> None:
     print(f"{args.output}/train-llm.py, and its changes.diff")
     if pair.status == "proved":
         print(f"{pair.name} is proved: {pair.text}")
+        if hash_of(names, by_number.get(args.without)) != proved_rows()[pair.name][-1]:
+            print("warning: these chapters have changed since then, so compare losses first")
     else:
         print(f"warning: {pair.name} is not proved, so compare losses first: {pair.text}")
 
