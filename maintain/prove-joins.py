@@ -17,6 +17,7 @@ go on.
 import argparse
 import importlib
 import json
+import math
 import random
 import re
 import sys
@@ -174,12 +175,13 @@ def case(folder, name, script, chapters, ranks, flags, model) -> dict:
     every = ["-e", name, "-m", folder / model, "--save-dir", folder, "-s", LENGTH, "-b", per_pass]
     every += [*data_flags(chapters, folder), "--lr", 1e-3, "--lr-scheduler", "constant"]
     every += ["--max-steps", STEPS, "--eval-freq", 3, "--ckpt-freq", 3, "--log-freq", 1]
-    every += ["--keep-checkpoints", 9, *flags]
+    every += ["--keep-checkpoints", 9]
     every += equal.PARTS if "14" in chapters else ["--no-from-scratch"]
     if "05" in chapters:
         every += ["--global-batch-size", BATCH]
     else:
         every += ["--gradient-accumulation-steps", 2]
+    every += flags
     (folder / name).mkdir()
     env = {"MASTER_PORT": str(runner.free_port())}
     found = {"name": name, "script": str(script), "env": env, "folder": str(folder / name)}
@@ -266,6 +268,30 @@ def error_in(output: str) -> str:
 
 
 @dataclass
+class Limits:
+    """The largest differences, relative but for the model."""
+
+    loss: float
+    norm: float
+    first_gradient: float
+    second_gradient: float
+    model: float
+
+
+EXACT = Limits(2e-5, 1e-4, 1e-4, 1e-4, 1e-3)  # but for the order in which fp32 numbers are added
+# With chapter 20, such a difference after the first step may round a number to the next one of 8
+# bits. In fp32, or if ranks have other inputs, all numbers are rounded otherwise.
+SAME_ROUNDING = Limits(1e-4, 1e-3, 1e-4, 2e-2, 1e-2)
+OTHER_ROUNDING = Limits(3e-3, 5e-2, 0.5, 0.5, math.inf)
+
+
+def limits_of(proof: Proof, trial: Trial) -> Limits:
+    if "20" not in proof.numbers:
+        return EXACT
+    return SAME_ROUNDING if trial.like in ("20", "itself") else OTHER_ROUNDING
+
+
+@dataclass
 class Row:
     """Of the record."""
 
@@ -292,7 +318,9 @@ def compared(proof: Proof, folder: Path) -> Row:
         own, again, like = (
             equal.Case(folder / each) for each in (name, f"{name} again", like_name)
         )
-        for column, most in (("loss", 2e-5), ("eval/loss", 2e-5), ("grad_norm", 1e-4)):
+        limits = limits_of(proof, trial)
+        columns = {"loss": limits.loss, "eval/loss": limits.loss, "grad_norm": limits.norm}
+        for column, most in columns.items():
             error = largest_difference(like.column(column), own.column(column))
             if error > most:
                 raise Wrong(f"{name}: {column} {own.column(column)}, not {like.column(column)}")
@@ -300,12 +328,13 @@ def compared(proof: Proof, folder: Path) -> Row:
         is_mixture = any("experts" in tensor for tensor in like.gradients(1))
         for step in (1,) if is_mixture else (1, 2):  # a router may choose another expert then
             error, parameter = equal.worst(like.gradients(step), own.gradients(step))
-            if error > 1e-4:
+            if error > (limits.first_gradient if step == 1 else limits.second_gradient):
                 raise Wrong(
                     f"{name}: the gradient of {parameter} in step {step} differs by {error}"
                 )
             gradients = max(gradients, error)
-        compare_models(name, conftest.final_tensors(like), conftest.final_tensors(own))
+        models = (conftest.final_tensors(like), conftest.final_tensors(own))
+        compare_models(name, *models, limits.model)
         if conftest.exact(again.records) != conftest.exact(own.records):
             raise Wrong(f"{name}: the resumed run has other losses")
         for number in sorted(chapters_in(proof.numbers, proof.without) & PROMISES.keys()):
@@ -321,12 +350,12 @@ def largest_difference(expected: list[float], found: list[float]) -> float:
     return max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(expected, found, strict=True))
 
 
-def compare_models(name: str, like: dict, own: dict) -> None:
+def compare_models(name: str, like: dict, own: dict, most: float) -> None:
     if like.keys() != own.keys() or not like:
         raise Wrong(f"{name}: other tensors in final/")
     for tensor in like:
         try:
-            torch.testing.assert_close(own[tensor], like[tensor], rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(own[tensor], like[tensor], rtol=1e-3, atol=most)
         except AssertionError as error:
             raise Wrong(f"{name}: {tensor} in final/: {error}") from error
 
