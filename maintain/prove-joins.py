@@ -281,7 +281,7 @@ class Limits:
 EXACT = Limits(2e-5, 1e-4, 1e-4, 1e-4, 1e-3)  # but for the order in which fp32 numbers are added
 # With chapter 20, such a difference after the first step may round a number to the next one of 8
 # bits. In fp32, or if ranks have other inputs, all numbers are rounded otherwise.
-SAME_ROUNDING = Limits(1e-4, 1e-3, 1e-4, 5e-2, 1e-2)
+SAME_ROUNDING = Limits(1e-4, 5e-3, 1e-4, 5e-2, 1e-2)
 OTHER_ROUNDING = Limits(3e-3, 5e-2, 0.4, 0.6, math.inf)
 
 
