@@ -174,8 +174,8 @@ def case(folder, name, script, chapters, ranks, flags, model) -> dict:
     per_pass = BATCH // shares(ranks, flags) // 2
     every = ["-e", name, "-m", folder / model, "--save-dir", folder, "-s", LENGTH, "-b", per_pass]
     every += [*data_flags(chapters, folder), "--lr", 1e-3, "--lr-scheduler", "constant"]
-    every += ["--max-steps", STEPS, "--eval-freq", 3, "--ckpt-freq", 3, "--log-freq", 1]
-    every += ["--keep-checkpoints", 9]
+    every += ["--max-steps", STEPS, "--eval-freq", STEPS // 2, "--ckpt-freq", STEPS // 2]
+    every += ["--log-freq", 1, "--keep-checkpoints", 9]
     every += equal.PARTS if "14" in chapters else ["--no-from-scratch"]
     if "05" in chapters:
         every += ["--global-batch-size", BATCH]
