@@ -130,7 +130,8 @@ def write_data(folder: Path, with_rows: bool) -> None:
     if not with_rows:
         return
     flags = [folder / "text.jsonl", "-o", folder / "rows", "-m", conftest.TINY_LLAMA]
-    runner.run_tool(folder, "prepare-data.py", *flags, "-s", LENGTH, "--mds", "--no-shuffle")
+    flags += ["-s", LENGTH, "--mds", "--no-shuffle"]
+    runner.run_tool(folder, "prepare-data.py", *flags, before=finds(conftest.STAND_IN))
 
 
 def data_flags(numbers: set[str], folder: Path) -> list:
@@ -241,13 +242,20 @@ def names_of_runs(proof: Proof, trial: Trial) -> tuple[str, str]:
     return f"{proof.name} on {trial.ranks}", like.strip()
 
 
+def finds(*folders: Path) -> str:
+    """Code of a run, after which it finds packages there, too. No other run may have them."""
+    return f"import sys\nsys.path += {[str(folder) for folder in folders]}\n"
+
+
 def run_job(cases: list[dict], ranks: int, folder: Path) -> None:
     file = folder / f"{cases[0]['name']}.json"
     file.write_text(json.dumps(cases))
     script = REPOSITORY / "tests" / "many_trainings.py"
-    in_8_bits = any("float8" in Path(case["script"]).read_text() for case in cases)
-    options = {"before": f"import sys\nsys.path.append({str(FLOAT8)!r})\n"} if in_8_bits else {}
-    job = runner.Job(script, [file], folder / f"{file.stem}.txt", ranks, **options)
+    text = Path(cases[0]["script"]).read_text()
+    folders = [FLOAT8] if "import float8" in text else []
+    folders += [conftest.STAND_IN] if "from streaming" in text else []
+    output = folder / f"{file.stem}.txt"
+    job = runner.Job(script, [file], output, ranks, before=finds(*folders))
     try:
         status, said = job.wait(600), job.output
     except TimeoutError as error:
@@ -507,8 +515,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", help="only on so many, without a row")
     parser.add_argument("--stale", action="store_true", help="prints what would run")
     args = parser.parse_args()
-    if conftest.NO_TORCHVISION:  # for chapter 10; the tests import this file, and must not have it
-        sys.path.append(str(conftest.STAND_IN))
     proofs = read_proofs()
     if unknown := {*args.pairs} - proofs.keys():
         parser.error(f"pairs.txt does not say how to compare {', '.join(sorted(unknown))}")

@@ -324,6 +324,10 @@ def read_resolutions(file: Path) -> list[Resolution]:
 def script_of(names: list[str], folder: Path, without: str | None = None) -> tuple[str, str]:
     """The joined script for a folder, and the chapter that all of its chapters continue."""
     text, common = joined(names, without)
+    # Both sides may have added the same import, in different places.
+    lines = text.splitlines(keepends=True)
+    repeated = [n for n, line in enumerate(lines) if is_import(line) and line in lines[:n]]
+    text = "".join(line for n, line in enumerate(lines) if n not in repeated)
     # The run of a demo has the name of the folder, of which chapters leave out their number.
     text = text.replace(".resolve().parent.name[3:]", ".resolve().parent.name")
     text = text.replace('  # without "01-"', "", 1)
