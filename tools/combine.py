@@ -74,7 +74,7 @@ def verdict(numbers: list[str], without: str | None = None) -> Pair:
     pair = known.get(name, Pair(name, "not tried", "nobody has compared it with a chapter"))
     if pair.status == "like" and name in proved:
         _, like, ranks, *_, besides, _ = proved[name]
-        flags = re.findall(r"\b4: ([^|=]*)", pair.text)
+        flags = re.findall(r"\| 4: ([^|=]*)", pair.text)
         text = f"like {like} on {ranks} ranks, {besides}"
         return Pair(name, "proved", text + "".join(f" (`{x.strip()}`)" for x in flags if x.strip()))
     if pair.status == "like":
