@@ -514,7 +514,9 @@ def flags_for(folder, data) -> list:
     return ["-m", folder, "--no-from-scratch", "-d", data, "--chat-template", DEMO_TEMPLATE]
 
 
-def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> SimpleNamespace:
+def plain_loop(
+    chat, folder, data, packing=True, adapt=lambda model: model, steps=STEPS
+) -> SimpleNamespace:
     """Losses, norms, held-out losses and gradients of one process, a conversation at a time."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = DEMO_TEMPLATE.read_text()
@@ -526,7 +528,7 @@ def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> S
     by_decay = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (1, 0)]
     groups = [{"params": p, "weight_decay": d} for p, d in zip(by_decay, (0.01, 0), strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    scheduler = get_scheduler("cosine", optimizer, 0, STEPS)
+    scheduler = get_scheduler("cosine", optimizer, 0, steps)
 
     def losses_of(samples):
         """The sum over the answers of each conversation, and their number of tokens."""
@@ -543,7 +545,7 @@ def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> S
                     yield entropy(logits, labels[1:], reduction="sum"), count
 
     result = SimpleNamespace(loss=[], norm=[], held_out=[], gradients=[])
-    for step in range(STEPS):
+    for step in range(steps):
         samples = [train_set[int(i)] for i in order[step * BATCH : (step + 1) * BATCH]]
         sums, counts = zip(*losses_of(samples), strict=True)
         loss = sum(sums) / sum(counts)
@@ -556,9 +558,10 @@ def plain_loop(chat, folder, data, packing=True, adapt=lambda model: model) -> S
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        with torch.no_grad():
-            sums, counts = zip(*losses_of(eval_set), strict=True)
-        result.held_out.append(sum(sums).item() / sum(counts))
+        if (step + 1) % (steps // 2) == 0:
+            with torch.no_grad():
+                sums, counts = zip(*losses_of(eval_set), strict=True)
+            result.held_out.append(sum(sums).item() / sum(counts))
     return result
 
 
