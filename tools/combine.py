@@ -17,12 +17,14 @@ import ast
 import difflib
 import hashlib
 import importlib
+import io
 import itertools
 import re
 import shutil
 import subprocess
 import sys
 import textwrap
+import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -181,8 +183,19 @@ def joined(names: list[str], without: str | None = None) -> tuple[str, str]:
 
 
 def hash_of(names: list[str], without: str | None) -> str:
-    """Of the joined code. A row of the record has the hash of the code that was compared."""
-    return hashlib.sha256(joined(names, without)[0].encode()).hexdigest()[:8]
+    """Of the joined code without comments. A row of the record has that of the code it compared."""
+    text = without_comments(joined(names, without)[0])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
+def without_comments(text: str) -> str:
+    """The lines of code, without comments and blank lines."""
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            line, column = token.start
+            lines[line - 1] = lines[line - 1][:column]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def join_additions(conflict: re.Match, resolutions: list["Resolution"]) -> str:
