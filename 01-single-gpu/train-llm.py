@@ -24,10 +24,10 @@ from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before the imports: idle threads free a core
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before the imports: waiting threads soon sleep
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
-os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline: 20 s
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline, give up in 20 s
 import comet_ml
 import datasets
 import jsonargparse
@@ -55,7 +55,7 @@ def main():
     args = parse_args()
     device = torch.device(args.device)
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    torch.manual_seed(args.seed)  # for weights that the code of a model draws
+    torch.manual_seed(args.seed)  # for weights that load_model() does not draw again
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
@@ -90,7 +90,7 @@ def main():
     groups = parameter_groups(model, args)
     betas = (0.9, float(args.adam_beta2))  # float(): torch.load() refuses the parser's types
     optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
-    # The loop sets the learning rate: --lr times a function of the steps done, also in a resume.
+    # The loop sets the rate: --lr times a function of the steps done. A resume needs no more state.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
@@ -165,7 +165,7 @@ def main():
 
         stop_signal = max(received_signals, default=0)
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # other steps have not waited for the GPU
+            times = times if log_now else {}  # without `wait`, they are not the GPU's times
             save_now = log_now = True
         if log_now:
             # `.item()` waits until the GPU has computed the number, so not every step calls it.
@@ -226,7 +226,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Attention may cross borders of documents. So nothing searches for them, which would be slow.
+    # Replace a slow search for borders of documents, because attention may cross them here.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -235,10 +235,10 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Each layer for itself: equal layers share their code. The whole model would build a mask.
+        # Layer by layer: equal layers share their code. The whole model would build a mask: slower.
         for layer in layers:
             layer.compile()
-        model.loss_function = torch.compile(model.loss_function)  # saves an fp32 copy of the logits
+        model.loss_function = torch.compile(model.loss_function)  # without an fp32 copy of logits
     return model
 
 
@@ -250,7 +250,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config() has drawn numbers that depend on its version. So draw all weights once more.
+        # How many numbers from_config() draws depends on its version, so seed and draw all again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -333,7 +333,7 @@ def tokenize(rows, tokenizer, column):
 
 @lru_cache(maxsize=1)  # draws once per epoch, not for each batch
 def sample_order(seed, epoch, train_samples):
-    """The samples of this epoch and the next one, as a batch may need both. Equal in any NumPy."""
+    """This epoch's order, then the next's: a batch may need both. Any NumPy draws the same."""
     generators = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]
     return np.concatenate([generator.permutation(train_samples) for generator in generators])
 
@@ -381,7 +381,7 @@ def open_run(args, setup):
     run_folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_folder / "lock")
     lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # keeps a reference: a lock without one is free
+    atexit.register(lock.release)  # keeps `lock` alive: a deleted FileLock unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -403,7 +403,7 @@ def new_folder(folder):
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     yield temporary
-    for file in temporary.glob("*.safetensors"):  # were made for the owner alone
+    for file in temporary.glob("*.safetensors"):  # safetensors lets only the owner read them
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:  # on the disk before it gets its name
         opened = os.open(path, os.O_RDONLY)
@@ -478,7 +478,7 @@ class RunLog:
     def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
         if checkpoint:
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # which ends at its step
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # drops lines after its step
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
@@ -531,7 +531,6 @@ DEMO = {
 def parse_args():
     parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags], which --help lists")
     folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
-    seed = jsonargparse.typing.restricted_number_type("seed", int, [(">=", 0), ("<", 2**32)])
     add = parser.add_argument
     switch = jsonargparse.ActionYesNo(no_prefix="no-")  # --demo and --no-demo
     add("--config", type=jsonargparse.typing.Path_fr, help="a YAML file; the command line wins")
@@ -564,7 +563,7 @@ def parse_args():
     add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
     add("--save-dir", type=str, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
+    add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
     accelerator = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     add("--device", choices=sorted({accelerator, "cpu"}), default=accelerator, help="GPU, if any")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")

@@ -15,7 +15,6 @@ FLAGS = {
     "negative rate": (["--lr", -1], 'Parser key "lr"'),
     "negative decay": (["--weight-decay", -0.1], 'Parser key "weight_decay"'),
     "moments that never end": (["--adam-beta2", 1], 'Parser key "adam_beta2"'),
-    "large seed": (["--seed", 2**32], 'Parser key "seed"'),
     "switch in place of a text": (["--config", "{tmp}/no.yaml"], 'Parser key "text_column"'),
     "no such device": (["--device", "mps"], "--device: invalid choice: 'mps' (choose from 'cpu')"),
     "slash in the name": (["-e", "a/b"], 'Parser key "experiment_name"'),

@@ -31,10 +31,10 @@ from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before the imports: idle threads free a core
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before the imports: waiting threads soon sleep
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
-os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline: 20 s
+os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline, give up in 20 s
 import comet_ml
 import datasets
 import jsonargparse
@@ -80,14 +80,14 @@ def main():
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    torch.manual_seed(args.seed)  # for weights that the code of a model draws
+    torch.manual_seed(args.seed)  # for weights that load_model() does not draw again
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # which share of the data to read. In later chapters, ranks may share one
+    dp_rank = RANK  # the share of the data it reads. In later chapters, ranks may read the same one
     dp_size = WORLD_SIZE
     if args.global_batch_size:  # NODES: each share of the data makes so many passes
         accumulation, rest = divmod(args.global_batch_size, args.batch_size * dp_size)
@@ -134,7 +134,7 @@ def main():
     groups = parameter_groups(model, args)
     betas = (0.9, float(args.adam_beta2))  # float(): torch.load() refuses the parser's types
     optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
-    # The loop sets the learning rate: --lr times a function of the steps done, also in a resume.
+    # The loop sets the rate: --lr times a function of the steps done. A resume needs no more state.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
@@ -155,7 +155,7 @@ def main():
         run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
     # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
-    # DDP: torchrun needs --signals-to-handle for SIGUSR1. It kills ranks after --shutdown-timeout.
+    # DDP: torchrun forwards SIGUSR1 with --signals-to-handle, and kills after --shutdown-timeout.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, remember_signal)
@@ -240,7 +240,7 @@ def main():
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
         stop_signal = max(gather(max(received_signals, default=0)))
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # other steps have not waited for the GPU
+            times = times if log_now else {}  # without `wait`, they are not the GPU's times
             save_now = log_now = True
         # NODES 2: If a node vanishes, the others give up after 5 minutes, and can start again.
         # The first step, which compiles, evaluations and saves may take PyTorch's 30 minutes.
@@ -290,7 +290,7 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                whole.save_pretrained(folder, state_dict=weights)  # it is on "meta" by now
+                whole.save_pretrained(folder, state_dict=weights)  # its own tensors are empty now
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         say(f"Done: the model is in {run_folder / 'final'}")
@@ -321,7 +321,7 @@ def build_model(args, device, whole):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Attention may cross borders of documents. So nothing searches for them, which would be slow.
+    # Replace a slow search for borders of documents, because attention may cross them here.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -330,10 +330,10 @@ def build_model(args, device, whole):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Each layer for itself: equal layers share their code. The whole model would build a mask.
+        # Layer by layer: equal layers share their code. The whole model would build a mask: slower.
         for layer in layers:
             layer.compile()
-        model.loss_function = torch.compile(model.loss_function)  # saves an fp32 copy of the logits
+        model.loss_function = torch.compile(model.loss_function)  # without an fp32 copy of logits
     return model
 
 
@@ -389,7 +389,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config() has drawn numbers that depend on its version. So draw all weights once more.
+        # How many numbers from_config() draws depends on its version, so seed and draw all again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -651,7 +651,7 @@ def open_run(args, setup):
     if RANK == 0:  # DDP: one lock for all ranks
         # NODES: The server of a shared disk frees the lock of a dead node later: NFS after 90 s.
         lock.acquire(timeout=120)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # keeps a reference: a lock without one is free
+    atexit.register(lock.release)  # keeps `lock` alive: a deleted FileLock unlocks
     # NODES: All ranks write into this folder, so all nodes have to see a file that rank 0 makes.
     probe = run_folder / gather(os.urandom(16).hex())[0]  # a name that rank 0 has chosen
     if RANK == 0:
@@ -750,7 +750,7 @@ def new_folder(folder):
     yield temporary
     if not is_owner:  # NODES: not RANK > 0, because of `local`
         return
-    for file in temporary.glob("*.safetensors"):  # were made for the owner alone
+    for file in temporary.glob("*.safetensors"):  # safetensors lets only the owner read them
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:  # on the disk before it gets its name
         opened = os.open(path, os.O_RDONLY)
@@ -961,7 +961,7 @@ class RunLog:
     def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
         if checkpoint:
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # which ends at its step
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # drops lines after its step
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
@@ -1016,7 +1016,6 @@ DEMO = {
 def parse_args():
     parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags], which --help lists")
     folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
-    seed = jsonargparse.typing.restricted_number_type("seed", int, [(">=", 0), ("<", 2**32)])
     add = parser.add_argument
     switch = jsonargparse.ActionYesNo(no_prefix="no-")  # --demo and --no-demo
     add("--config", type=jsonargparse.typing.Path_fr, help="a YAML file; the command line wins")
@@ -1050,7 +1049,7 @@ def parse_args():
     add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
     add("--keep-checkpoints", type=PositiveInt, default=2, help="older ones are removed")
     add("--save-dir", type=str, default=f"{REPOSITORY}/outputs", help="the folder of all runs")
-    add("--seed", type=seed, default=0, help="seed of random weights and sample order")
+    add("--seed", type=NonNegativeInt, default=0, help="seed of random weights and sample order")
     # DDP: No --device, because torchrun assigns the devices.
     # MDS: The order of the rows, the cache of an address, and the held-out text.
     add("--shuffle-window", type=PositiveInt, default=1024, help="rows that are shuffled together")
@@ -1099,4 +1098,4 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
-            time.sleep(5)  # DDP: before sys.exit() prints. Meanwhile, torchrun ends this rank
+            time.sleep(5)  # DDP: local rank 0 prints its error first, and torchrun ends this rank
