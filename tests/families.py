@@ -125,7 +125,7 @@ def compare(chapter, chapter_1, folder: Path, flags: list) -> list[str]:
     wrong = same(weights, {name: x.detach() for name, x in plain.named_parameters()}, "weight")
     wrong += same(dict(model.named_buffers()), dict(plain.named_buffers()), "buffer")
 
-    content = {"model": chapter.state_dict.get_model_state_dict(model)}
+    content = {"model": chapter.dcp_state.get_model_state_dict(model)}
     chapter.dcp.save(content, checkpoint_id=folder / "checkpoint")
     final, expected = folder / "final", folder / "expected"
     if dist.get_rank() == 0:

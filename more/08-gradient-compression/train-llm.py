@@ -69,20 +69,20 @@ def main():
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    torch.manual_seed(args.seed)  # for weights that load_model() does not draw again
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # the share of the data it reads. In later chapters, ranks may read the same one
-    dp_size = WORLD_SIZE
+    dp_rank = RANK  # number of its share of the data. In later chapters, some ranks share one
+    dp_size = WORLD_SIZE  # number of shares
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of each torchrun (its parent process) tokenizes. The others read its cache.
+    # DDP: A lock per torchrun (getppid()): the first rank tokenizes, the others read its cache.
     with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
         train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
@@ -90,11 +90,11 @@ def main():
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
-    tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
 
     # A run with -e continues from its newest checkpoint, if its setup is still the same.
+    tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
-    run_folder, checkpoint, state = open_run(args, setup)
+    run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
     # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
     setups = gather(setup | {"step of the checkpoint": state.step})
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
@@ -111,8 +111,8 @@ def main():
     largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
-    # DDP 4: The wrapper copies rank 0's weights to all ranks, and averages gradients in backward().
-    # It has the parameters of `model`. Buckets of 25 MB travel, while the GPU computes the next.
+    # DDP 4: The wrapper copies rank 0's weights once, and averages gradients during backward().
+    # It averages 25 MB (a bucket) at a time. Gradients of `model` are views of the buckets.
     # COMPRESSION: PowerSGD keeps residuals per bucket. DDP makes new buckets in step 2, unless it
     # looks for unused parameters.
     keep_buckets = args.compress == "powersgd"
@@ -127,19 +127,19 @@ def main():
         # DDP calls Compression.hook(compression, bucket), which is compression.hook(bucket).
         ddp_model.register_comm_hook(compression, Compression.hook)
     groups = parameter_groups(model, args)
-    betas = (0.9, float(args.adam_beta2))  # float(): torch.load() refuses the parser's types
+    betas = (0.9, float(args.adam_beta2))  # float(): torch.load() refuses jsonargparse's types
     optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
-    # The loop sets the rate: --lr times a function of the steps done. A resume needs no more state.
+    # The loop multiplies --lr by a function of the step. It needs no state, unlike a scheduler.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    rate_factor = scheduler.lr_lambdas[0]  # this function is all that is used of the scheduler
-    # fp16 rounds gradients below 3e-8 to 0, so the scaler multiplies the loss, and divides again.
+    rate_factor = scheduler.lr_lambdas[0]  # all that is used of it
+    # fp16 rounds gradients below 3e-8 to 0, so multiply the loss, and later divide the gradients.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
     if checkpoint:
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu")
-        # Weight decay and betas are those of this run's flags.
+        # Flags may have changed since: keep weight decay and betas of this run.
         saved["optimizer"]["param_groups"] = optimizer.state_dict()["param_groups"]
         for name, part in stateful.items():
             part.load_state_dict(saved.pop(name))
@@ -155,7 +155,7 @@ def main():
         run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
     # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
-    # DDP: torchrun forwards SIGUSR1 with --signals-to-handle, and kills after --shutdown-timeout.
+    # DDP: torchrun sends SIGUSR1 only with --signals-to-handle. It kills after --shutdown-timeout.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, remember_signal)
@@ -173,7 +173,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # the log checks the numbers
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -207,7 +207,7 @@ def main():
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
-            # DDP: With accumulation, keep zeros in the buckets: new tensors would need copies.
+            # DDP: Zeros stay in the buckets. After None, early micro-batches would add up outside.
             optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch  # over all epochs
@@ -217,7 +217,7 @@ def main():
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
         stop_signal = max(gather(max(received_signals, default=0)))
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # without `wait`, they are not the GPU's times
+            times = times if log_now else {}  # phases of other steps are not measured
             save_now = log_now = True
         if log_now:
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
@@ -270,8 +270,6 @@ def main():
     gather(None)  # DDP: waits until rank 0 has written
     del ddp_model  # DDP: it uses the process group, so freeing it later may hang
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
-    if not args.experiment_name:
-        say("warning: without -e, this run has saved nothing")
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -290,7 +288,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace a slow search for borders of documents, because attention may cross them here.
+    # Transformers would search for document borders, and wait for the GPU. None: no borders.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -299,7 +297,7 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Layer by layer: equal layers share their code. The whole model would build a mask: slower.
+        # Compile layers: equal ones share code. In a whole model, attention gets a mask: slower.
         for layer in layers:
             layer.compile()
         model.loss_function = torch.compile(model.loss_function)  # without an fp32 copy of logits
@@ -314,7 +312,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # How many numbers from_config() draws depends on its version, so seed and draw all again.
+        # Versions of Transformers draw more or fewer numbers here, so seed and draw all again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -522,7 +520,7 @@ def tokenize_split(documents, tokenizer, column):
     tokenized = documents.map(
         tokenize,
         batched=True,
-        batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: a row is a file
+        batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: files are large
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
     )
@@ -541,9 +539,9 @@ def tokenize(rows, tokenizer, column):
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
 
 
-@lru_cache(maxsize=1)  # draws once per epoch, not for each batch
+@lru_cache(maxsize=1)  # not for each batch
 def sample_order(seed, epoch, train_samples):
-    """This epoch's order, then the next's: a batch may need both. Any NumPy draws the same."""
+    """Two epochs' orders, as a batch may need both. RandomState draws the same in any NumPy."""
     generators = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]
     return np.concatenate([generator.permutation(train_samples) for generator in generators])
 
@@ -576,7 +574,7 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must keep these: they decide the samples, their order and the precision.
+# A resumed run must keep these: they decide the model, samples, their order and precision.
 LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 # COMPRESSION: Other methods cannot use these residuals, or would add them again in each step.
 LASTING += ["compress", "error_feedback", "powersgd_rank"]
@@ -596,7 +594,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # keeps `lock` alive: a deleted FileLock unlocks
+    atexit.register(lock.release)  # this reference keeps the lock: a deleted FileLock unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -620,7 +618,7 @@ def new_folder(folder):
     yield temporary
     for file in temporary.glob("*.safetensors"):  # safetensors lets only the owner read them
         shutil.copymode(temporary / "tokenizer_config.json", file)
-    for path in [*temporary.rglob("*"), temporary]:  # on the disk before it gets its name
+    for path in [*temporary.rglob("*"), temporary]:  # write all to the disk before the rename
         opened = os.open(path, os.O_RDONLY)
         os.fsync(opened)
         os.close(opened)
@@ -659,7 +657,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: Ranks meet in torchrun's key-value store. Keys of dead ranks stay there, so add a prefix.
+    # DDP: Ranks meet in torchrun's store. After a restart, it has old keys. So add a prefix.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -669,7 +667,7 @@ def join_process_group():
 
 
 def gather(value):
-    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    """Every rank gets the values of all, in order of rank. Gloo does it, so no GPU has to wait."""
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
@@ -802,7 +800,7 @@ def parse_args():
     add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
     add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
     add("--lr", type=NonNegativeFloat, default=3e-5, help="peak learning rate")
-    add("--lr-scheduler", type=str, default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler", type=str, default="cosine", help="LambdaLR of transformers.get_scheduler")
     add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
     add("--adam-beta2", type=OpenUnitInterval, default=0.999, help="from scratch: often 0.95")
@@ -826,7 +824,7 @@ def parse_args():
     add("--min-compress", type=int, default=4097, help="gradients with fewer numbers stay whole")
     add("--powersgd-rank", type=PositiveInt, default=4, help="columns of the matrices of powersgd")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # --demo changes defaults, --config wins over them, and flags win over both: parse three times.
+    # Parse for --config, then --demo, then all. Flags win over --config, and --config over --demo.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
@@ -851,9 +849,9 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
-        if signal.getsignal(signal.SIGTERM) == remember_signal:  # set right before the loop
-            raise  # an error in the loop keeps its traceback
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # so the loop has begun
+            raise  # with a traceback
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
-            time.sleep(5)  # DDP: local rank 0 prints its error first, and torchrun ends this rank
+            time.sleep(5)  # DDP: local rank 0 prints the error. Then torchrun ends this rank

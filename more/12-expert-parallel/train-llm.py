@@ -43,7 +43,7 @@ import transformers
 from filelock import FileLock
 from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveInt
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -74,20 +74,20 @@ def main():
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    torch.manual_seed(args.seed)  # for weights that load_model() does not draw again
+    torch.manual_seed(args.seed)  # for all random numbers before the loop
     transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # the share of the data it reads. In later chapters, ranks may read the same one
-    dp_size = WORLD_SIZE
+    dp_rank = RANK  # number of its share of the data. In later chapters, some ranks share one
+    dp_size = WORLD_SIZE  # number of shares
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of each torchrun (its parent process) tokenizes. The others read its cache.
+    # DDP: A lock per torchrun (getppid()): the first rank tokenizes, the others read its cache.
     with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
         train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
@@ -95,11 +95,11 @@ def main():
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
-    tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
 
     # A run with -e continues from its newest checkpoint, if its setup is still the same.
+    tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
-    run_folder, checkpoint, state = open_run(args, setup)
+    run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
     # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
     setups = gather(setup | {"step of the checkpoint": state.step})
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
@@ -119,19 +119,19 @@ def main():
     if largest >= model.config.vocab_size:
         sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
-    betas = (0.9, float(args.adam_beta2))  # float(): torch.load() refuses the parser's types
+    betas = (0.9, float(args.adam_beta2))  # float(): torch.load() refuses jsonargparse's types
     optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
-    # The loop sets the rate: --lr times a function of the steps done. A resume needs no more state.
+    # The loop multiplies --lr by a function of the step. It needs no state, unlike a scheduler.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    rate_factor = scheduler.lr_lambdas[0]  # this function is all that is used of the scheduler
-    # fp16 rounds gradients below 3e-8 to 0, so the scaler multiplies the loss, and divides again.
+    rate_factor = scheduler.lr_lambdas[0]  # all that is used of it
+    # fp16 rounds gradients below 3e-8 to 0, so multiply the loss, and later divide the gradients.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # sharded_state() makes AdamW's moments, and dcp.load() fills them and the weights in place.
+        # get_state_dict() creates AdamW's moments. dcp.load() fills moments and weights in place.
         dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -139,7 +139,7 @@ def main():
         run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
     # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
-    # DDP: torchrun forwards SIGUSR1 with --signals-to-handle, and kills after --shutdown-timeout.
+    # DDP: torchrun sends SIGUSR1 only with --signals-to-handle. It kills after --shutdown-timeout.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
             signal.signal(number, remember_signal)
@@ -157,7 +157,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # the log checks the numbers
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -204,7 +204,7 @@ def main():
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
         stop_signal = max(gather(max(received_signals, default=0)))
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # without `wait`, they are not the GPU's times
+            times = times if log_now else {}  # phases of other steps are not measured
             save_now = log_now = True
         if log_now:
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
@@ -247,14 +247,12 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                whole.save_pretrained(folder, state_dict=weights)  # its own tensors are empty now
+                whole.save_pretrained(folder, state_dict=weights)  # whole: it has the class
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         say(f"Done: the model is in {run_folder / 'final'}")
     gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
-    if not args.experiment_name:
-        say("warning: without -e, this run has saved nothing")
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
         sys.exit(128 + stop_signal)  # the exit code that a shell gives for such a signal
@@ -356,13 +354,13 @@ def build_model(args, device, whole):
     # EP: Transformers calls the registered function for each layer, in place of its own.
     ALL_EXPERTS_FUNCTIONS.register("expert_parallel", expert_parallel)
     model.set_experts_implementation("expert_parallel")
-    # FSDP: No autocast, because the policy in shard_model() casts the weights that FSDP gathers.
+    # FSDP: No autocast: FSDP casts the weights. Norms, softmax and loss compute in fp32 anyway.
     shard_model(model, args, device)
     send_weights(whole, model, device)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace a slow search for borders of documents, because attention may cross them here.
+    # Transformers would search for document borders, and wait for the GPU. None: no borders.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -389,7 +387,7 @@ def build_model(args, device, whole):
 
 def shard_model(model, args, device):
     """Gives each rank a shard of every parameter: memory, without values yet."""
-    # FSDP 6: Gather weights in --dtype: bf16 halves the traffic. Reduce gradients in fp32.
+    # FSDP 6: Gather weights in --dtype: bf16 halves the traffic. Average gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -477,16 +475,16 @@ def send_weights(whole, model, device):
     # Wait for rank 0 to read its files: up to a day, as the usual limit is 10 to 30 minutes.
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
-    options = state_dict.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     weights = whole.state_dict() if RANK == 0 else {}
-    state_dict.set_model_state_dict(model, weights, options=options)
+    dcp_state.set_model_state_dict(model, weights, options=options)
     # state_dict() leaves some buffers out, such as the rotary frequencies. So send all buffers.
     for name, buffer in model.named_buffers():
         source = whole.get_buffer(name) if RANK == 0 else buffer
         buffer.data = source.to(device)
         dist.broadcast(buffer, src=0)
     if RANK == 0:
-        model.generation_config = whole.generation_config
+        model.generation_config = whole.generation_config  # for save_checkpoint()
         whole.to("meta")  # frees its weights. To save final/, the rest of it is enough
 
 
@@ -498,7 +496,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # How many numbers from_config() draws depends on its version, so seed and draw all again.
+        # Versions of Transformers draw more or fewer numbers here, so seed and draw all again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -560,7 +558,7 @@ def tokenize_split(documents, tokenizer, column):
     tokenized = documents.map(
         tokenize,
         batched=True,
-        batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: a row is a file
+        batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: files are large
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
     )
@@ -579,9 +577,9 @@ def tokenize(rows, tokenizer, column):
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
 
 
-@lru_cache(maxsize=1)  # draws once per epoch, not for each batch
+@lru_cache(maxsize=1)  # not for each batch
 def sample_order(seed, epoch, train_samples):
-    """This epoch's order, then the next's: a batch may need both. Any NumPy draws the same."""
+    """Two epochs' orders, as a batch may need both. RandomState draws the same in any NumPy."""
     generators = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]
     return np.concatenate([generator.permutation(train_samples) for generator in generators])
 
@@ -617,7 +615,7 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 
 # -- Checkpoints -----------------------------------------------------------------------------------
 
-# A resumed run must keep these: they decide the samples, their order and the precision.
+# A resumed run must keep these: they decide the model, samples, their order and precision.
 LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 # These may change without a word. All others may change, too, with a warning.
 FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
@@ -636,7 +634,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # keeps `lock` alive: a deleted FileLock unlocks
+    atexit.register(lock.release)  # this reference keeps the lock: a deleted FileLock unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -652,15 +650,15 @@ def open_run(args, setup):
 
 
 def sharded_state(model, stateful):
-    """The content of a checkpoint: each rank's shards by name, and what has a state_dict()."""
-    weights, moments = state_dict.get_state_dict(model, stateful["optimizer"])
+    """The content of a checkpoint: shards by name, and the scaler (dcp calls its state_dict())."""
+    weights, moments = dcp_state.get_state_dict(model, stateful["optimizer"])
     return stateful | {"model": weights, "optimizer": moments}
 
 
 def whole_weights(model):
     """The whole model on rank 0, and nothing on other ranks. All ranks have to call it."""
-    options = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    weights = state_dict.get_model_state_dict(model, options=options)
+    options = dcp_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = dcp_state.get_model_state_dict(model, options=options)
     # FSDP: A tied weight has two names. Transformers saves one of them.
     return {n: x for n, x in weights.items() if n not in model.all_tied_weights_keys}
 
@@ -681,7 +679,7 @@ def new_folder(folder):
         return
     for file in temporary.glob("*.safetensors"):  # safetensors lets only the owner read them
         shutil.copymode(temporary / "tokenizer_config.json", file)
-    for path in [*temporary.rglob("*"), temporary]:  # on the disk before it gets its name
+    for path in [*temporary.rglob("*"), temporary]:  # write all to the disk before the rename
         opened = os.open(path, os.O_RDONLY)
         os.fsync(opened)
         os.close(opened)
@@ -694,7 +692,7 @@ def new_folder(folder):
 def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
     """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
-        # FSDP 11: Each rank saves its shards, as none has room for all. dcp waits for all.
+        # FSDP 11: Each rank saves its shards: none has room for all. dcp waits for all ranks.
         dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
         if RANK > 0:
             return  # rank 0 does the rest
@@ -717,7 +715,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: Ranks meet in torchrun's key-value store. Keys of dead ranks stay there, so add a prefix.
+    # DDP: Ranks meet in torchrun's store. After a restart, it has old keys. So add a prefix.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -727,7 +725,7 @@ def join_process_group():
 
 
 def gather(value):
-    """The values of all ranks, in the order of the ranks. Every rank gets all values."""
+    """Every rank gets the values of all, in order of rank. Gloo does it, so no GPU has to wait."""
     values = [None] * WORLD_SIZE
     dist.all_gather_object(values, value)
     return values
@@ -861,7 +859,7 @@ def parse_args():
     add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
     add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
     add("--lr", type=NonNegativeFloat, default=3e-5, help="peak learning rate")
-    add("--lr-scheduler", type=str, default="cosine", help="a name of transformers.get_scheduler")
+    add("--lr-scheduler", type=str, default="cosine", help="LambdaLR of transformers.get_scheduler")
     add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
     add("--adam-beta2", type=OpenUnitInterval, default=0.999, help="from scratch: often 0.95")
@@ -885,7 +883,7 @@ def parse_args():
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     add("--expert-parallel", type=PositiveInt, default=node, help="ranks that share the experts")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # --demo changes defaults, --config wins over them, and flags win over both: parse three times.
+    # Parse for --config, then --demo, then all. Flags win over --config, and --config over --demo.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
@@ -901,9 +899,9 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
-        if signal.getsignal(signal.SIGTERM) == remember_signal:  # set right before the loop
-            raise  # an error in the loop keeps its traceback
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # so the loop has begun
+            raise  # with a traceback
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
-            time.sleep(5)  # DDP: local rank 0 prints its error first, and torchrun ends this rank
+            time.sleep(5)  # DDP: local rank 0 prints the error. Then torchrun ends this rank
