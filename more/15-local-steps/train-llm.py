@@ -103,11 +103,11 @@ def main():
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
-    tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
     # NODES: Wait for slow nodes, up to a day. The usual group gives up after 10 to 30 minutes.
     dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
 
     # A run with -e continues from its newest checkpoint, if its setup is still the same.
+    tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
     # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
