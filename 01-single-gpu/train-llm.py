@@ -24,7 +24,7 @@ from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before the imports: waiting threads soon sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read at import: idle threads soon sleep
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline, give up in 20 s
@@ -72,7 +72,7 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # A run with -e continues from its newest checkpoint, if its setup is still the same.
+    # With -e, a run continues from its newest checkpoint. open_run() compares the setups.
     tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
@@ -184,7 +184,7 @@ def main():
             say(f"step {step}/{total_steps}  loss {mean_loss:.4f}  {numbers}")
             if run_log:
                 run_log.log(state, metrics)
-            # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
+            # NaN ends a run before it saves. In fp16, a step with infinite gradients is skipped.
             norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
             if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
@@ -233,7 +233,7 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile layers: equal ones share code. In a whole model, attention gets a mask: slower.
+        # Compile each layer, not the model: it would build an attention mask, which is slower.
         for layer in layers:
             layer.compile()
         model.loss_function = torch.compile(model.loss_function)  # without an fp32 copy of logits

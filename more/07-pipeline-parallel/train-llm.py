@@ -29,7 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before the imports: waiting threads soon sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read at import: idle threads soon sleep
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline, give up in 20 s
@@ -90,7 +90,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: A lock per torchrun (getppid()): the first rank tokenizes, the others read its cache.
+    # DDP: Ranks of a torchrun (getppid()) enter in turn. The first fills the cache, others read it.
     with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
         train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
@@ -99,7 +99,7 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # A run with -e continues from its newest checkpoint, if its setup is still the same.
+    # With -e, a run continues from its newest checkpoint. open_run() compares the setups.
     tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
@@ -205,7 +205,7 @@ def main():
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             # PP: This is the norm of the stages of this rank. Clipping comes below.
             grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-            # FSDP 3: Each rank has a part of the norm. full_tensor() joins the parts on all ranks.
+            # FSDP 3: The norm is a DTensor, a part on each rank. full_tensor() joins all parts.
             grad_norm = grad_norm.full_tensor()
             # PP 4: The norm is over all stages, because all stages must be clipped alike.
             grad_norm.square_()
@@ -248,7 +248,7 @@ def main():
             say(f"step {step}/{total_steps}  loss {mean_loss:.4f}  {numbers}")
             if run_log:
                 run_log.log(state, metrics)
-            # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
+            # NaN ends a run before it saves. In fp16, a step with infinite gradients is skipped.
             norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
             if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
@@ -496,7 +496,7 @@ def build_model(args, device, whole):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile layers: equal ones share code. In a whole model, attention gets a mask: slower.
+        # Compile each layer, not the model: it would build an attention mask, which is slower.
         for layer in layers:
             layer.compile()
         # Compiled, the loss needs no fp32 copy of the logits, the largest tensor of a step.
@@ -527,7 +527,7 @@ def split_layers(args):
 
 
 def shard_model(stage_modules, mesh, args, device):  # PP: the stages of this rank
-    """Gives each rank a shard of every parameter: memory, without values yet."""
+    """Splits each parameter over ranks (a DTensor, still empty). Hooks gather and free layers."""
     # FSDP 6: Gather weights in --dtype: bf16 halves the traffic. Average gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:

@@ -27,7 +27,7 @@ from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before the imports: waiting threads soon sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read at import: idle threads soon sleep
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline, give up in 20 s
@@ -82,7 +82,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: A lock per torchrun (getppid()): the first rank tokenizes, the others read its cache.
+    # DDP: Ranks of a torchrun (getppid()) enter in turn. The first fills the cache, others read it.
     with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
         train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
@@ -91,7 +91,7 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # A run with -e continues from its newest checkpoint, if its setup is still the same.
+    # With -e, a run continues from its newest checkpoint. open_run() compares the setups.
     tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
@@ -182,7 +182,7 @@ def main():
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # DDP 7: Only the last micro-batch averages. Earlier ones only add, as in `no_sync()`.
+            # DDP 7: Gradients add up. Only the last backward() averages them, as in `no_sync()`.
             ddp_model.require_backward_grad_sync = micro_step == accumulation - 1
             with timed("data", times, wait):
                 epoch, at = divmod(first, train_samples)  # `at`: the place in this epoch
@@ -191,7 +191,7 @@ def main():
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
                 # A cache of keys and values serves generation. In training it only takes memory.
-                # DDP 8: Call the wrapper, because the bare model would never average gradients.
+                # DDP 8: Call the wrapper: `model` averages no gradients. evaluate() needs none.
                 loss = ddp_model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
                 loss = loss / accumulation  # the micro-batches of a step then add up to a mean
             with timed("backward", times, wait):
@@ -239,7 +239,7 @@ def main():
             say(f"step {step}/{total_steps}  loss {mean_loss:.4f}  {numbers}")
             if run_log:
                 run_log.log(state, metrics)
-            # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
+            # NaN ends a run before it saves. In fp16, a step with infinite gradients is skipped.
             norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
             if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
@@ -297,7 +297,7 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile layers: equal ones share code. In a whole model, attention gets a mask: slower.
+        # Compile each layer, not the model: it would build an attention mask, which is slower.
         for layer in layers:
             layer.compile()
         model.loss_function = torch.compile(model.loss_function)  # without an fp32 copy of logits

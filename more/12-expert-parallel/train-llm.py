@@ -26,7 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before the imports: waiting threads soon sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read at import: idle threads soon sleep
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline, give up in 20 s
@@ -87,7 +87,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: A lock per torchrun (getppid()): the first rank tokenizes, the others read its cache.
+    # DDP: Ranks of a torchrun (getppid()) enter in turn. The first fills the cache, others read it.
     with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
         train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
@@ -96,7 +96,7 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # A run with -e continues from its newest checkpoint, if its setup is still the same.
+    # With -e, a run continues from its newest checkpoint. open_run() compares the setups.
     tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
@@ -187,7 +187,7 @@ def main():
             scaler.unscale_(optimizer)  # fp16: divide the gradients by the scale
             # Clip the gradient of the whole step, so that no bad batch spoils the weights.
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
-            # FSDP 3: Each rank has a part of the norm. full_tensor() joins the parts on all ranks.
+            # FSDP 3: The norm is a DTensor, a part on each rank. full_tensor() joins all parts.
             # EP: Experts are on another mesh than other weights. All need one common norm.
             grad_norm = clip_gradients(model, max_norm)
             rate = args.lr * rate_factor(state.step)
@@ -226,7 +226,7 @@ def main():
             say(f"step {step}/{total_steps}  loss {mean_loss:.4f}  {numbers}")
             if run_log:
                 run_log.log(state, metrics)
-            # A checkpoint must not have NaN. In fp16, infinite gradients are normal.
+            # NaN ends a run before it saves. In fp16, a step with infinite gradients is skipped.
             norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
             if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
@@ -386,13 +386,13 @@ def build_model(args, device, whole):
 
 
 def shard_model(model, args, device):
-    """Gives each rank a shard of every parameter: memory, without values yet."""
+    """Splits each parameter over ranks (a DTensor, still empty). Hooks gather and free layers."""
     # FSDP 6: Gather weights in --dtype: bf16 halves the traffic. Average gradients in fp32.
     policy = {"mp_policy": MixedPrecisionPolicy(DTYPES[args.dtype], reduce_dtype=torch.float32)}
     if args.cpu_offload:
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     shard_experts(model, args, device, policy)  # EP: before the layers that contain them
-    # FSDP 7: Each layer is a unit, which FSDP gathers and frees: one or two are whole at a time.
+    # FSDP 7: Each layer is a unit, which hooks gather and free: one or two are whole at a time.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
