@@ -379,29 +379,30 @@ def load_model(args, device):
 
 def draw_weights(model, keep_rows):
     """Draws the random weights of chapter 1 in its order, unit by unit, and keeps the rows."""
-    units = {m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)} | {model}
-    if not model.all_tied_weights_keys:
-        units |= {model.get_input_embeddings(), model.get_output_embeddings()}
+    units = {m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
+    units |= {model, model.get_input_embeddings(), model.get_output_embeddings()}
 
     def draw(module):
         # LOAD 6: Every rank draws all numbers, because each number depends on those before it.
         for name, weight in module.named_parameters(recurse=False):
-            # LOAD: A tied head has the weight of the embeddings, which are drawn already.
             if weight.is_meta:
-                not_drawn = torch.full_like(weight, math.nan, device="cpu")
-                setattr(module, name, torch.nn.Parameter(not_drawn))
-        model.tie_weights(recompute_mapping=False)
+                weight.rows = None  # LOAD: frees them: they have no values, or those of an earlier draw
+                whole = torch.nn.Parameter(torch.full_like(weight, math.nan, device="cpu"))
+                whole.meta = weight
+                setattr(module, name, whole)
         model._init_weights(module)
         if module not in units:
             return
         # LOAD 7: Keep the rows of a unit when all of it is drawn, as it may draw its parts again.
-        # The units are those of shard_model().
+        # The units are those of shard_model(), and tied embeddings
         for part in module.modules():
             for name, weight in part.named_parameters(recurse=False):
-                if not weight.is_meta and weight.sum().isnan():
+                if weight.is_meta:
+                    continue
+                if weight.sum().isnan():
                     sys.exit(f"error: Transformers draws {name} elsewhere: use chapter 3")
-                setattr(part, name, keep_rows(part, name, weight))
-                model.tie_weights(recompute_mapping=False)  # a tied head takes the same rows
+                weight.meta.rows = keep_rows(part, name, weight).rows
+                setattr(part, name, weight.meta)
 
     model.apply(draw)  # calls draw(module) for all modules, those inside of a module first
 
