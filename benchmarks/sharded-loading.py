@@ -3,10 +3,10 @@
     torchrun --standalone --nproc-per-node 4 benchmarks/sharded-loading.py
     torchrun --standalone --nproc-per-node 4 benchmarks/sharded-loading.py --chapter 03
 
-The model is a Llama with random weights in bf16. Memory is the peak of `RssAnon` in /proc above its
-value before, which leaves out files that are mapped into memory. `shard_gb` are the weights of a
-rank, and `unit_gb` is the largest layer, the embeddings or the head, all in fp32. Of the times,
-`seconds` are those of the slowest rank.
+The model is a Llama or a Mixtral with random weights in bf16. Memory is the peak of `RssAnon` in
+/proc above its value before, which leaves out files that are mapped into memory. `shard_gb` are the
+weights of a rank, and `unit_gb` is the largest layer, the embeddings or the head, all in fp32. Of
+the times, `seconds` are those of the slowest rank.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from threading import Event, Thread
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -128,14 +128,17 @@ def measure(chapter, folder: Path, quiet: bool = False) -> None:
 
 def write(folder: Path, args, layers: int, hidden: int) -> None:
     if RANK == 0:
-        config = LlamaConfig(
+        sizes = {"intermediate_size": 3 * hidden}
+        if args.experts:
+            sizes = {"intermediate_size": hidden, "num_local_experts": args.experts}
+        config = (MixtralConfig if args.experts else LlamaConfig)(
             vocab_size=args.vocabulary if hidden > 64 else 64,
             hidden_size=hidden,
-            intermediate_size=3 * hidden,
             num_hidden_layers=layers,
             num_attention_heads=hidden // 16,
             num_key_value_heads=hidden // 32,
             tie_word_embeddings=args.tied,
+            **sizes,
         )
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder)
@@ -148,6 +151,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1536)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=64000)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer: a Mixtral")
     parser.add_argument("--tied", action="store_true", help="the head is the embeddings")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()

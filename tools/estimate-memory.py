@@ -927,11 +927,13 @@ def course_table(traces: Traces, method: Method, devices: int) -> str:
 def loading_table(traces: Traces, devices: int) -> str:
     """CPU memory at the start and at the end, in chapter 3 and in chapter 21."""
     whole = 4 * numel(traces.parameters)
-    tensor = 4 * max(map(math.prod, traces.parameters))
-    units = {place: 4 * numel(shapes) for place, shapes in traces.units.items()}
-    root = units.pop(ROOT)  # with tied embeddings, which stay whole until the end
-    sizes = {"start, pretrained": tensor, "start, from scratch": root + max(units.values())}
-    sizes["end, final/"] = max(tensor, *units.values()) * (1 + 1 / devices)
+    # A tensor of three dimensions has all experts of a layer. Transformers joins it at the start,
+    # and splits it for final/: the tensor and its parts are in memory together.
+    joined = 2 * max((4 * math.prod(x) for x in traces.parameters if len(x) == 3), default=0)
+    parts = [[x for x in unit if len(x) < 3] for unit in traces.units.values()]
+    sizes = {"start, pretrained": max(joined, 4 * max(map(math.prod, chain(*parts))))}
+    sizes["start, from scratch"] = 4 * max(map(numel, traces.units.values()))
+    sizes["end, final/"] = max(joined, 4 * max(map(numel, parts)) * (1 + 1 / devices))
     rows = [["CPU memory, GB", "chapter 3, rank 0", "chapter 21, each rank"]]
     rows += [[moment, *in_gb([whole, size], whole)] for moment, size in sizes.items()]
     return markdown(rows)

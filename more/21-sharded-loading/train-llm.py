@@ -384,25 +384,21 @@ def draw_weights(model, keep_rows):
 
     def draw(module):
         # LOAD 6: Every rank draws all numbers, because each number depends on those before it.
-        for name, weight in module.named_parameters(recurse=False):
+        for weight in module.parameters(recurse=False):
             if weight.is_meta:
-                weight.rows = None  # LOAD: frees them: they have no values, or those of an earlier draw
-                whole = torch.nn.Parameter(torch.full_like(weight, math.nan, device="cpu"))
-                whole.meta = weight
-                setattr(module, name, whole)
+                # LOAD: swap_tensors() changes the tensor in place. A tied head is drawn after the
+                # embeddings, so these change with it.
+                not_drawn = torch.full_like(weight, math.nan, device="cpu")
+                torch.utils.swap_tensors(weight, torch.nn.Parameter(not_drawn))
         model._init_weights(module)
         if module not in units:
             return
         # LOAD 7: Keep the rows of a unit when all of it is drawn, as it may draw its parts again.
-        # The units are those of shard_model(), and tied embeddings
-        for part in module.modules():
-            for name, weight in part.named_parameters(recurse=False):
-                if weight.is_meta:
-                    continue
+        for name, weight in module.named_parameters():
+            if not weight.is_meta:
                 if weight.sum().isnan():
                     sys.exit(f"error: Transformers draws {name} elsewhere: use chapter 3")
-                weight.meta.rows = keep_rows(part, name, weight).rows
-                setattr(part, name, weight.meta)
+                torch.utils.swap_tensors(weight, keep_rows(module, name, weight))
 
     model.apply(draw)  # calls draw(module) for all modules, those inside of a module first
 
@@ -561,7 +557,8 @@ def save_layers(outline, checkpoint, folder):
         # FSDP: A tied weight has two names. Transformers saves one of them.
         if name not in outline.all_tied_weights_keys:
             # LOAD 8: A file has one layer, or one tensor outside of layers, so one fits in memory.
-            layer = re.match(r".*?\.\d+\.", name)
+            # LOAD: So has a tensor of all experts of a layer, because it is copied below.
+            layer = re.match(r".*?\.\d+\.(.*\.experts\.\w+$)?", name)
             layers[layer[0] if layer else name][name] = tensor
     file_of = {}
     # LOAD: Each rank reads other layers, without the others. dcp would warn of that.
