@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import kept_bytes, save_weights, write_model
 from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, load
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 tool = load(REPOSITORY / "tools" / "estimate-memory.py")
@@ -255,6 +255,18 @@ def test_output(tmp_path, estimate):
     for wrong, said in {both: "does not go with", "--gpu-memory 0": "0 is not above 0"}.items():
         status, text = estimate(*wrong.split())
         assert (status, said in text) == (2, True), text
+
+
+def test_loading_of_a_mixture(tmp_path, estimate):
+    """Joined tensors of experts are there twice, as in benchmarks/records/sharded-loading.md."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 64, "num_key_value_heads": 32, "vocab_size": 2000}
+    MixtralConfig(**sizes).save_pretrained(tmp_path)
+    options = f"-m {tmp_path} -s 64 --devices 4 --no-compile --sharded-loading"
+    status, text = estimate(*options.split())
+    assert status == 0, text
+    sizes = re.findall(r"^\| (?:start|end), .* (\S+) \|$", text, re.MULTILINE)
+    assert sizes == ["0.1342", "0.1133", "0.1342"]
 
 
 # -- Figures in the READMEs ------------------------------------------------------------------------
