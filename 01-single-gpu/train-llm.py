@@ -90,11 +90,11 @@ def main():
     groups = parameter_groups(model, args)
     betas = (0.9, float(args.adam_beta2))  # float(): torch.load() refuses jsonargparse's types
     optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
-    # The loop multiplies --lr by a function of the step. It needs no state, unlike a scheduler.
+    # This scheduler only gives a function: the step's factor of --lr. So it has no state to save.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    rate_factor = scheduler.lr_lambdas[0]  # all that is used of it
+    rate_factor = scheduler.lr_lambdas[0]
     # fp16 rounds gradients below 3e-8 to 0, so multiply the loss, and later divide the gradients.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
@@ -127,7 +127,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # the log checks the numbers
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # logging exits on NaN
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -152,7 +152,7 @@ def main():
             # Clip the gradient of the whole step, so that no bad batch spoils the weights.
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            rate = args.lr * rate_factor(state.step)
+            rate = args.lr * rate_factor(state.step)  # the steps done before this one, so from 0
             for group in optimizer.param_groups:
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -224,7 +224,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Transformers would search for document borders, and wait for the GPU. None: no borders.
+    # Attention crosses documents: None skips a search for their borders that waits for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -292,6 +292,8 @@ def load_tokens(args, tokenizer):
         splits = datasets.load_dataset(reader, data_files=name, **options)
     else:  # a dataset on the Hub
         splits = datasets.load_dataset(name, args.dataset_subset)
+    if (train_split or "train") not in splits:
+        sys.exit(f"error: choose a split of {name}, such as {name}:{next(iter(splits))}")
     train_tokens = tokenize_split(splits.pop(train_split or "train"), tokenizer, args.text_column)
     eval_split = splits.get("validation") or splits.get("test")
     if eval_split:
@@ -364,7 +366,7 @@ def evaluate(model, tokens, args, device):
 
 # A resumed run must keep these: they decide the model, samples, their order and precision.
 LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
-# These may change without a word. All others may change, too, with a warning.
+# These may change silently. All others may change, too, with a warning.
 FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
 FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
 
@@ -379,7 +381,7 @@ def open_run(args, setup):
     run_folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_folder / "lock")
     lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # this reference keeps the lock: a deleted FileLock unlocks
+    atexit.register(lock.release)  # atexit keeps `lock` alive: a deleted FileLock unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")

@@ -28,6 +28,7 @@ CASES = {
     "unknown attention": (["--attention", "flahs"], 'attn_implementation="flahs"'),
     "no such package": (["--attention", "flash_attention_2"], "the package for FlashAttention2"),
     "missing file": (["-d", "{tmp}/none.txt"], "none.txt"),
+    "no such split": (["-d", "{tmp}/numbers.csv:tain"], "such as {tmp}/numbers.csv:train"),
     "no text column": (["-d", "{tmp}/numbers.csv"], "choose --text-column of ['a', 'b']"),
     "broken JSON": (["-d", "{tmp}/broken.jsonl"], "JSON parse error"),
     "large text": (["-d", "{tmp}/l*.txt"], "a file above 20 MB: let tools/prepare-data.py"),

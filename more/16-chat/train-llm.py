@@ -75,7 +75,7 @@ def main():
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # number of its share of the data. In later chapters, some ranks share one
+    dp_rank = RANK  # which share of the data it reads. In later chapters, some ranks read the same
     dp_size = WORLD_SIZE  # number of shares
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
@@ -87,7 +87,7 @@ def main():
     if not tokenizer.chat_template:
         sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
     args.template_hash = datasets.fingerprint.Hasher.hash(tokenizer.chat_template)
-    # DDP: Ranks of a torchrun (getppid()) enter in turn. The first fills the cache, others read it.
+    # DDP: One rank of a node fills the cache, then the others read it. getppid(): their torchrun.
     with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
         train_set, eval_set = load_samples(args, tokenizer)
     # CHAT: Views of all token ids, without a copy. They include padding.
@@ -116,7 +116,7 @@ def main():
 
     # Model and optimizer.
     # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
-    whole = load_model(args, checkpoint=None) if RANK == 0 else None
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None  # dcp.load() reads checkpoints
     model = build_model(args, device, whole)
     # CHAT 1: A server has to stop where the base stops, and at the tokens that end the answers.
     set_stop_tokens(model, tokenizer, train_set)
@@ -130,17 +130,17 @@ def main():
     # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
     if args.packing and mixes_conversations(model, device):
         sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
-    # The loop multiplies --lr by a function of the step. It needs no state, unlike a scheduler.
+    # This scheduler only gives a function: the step's factor of --lr. So it has no state to save.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
-    rate_factor = scheduler.lr_lambdas[0]  # all that is used of it
+    rate_factor = scheduler.lr_lambdas[0]
     # fp16 rounds gradients below 3e-8 to 0, so multiply the loss, and later divide the gradients.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # get_state_dict() creates AdamW's moments. dcp.load() fills moments and weights in place.
+        # sharded_state() makes AdamW's moments. dcp.load() fills them and weights, not decay or lr.
         dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -166,7 +166,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # the log checks the numbers
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # logging exits on NaN
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -208,7 +208,7 @@ def main():
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             # FSDP 3: The norm is a DTensor, a part on each rank. full_tensor() joins all parts.
             grad_norm = grad_norm.full_tensor()
-            rate = args.lr * rate_factor(state.step)
+            rate = args.lr * rate_factor(state.step)  # the steps done before this one, so from 0
             for group in optimizer.param_groups:
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -264,11 +264,11 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                whole.save_pretrained(folder, state_dict=weights)  # whole: it has the class
+                whole.save_pretrained(folder, state_dict=weights)  # `model` has FSDP's class
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         say(f"Done: the model is in {run_folder / 'final'}")
-    gather(None)  # DDP: waits until rank 0 has written
+    gather(None)  # DDP: a barrier on the CPU, until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -287,13 +287,13 @@ def build_model(args, device, whole):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=args.attention
         )
-    # FSDP: No autocast: FSDP casts the weights. Norms, softmax and loss compute in fp32 anyway.
+    # FSDP: No autocast, as FSDP casts weights. Transformers computes norms, softmax, loss in fp32.
     shard_model(model, args, device)
     send_weights(whole, model, device)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Transformers would search for document borders, and wait for the GPU. None: no borders.
+    # Attention crosses documents: None skips a search for their borders that waits for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     if args.packing:
         # CHAT 4: A token attends only to its own conversation, whose tokens have the same number.
@@ -414,6 +414,8 @@ def load_samples(args, tokenizer):
         splits = datasets.load_dataset(reader, data_files=name, **options)
     else:  # a dataset on the Hub
         splits = datasets.load_dataset(name, args.dataset_subset)
+    if (train_split or "train") not in splits:
+        sys.exit(f"error: choose a split of {name}, such as {name}:{next(iter(splits))}")
     train_split = tokenize_split(splits.pop(train_split or "train"), tokenizer, args)
     eval_split = splits.get("validation") or splits.get("test")
     if eval_split:
@@ -663,7 +665,7 @@ def evaluate(model, eval_set, args, device, dp_rank, dp_size):  # DDP: each rank
 # A resumed run must keep these: they decide the model, samples, their order and precision.
 LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 LASTING += ["template_hash", "template_options", "packing"]  # CHAT: samples depend on them
-# These may change without a word. All others may change, too, with a warning.
+# These may change silently. All others may change, too, with a warning.
 FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
 FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
 FREE += ["chat_template"]  # CHAT: the name of a file, whose content template_hash stands for
@@ -680,7 +682,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # this reference keeps the lock: a deleted FileLock unlocks
+    atexit.register(lock.release)  # atexit keeps `lock` alive: a deleted FileLock unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -761,7 +763,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: Ranks meet in torchrun's store. After a restart, it has old keys. So add a prefix.
+    # DDP: Ranks meet in torchrun's store, which has old keys after a restart. So add a prefix.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -953,4 +955,4 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
-            time.sleep(5)  # DDP: local rank 0 prints the error. Then torchrun ends this rank
+            time.sleep(5)  # DDP: until torchrun ends it, so only local rank 0 prints its error
