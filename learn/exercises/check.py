@@ -70,47 +70,43 @@ def with_blanks(exercise: str) -> str:
 # The report --------------------------------------------------------------------------------------
 
 
-def grade(technique: str, path: Path, seconds: float):
-    """Yields what to print. The last item is True if everything is right."""
+def grade(technique: str, path: Path, seconds: float) -> bool:
+    """Prints what is right and what is wrong. True if everything is right."""
     texts = EXERCISES[technique]
     solution = before(path.read_text(), "# Check: ")
     right = before(original(technique), "torch.manual_seed(")
     for n in texts.get("processes", [2, 4]):
-        yield f"{n} processes"
+        print(f"{n} processes", flush=True)
         reports = run(technique, right, solution, path, n, seconds)
-        problems = any(report.problem for report in reports)
-        wrong = {check for report in reports for _, check, wrong, _ in report.rows if wrong}
-        if problems or wrong:
-            yield from printed(reports)
-        yield from told(reports) if problems else merged(reports, texts)
-        if problems or wrong:
+        if any(report.problem for report in reports):
+            print_problems(reports)
+            wrong = {"problems"}
+        else:
+            wrong = print_rows(reports, texts)
+        if wrong:
             break
-    if "gradients" in wrong and not problems:
-        yield "Mistakes that others have made:"
-        yield from (f"  - {sentence}" for sentence in texts["mistakes"])
-    if (problems or wrong) and n == 4:
-        yield "4 ranks are wrong and 2 are right: is a rank, or the number of ranks, written down?"
-    yield not problems and not wrong
+    if "gradients" in wrong:
+        print("Mistakes that others have made:")
+        for sentence in texts["mistakes"]:
+            print(f"  - {sentence}")
+    if wrong and n == 4:
+        print("4 ranks are wrong and 2 are right: is a rank, or the number of ranks, written down?")
+    return not wrong
 
 
-def printed(reports):
-    for report in reports:
-        for line in report.printed.splitlines()[-20:]:
-            yield f"    rank {report.rank} printed: {line}"
-
-
-def told(reports):
-    """The problems, such as an exception."""
+def print_problems(reports) -> None:
+    """Such as an exception."""
     for report in reports:
         if report.problem:
-            first, *others = report.problem.splitlines()
-            yield f"    rank {report.rank}: {first}"
-            yield from (f"    {line}" for line in others)
+            print(f"    rank {report.rank}:", report.problem.replace("\n", "\n    "))
 
 
-def merged(reports, texts):
-    """A line for each function and check: what is wrong on the first rank that is wrong."""
-    last_function = ""
+def print_rows(reports, texts) -> set[str]:
+    """A line for each function and check: what is wrong on the first rank that is wrong.
+
+    Returns the checks in which something is wrong.
+    """
+    last_function, all_wrong = "", set()
     for rows in zip(*(report.rows for report in reports), strict=True):
         function, check, _, text = rows[0]
         wrong = [f"rank {rank}: {row[2]}" for rank, row in enumerate(rows) if row[2]]
@@ -118,9 +114,12 @@ def merged(reports, texts):
         if check == "bytes" or (check == "memory" and wrong):
             text = f"{text} ({texts[check]})"
         if function != last_function:
-            yield f"  {function}"
+            print(f"  {function}")
         last_function = function
-        yield f"    {check:<10} {'WRONG' if wrong else 'ok':<6} {text}"
+        print(f"    {check:<10} {'WRONG' if wrong else 'ok':<6} {text}")
+        if wrong:
+            all_wrong.add(check)
+    return all_wrong
 
 
 def parse():
@@ -152,8 +151,8 @@ def main() -> int:
         print(f"not yet: {shown}, line {line}")
     if blanks:
         return 1
-    *report, is_right = grade(name, path, args.seconds)
-    print(*report, "solved" if is_right else f"not solved yet: {shown}", sep="\n")
+    is_right = grade(name, path, args.seconds)
+    print("solved" if is_right else f"not solved yet: {shown}")
     return 0 if is_right else 1
 
 

@@ -1,21 +1,8 @@
 """Compares what a solution did on a rank with the results of one process, and with the original."""
 
-from dataclasses import dataclass
-
 import torch
 
 TOLERANCE = 1e-9  # of the largest number; all numbers are in fp64
-
-
-@dataclass
-class Part:
-    """What a function of a solution did on one rank."""
-
-    results: dict  # tensors by name
-    changed_later: bool  # numbers arrived after the function had returned
-    sent: int  # bytes, counted at the collectives
-    most: int  # bytes in memory at the fullest moment
-    excess: str  # if these are too many: how many, where, and the limit
 
 
 def most_bytes(technique: str, function: str, rank: int, n: int) -> int:
@@ -33,28 +20,31 @@ def most_bytes(technique: str, function: str, rank: int, n: int) -> int:
     return 0
 
 
-def judge(function: str, part: Part, sent: int, expected: list[dict], rank: int):
-    """Yields (function, check, what is wrong or nothing, what to say if all is right). `expected`
-    has the results of each rank, and `sent` is what the original sends."""
+def judge(function: str, results: dict, watch, sent: int, expected: list[dict], rank: int):
+    """Yields (function, check, what is wrong or nothing, what to say if all is right).
+
+    `results` and `watch` are of the solution, `sent` is what the original sends, and `expected` has
+    the results of one process for each rank.
+    """
     said = f"equal to one process: {', '.join(expected[rank])}"
-    yield function, "gradients", wrong_results(part, expected, rank), said
-    cause = "something was not sent" if part.sent < sent else "less is enough"
-    wrong = "" if part.sent == sent else f"sent {part.sent}, expected {sent}: {cause}"
-    yield function, "bytes", wrong, f"rank {rank} sent {part.sent}"
-    if part.most:
-        yield function, "memory", part.excess, f"rank {rank} has {part.most} bytes at most"
+    yield function, "gradients", wrong_results(results, expected, rank), said
+    cause = "something was not sent" if watch.sent < sent else "less is enough"
+    wrong = "" if watch.sent == sent else f"sent {watch.sent}, expected {sent}: {cause}"
+    yield function, "bytes", wrong, f"rank {rank} sent {watch.sent}"
+    if watch.limit:
+        wrong = f"{watch.most} bytes on {watch.line}, the limit is {watch.limit}"
+        said = f"rank {rank} has {watch.most} bytes at most"
+        yield function, "memory", wrong if watch.most > watch.limit else "", said
 
 
-def wrong_results(part: Part, expected: list[dict], rank: int) -> str:
-    if part.changed_later:
-        return "numbers still arrived later: a request was not waited for"
+def wrong_results(results: dict, expected: list[dict], rank: int) -> str:
     for name, right in expected[rank].items():
-        found = part.results.get(name)
+        found = results.get(name)
         wrong = wrong_result(found, right.detach(), len(expected))
         if not wrong:
             continue
-        for other_rank, results in enumerate(expected):
-            if not wrong_result(found, results[name].detach(), len(expected)):
+        for other_rank, others in enumerate(expected):
+            if not wrong_result(found, others[name].detach(), len(expected)):
                 wrong = f"these are the numbers of rank {other_rank}"
         return f'"{name}": {wrong}'
     return ""

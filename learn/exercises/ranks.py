@@ -4,7 +4,7 @@ Each rank is a process. It runs the original and then the solution, with the sam
 report.
 """
 
-import io
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the first step of an optimizer imports it: here, before the processes start
 import torch.distributed as dist
-from judge import Part, judge, most_bytes
+from judge import judge, most_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -35,8 +35,7 @@ class Report:
     rank: int
     rows: list = field(default_factory=list)  # (function, check, what is wrong, what is right)
     problem: str = ""
-    is_cause: bool = False  # of the problem; if not, the other ranks say more
-    printed: str = ""
+    hangs: bool = False  # the other ranks will say where they wait, too
 
 
 # Bytes and memory --------------------------------------------------------------------------------
@@ -83,7 +82,7 @@ class Watch(TorchDispatchMode):
         self.given = {tensor.untyped_storage()._cdata for tensor in given}
         self.limit = limit
         self.storages = WeakIdKeyDictionary()  # the memory of tensors that the function has made
-        self.most, self.excess = 0, ""
+        self.most, self.line = 0, ""  # the bytes at the fullest moment, and where that was
         self.sent = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -106,15 +105,13 @@ class Watch(TorchDispatchMode):
     def look_at_memory(self) -> None:
         """A thread of gloo holds the tensors of a collective for a moment after the wait. So if
         there are too many bytes, this looks again for two seconds."""
-        if self.excess:
+        if self.most > self.limit:
             return
         end = time.monotonic() + 2
         while (now := self.bytes_now()) > self.limit and time.monotonic() < end:
             time.sleep(0.01)
-        self.most = max(self.most, now)
-        if now > self.limit:
-            line = line_in(self.path, traceback.extract_stack())
-            self.excess = f"{now} bytes on {line}, the limit is {self.limit}"
+        if now > self.most:
+            self.most, self.line = now, line_in(self.path, traceback.extract_stack())
 
     def bytes_now(self) -> int:
         return sum(storage.nbytes() for storage in list(self.storages))
@@ -129,9 +126,10 @@ def line_in(path: str, frames) -> str:
 # Processes ---------------------------------------------------------------------------------------
 
 
-def run_text(text: str, path: str) -> dict:
-    """What a script defines."""
+def run_text(text: str, path: str, rank: int) -> dict:
+    """What a script defines. Each line that it prints begins with the rank."""
     names = {"__file__": path, "__name__": "solution"}
+    names["print"] = functools.partial(print, f"rank {rank} prints:", flush=True)
     exec(compile(text, path, "exec"), names)
     return names
 
@@ -146,7 +144,8 @@ def bytes_of_original(names: dict, rank: int) -> dict[str, int]:
     return sent
 
 
-def run_function(names: dict, name: str, data, watch: Watch) -> Part:
+def run_function(names: dict, name: str, data, watch: Watch) -> dict:
+    """The tensors that it returns."""
     if name not in names:
         raise LookupError(f"your file has no function `{name}` any more")
     with watch:
@@ -157,57 +156,53 @@ def run_function(names: dict, name: str, data, watch: Watch) -> Part:
     copies = {key: x.clone() for key, x in returned.items()}
     dist.barrier()  # every message has been sent now
     time.sleep(0.05)
-    pairs = [(copies[key].nan_to_num(), x.nan_to_num()) for key, x in returned.items()]
-    changed_later = not all(torch.equal(before, after) for before, after in pairs)
-    return Part(copies, changed_later, watch.sent, watch.most, watch.excess)
+    for key, copy in copies.items():
+        if not torch.equal(copy.nan_to_num(), returned[key].nan_to_num()):
+            raise RuntimeError(f'"{key}" still changed later: a request was not waited for')
+    return copies
 
 
 def a_rank(technique, original, solution, path, rank, n, seconds, folder, pipe) -> None:
     """Sends one report. The process that has started this one ends it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say when they end a process
-    sys.stdout = io.StringIO()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of old names of collectives, on each rank
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n))
     store = dist.FileStore(str(folder / "store"), n)  # here the ranks meet
     dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
     dist.init_process_group = lambda *_: None  # the scripts call it, too
-    names = run_text(original, technique)
+    names = run_text(original, technique, rank)
     torch.manual_seed(0)  # all ranks draw the same numbers
     sent = bytes_of_original(names, rank)
-    report = Report(rank)
-    sys.stdout = sys.stderr = io.StringIO()
     main_thread = threading.get_ident()
 
     def say_where_it_waits() -> None:
         line = line_in(path, traceback.extract_stack(sys._current_frames()[main_thread]))
         text = f"not ready after {seconds:g} s: {line or 'it waits for the other ranks'}"
-        pipe.send(Report(rank, problem=text, printed=sys.stdout.getvalue()))
+        pipe.send(Report(rank, problem=text, hangs=True))
 
     timer = threading.Timer(seconds, say_where_it_waits)
     timer.start()
+    report = Report(rank)
     try:
-        own_names = run_text(solution, path)
+        own_names = run_text(solution, path, rank)
         torch.manual_seed(0)
         for function, data, expected in names["one_process"]():
             name = function.__name__
             limit = most_bytes(technique, name, rank, n)
             watch = Watch(rank, n, tensors_in(data[rank]), limit, path)
-            part = run_function(own_names, name, data[rank], watch)
-            report.rows += judge(name, part, sent[name], expected, rank)
+            results = run_function(own_names, name, data[rank], watch)
+            report.rows += judge(name, results, watch, sent[name], expected, rank)
     except BaseException as error:
         line = line_in(path, traceback.extract_tb(error.__traceback__))
         report.problem = f"{line}\n{type(error).__name__}: {error}"
-        report.is_cause = "by peer" not in str(error)  # another rank has ended
     timer.cancel()
-    report.printed = sys.stdout.getvalue()
-    pipe.send(report)
+    if "by peer" not in report.problem:  # if so, another rank has ended, and is the cause
+        pipe.send(report)
     time.sleep(1000)  # the other ranks may still receive something
 
 
-def run(
-    technique: str, original: str, solution: str, path: Path, n: int, seconds: float
-) -> list[Report]:
+def run(technique: str, original: str, solution: str, path: Path, n: int, seconds: float):
     """The reports of the ranks, or of some of them if one has a problem."""
     with tempfile.TemporaryDirectory() as folder:
         pipes, ranks = [], []
@@ -228,7 +223,7 @@ def run(
 
 def collect(pipes) -> list[Report]:
     waiting, reports = list(pipes), []
-    while waiting and not any(report.is_cause for report in reports):
+    while waiting and not any(report.problem and not report.hangs for report in reports):
         for pipe in multiprocessing.connection.wait(waiting):
             waiting.remove(pipe)
             try:
@@ -236,5 +231,5 @@ def collect(pipes) -> list[Report]:
             except EOFError:
                 text = "it has ended without a result, as it does if tensors of a collective have "
                 text += "other sizes than the other ranks expect"
-                reports.append(Report(pipes.index(pipe), problem=text, is_cause=True))
+                reports.append(Report(pipes.index(pipe), problem=text))
     return reports
