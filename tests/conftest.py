@@ -147,7 +147,6 @@ LONGEST = (
     "test_killed_workers_come_back",
     "test_bytes_between_two_nodes",
     "test_an_elastic_job",
-    "test_sweep_on_slurm",
     "test_kinds_of_hangs",
 )
 

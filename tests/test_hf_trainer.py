@@ -105,10 +105,10 @@ def test_losses_are_those_of_chapter_1(trainer, runs):
 def test_demo(tmp_path, trainer):
     """Within 0.1 % of chapter 1 at every logged step."""
     expected = trainer.folder / "demo-single-gpu"
-    flags = ["--demo", "--max-steps", 4, "--log-freq", 2, "--eval-freq", 0]
+    flags = ["--demo", "--max-steps", 2, "--log-freq", 1, "--eval-freq", 0]
     flags += ["--save-dir", trainer.folder]
     processes = [Run(CHAPTER_1, flags, tmp_path / "one.txt")]
-    demo = ["--config-name", "demo", "training.max_steps=4", "training.logging_steps=2"]
+    demo = ["--config-name", "demo", "training.max_steps=2", "training.logging_steps=1"]
     demo += [f"save_dir={tmp_path}/9", "report_to=[]"]
     processes.append(Run(CHAPTER_9, demo, tmp_path / "single.txt"))
     for process in processes:
@@ -383,6 +383,11 @@ slurm = test_slurm.slurm  # the fixture: a Slurm of its own for each test
 @pytest.fixture
 def sweep(slurm, runs):
     """Starts sweeps; those that still wait for their jobs end with the test."""
+    stub = slurm.work / "bin" / "sacct"
+    stub.parent.mkdir()
+    stub.write_text(SACCT)
+    stub.chmod(0o755)
+    (slurm.work / "sitecustomize.py").write_text(WAIT)
     started = []
 
     def start(*arguments, **env):
@@ -399,17 +404,12 @@ class Sweep:
 
     def __init__(self, slurm, runs, name, *overrides, **env):
         self.slurm, self.runs, self.name = slurm, runs, name
-        stub = slurm.work / "bin" / "sacct"
-        stub.parent.mkdir(exist_ok=True)
-        stub.write_text(SACCT)
-        stub.chmod(0o755)
-        (slurm.work / "sitecustomize.py").write_text(WAIT)
         self.file = slurm.work / f"{name}.log"
         resources = ["devices=2", "gpus_per_node=null", "cpus_per_task=1", "signal_delay_s=1"]
         resources[1:] = [f"hydra.launcher.{resource}" for resource in resources[1:]]
         command = [sys.executable, CHAPTER_9, *runs.arguments, "-m", "hydra/launcher=slurm"]
         command += [*resources, "parallel=ddp", *overrides]
-        env |= {"PATH": f"{stub.parent}:{slurm.env['PATH']}", "PYTHONPATH": str(slurm.work)}
+        env |= {"PATH": f"{slurm.work}/bin:{slurm.env['PATH']}", "PYTHONPATH": str(slurm.work)}
         streams = {"stdout": self.file.open("w"), "stderr": subprocess.STDOUT}
         command = [*map(str, command), f"experiment_name={name}"]
         self.process = subprocess.Popen(command, env=slurm.env | env, cwd=slurm.work, **streams)
@@ -437,10 +437,8 @@ class Sweep:
         return re.search(rf"\b{name}=(\S+)", text)[1]
 
 
-@pytest.mark.rest
-def test_sweep_on_slurm(sweep, runs, undisturbed):
+def assert_is_one_array(both, runs, undisturbed) -> None:
     """Two runs of two tasks are one job array, and equal a run without Slurm."""
-    both = sweep("sweep", "optimizer.learning_rate=1e-2,2e-2", *STEPS)
     both.wait(0)
     numbers = [job.partition("_") for job in both.jobs if "_" in job]
     assert len({number for number, *_ in numbers}) == 1, "one job array"
@@ -459,7 +457,8 @@ def test_time_limit_and_preemption_on_slurm(slurm, sweep, runs, undisturbed, tmp
     """All ranks save the same step; the job goes on exactly, on a new port.
 
     First a more urgent job takes the nodes, and Slurm queues the job again. Then the signal before
-    the time limit comes during the imports, and the job queues itself again.
+    the time limit comes during the imports, and the job queues itself again. While this job waits
+    for the signal, which takes a minute, a sweep runs beside it.
     """
     notes = tmp_path / "notes"
     notes.mkdir()
@@ -474,6 +473,7 @@ def test_time_limit_and_preemption_on_slurm(slurm, sweep, runs, undisturbed, tmp
         return job.show("TimeLimit") == f"00:{minutes:02}:00"
 
     slurm.wait_for(lambda: limit(1), "time limit")
+    both = sweep("sweep", "optimizer.learning_rate=1e-2,2e-2", *STEPS)
 
     def signals() -> int:
         return len([*notes.glob("signal-*")])
@@ -481,6 +481,7 @@ def test_time_limit_and_preemption_on_slurm(slurm, sweep, runs, undisturbed, tmp
     slurm.wait_for(lambda: signals() == 2 or job.process.poll(), "signals")
     assert signals() == 2, job.output
     slurm.wait_for(lambda: limit(50), "time limit")
+    assert_is_one_array(both, runs, undisturbed)
     job.wait(0)
     assert job.show("Restarts") == "2"
     output = job.output

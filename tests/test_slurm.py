@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from conftest import exact, require
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTERS_BY_NUMBER, REPOSITORY, free_port
+from runner import CHAPTER_1, CHAPTER_2, CHAPTERS_BY_NUMBER, REPOSITORY, free_port
 from test_launch import ACTIVE, CLEAN
 
 pytestmark = pytest.mark.rest
@@ -193,11 +193,19 @@ def records(folder: Path) -> list[dict]:
     return exact([json.loads(line) for line in (folder / "metrics.jsonl").open()])
 
 
-def runs_to_its_end(slurm, trainer):
-    """Chapter 3 on two nodes; a name with a space, and a folder relative to the caller's."""
-    flags = ["--max-steps", 3, "--eval-freq", 0]
-    defaults = trainer.defaults("a run")
-    job = BatchJob(slurm, TWO_NODES, "03", *defaults, *flags, "--save-dir", "runs")
+# In place of a chapter. Each rank leaves a file, whose name is its rank; or it fails.
+STAND_IN = """import os, pathlib, sys
+if sys.argv[1] == "fails":
+    sys.exit("error: this run fails")
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir(parents=True, exist_ok=True)
+(folder / os.environ["RANK"]).write_text(os.environ["GROUP_WORLD_SIZE"])
+"""
+
+
+def runs_to_its_end(slurm):
+    """On two nodes; a name with a space, and a folder relative to the caller's."""
+    job = BatchJob(slurm, TWO_NODES, "stand-in", "runs/a run")
     job.end("COMPLETED")
     assert job.show("ExitCode") == "0:0"
     port = 20_000 + int(job.number) % 10_000
@@ -206,18 +214,15 @@ def runs_to_its_end(slurm, trainer):
     assert len(logs) == 3
     for node in "01":
         assert any(re.fullmatch(rf"slurm-{job.number}-{node}-[^-]+.*\.log", log) for log in logs)
-    assert "Done: the model is in runs/a run/final" in job.output
-    trainer(*flags, name="undisturbed", processes=2, script=CHAPTER_3)
-    assert len(records(slurm.work / "runs" / "a run")) == 3
-    assert records(slurm.work / "runs" / "a run") == records(trainer.folder / "undisturbed")
+        assert (slurm.work / "runs" / "a run" / node).read_text() == "2"
 
 
-def fails(slurm, trainer):
+def fails(slurm):
     """The status of the job is that of the run, and its log names the logs with the cause."""
-    failing = BatchJob(slurm, TWO_NODES, "02", *trainer.defaults("fails"), "-d", "/nowhere/*.txt")
+    failing = BatchJob(slurm, TWO_NODES, "stand-in", "fails")
     failing.end("FAILED")
     assert failing.show("ExitCode") == "1:0"
-    assert "error: there are no files for /nowhere/*.txt" in failing.output
+    assert "error: this run fails" in failing.output
     logs = f"slurm-{failing.number}-*.log"
     assert f"error: the run ended with status 1: {logs} say why" in failing.log()
     assert failing.show("Restarts") == "0"
@@ -231,13 +236,18 @@ export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 STARTS = {CHAPTER_1: "python", CHAPTER_2: "torchrun --standalone --nproc-per-node 2"}
 
 
-def a_signal_without_the_launcher(slurm, trainer, flags):
-    """Slurm sends SIGUSR1 to all processes of `srun`, and the run saves."""
-    for number, (chapter, start) in enumerate(STARTS.items(), 1):
-        script = slurm.work / f"own-{number}.sh"
+def start_without_the_launcher(slurm, trainer, flags) -> dict[str, BatchJob]:
+    jobs = {}
+    for name, (chapter, start) in zip(("own-1", "own-2"), STARTS.items(), strict=True):
+        script = slurm.work / f"{name}.sh"
         script.write_text(f'{OWN_SCRIPT}srun --cpu-bind=none {start} {chapter} "$@"\n')
-        name = f"own-{number}"
-        job = BatchJob(slurm, [], *trainer.defaults(name), *flags, script=script)
+        jobs[name] = BatchJob(slurm, [], *trainer.defaults(name), *flags, script=script)
+    return jobs
+
+
+def stop_at_a_signal(slurm, trainer, jobs) -> None:
+    """Slurm sends SIGUSR1 to all processes of `srun`, and the run saves."""
+    for name, job in jobs.items():
         job.wait_for("step 5/")
         slurm.ask("scancel", "--signal=USR1", job.number)
         job.end("FAILED")  # the exit code of `srun` is not 0, so the training is not complete
@@ -250,15 +260,19 @@ def test_signal_requeue_and_scancel(slurm, trainer):
     """The run saves at the signal, is queued again, and goes on exactly. scancel saves, too.
 
     Slurm itself sends this signal before the time limit, up to a minute later than it was told.
-    Meanwhile, other jobs on the same nodes run to their end, or fail.
+    Meanwhile, other jobs on the same nodes run to their end, or fail, or have a signal, too.
     """
+    (slurm.work / "stand-in").mkdir()
+    (slurm.work / "stand-in" / "train-llm.py").write_text(STAND_IN)
     flags = ["--num-epochs", 3000, "--lr-scheduler", "constant", "--eval-freq", 0]
     flags += ["--gradient-accumulation-steps", 4, "--ckpt-freq", 100, "--keep-checkpoints", 1000]
     job = BatchJob(slurm, TWO_NODES, "02", *trainer.defaults("run"), *flags)
+    own = start_without_the_launcher(slurm, trainer, flags)
     job.wait_for("step 5/")
     slurm.ask("scancel", "--batch", "--signal=USR1", job.number)
-    runs_to_its_end(slurm, trainer)
-    fails(slurm, trainer)
+    stop_at_a_signal(slurm, trainer, own)
+    runs_to_its_end(slurm)
+    fails(slurm)
     job.wait_for("Continuing from")
     (stop,) = map(int, re.findall(r"Stopped after step (\d+)", job.output))
     assert job.show("Restarts") == "1"
@@ -276,7 +290,6 @@ def test_signal_requeue_and_scancel(slurm, trainer):
     trainer(*flags, "--max-steps", last, name="alone", processes=2)
     assert records(trainer.folder / "run") == records(trainer.folder / "alone")
     assert len(records(trainer.folder / "run")) == last
-    a_signal_without_the_launcher(slurm, trainer, flags)
 
 
 STUBS = {
