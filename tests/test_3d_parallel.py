@@ -18,9 +18,8 @@ CHAIN = [
     (CHAPTER_6, 2, ["-b", 8, "--tensor-parallel", 2], 2),
     (CHAPTER_13, 4, ["-b", 2, "--pipeline-parallel", 2, "--tensor-parallel", 2, *ZBV], 3),
     (CHAPTER_7, 2, ["-b", 4, "--pipeline-parallel", 2], 4),
-    (CHAPTER_13, 4, ["-b", 4, "--pipeline-parallel", 1, "--tensor-parallel", 2], 5),
-    (CHAPTER_3, 2, ["-b", 4], 6),
-    (CHAPTER_13, 8, ["-b", 2, "--pipeline-parallel", 2, "--tensor-parallel", 2], 8),
+    (CHAPTER_3, 2, ["-b", 4], 5),
+    (CHAPTER_13, 8, ["-b", 2, "--pipeline-parallel", 2, "--tensor-parallel", 2], 7),
 ]
 # Each rank tells at its end which seeds it trained with.
 WATCH = """
@@ -45,11 +44,11 @@ WATCH += AT_END
 @pytest.mark.rest
 def test_a_run_goes_on_in_other_layouts_and_chapters(trainer, tied):
     """Losses within 1e-6 of a run in chapter 1, and the same AdamW state as in chapter 3."""
-    flags = ["-m", tied, "--no-from-scratch", "--eval-freq", 8, "--ckpt-freq", 1, "--lr", 1e-3]
+    flags = ["-m", tied, "--no-from-scratch", "--eval-freq", 7, "--ckpt-freq", 1, "--lr", 1e-3]
     flags += ["--lr-scheduler", "constant"]  # does not depend on the number of steps
-    single = trainer(*flags, "-b", 8, "--max-steps", 8, name="single")
+    single = trainer(*flags, "-b", 8, "--max-steps", 7, name="single")
     sharded = {"processes": 1, "script": CHAPTER_3}
-    sharded = trainer(*flags, "-b", 8, "--max-steps", 8, name="sharded", **sharded)
+    sharded = trainer(*flags, "-b", 8, "--max-steps", 7, name="sharded", **sharded)
     for chapter, processes, split, last in CHAIN:
         options = {"processes": processes, "script": chapter, "name": "chain"}
         options["before"] = WATCH if processes == 8 else ""
@@ -59,7 +58,7 @@ def test_a_run_goes_on_in_other_layouts_and_chapters(trainer, tied):
     print([a / b - 1 for a, b in zip(run.column("loss"), losses, strict=True)])
     assert run.column("loss") == pytest.approx(losses, rel=1e-6)
     assert run.column("eval/loss")[-1] == pytest.approx(single.column("eval/loss")[-1], rel=1e-6)
-    a, b = (whole_state(x.folder / "step-00000008") for x in (sharded, run))
+    a, b = (whole_state(x.folder / "step-00000007") for x in (sharded, run))
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-4)

@@ -79,7 +79,6 @@ CASES = {
         ("03", "llama untied of 2", 4, [WHOLE, "--compile"]),
         ("05", "llama", 6, ["--shard-size", 1]),
         ("06", "llama", 12, [OFFLOAD]),
-        ("06", "llama of 2", 12, ["--compile", AGAIN]),
         ("07", "llama", 6, [*INTERLEAVED, *SCRATCH]),
         ("07", "llama untied", 6, [*ZBV, OFFLOAD]),
         ("07", "mistral window", 12, []),

@@ -169,7 +169,7 @@ def test_kinds_of_hangs_and_deaths(tmp_path, kind):
     start = f"-m torch.distributed.run --standalone --nproc-per-node {processes}" * bool(processes)
     command = f"{sys.executable} {start} {script} {free_port()}"
     env = os.environ | ({"RANK": "0", "WORLD_SIZE": "1"} if processes else {})
-    done = python(TOOL, "--seconds", 3, command, status=1, env=env)
+    done = python(TOOL, "--seconds", 2, command, status=1, env=env)
     assert re.search(sentence, done.stdout.splitlines()[-1]), done.stdout
     processes = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
     assert str(script) not in processes
