@@ -8,6 +8,7 @@ import os
 import random
 import signal
 from collections import Counter
+from unittest.mock import Mock
 
 import datasets
 import pyarrow as pa
@@ -114,9 +115,10 @@ def test_text_files(prepared, tmp_path, chapter_1, tokenizer):  # noqa: F811
     assert found == expected(tokenizer, [*names, "held out"])
     splits = datasets.load_dataset(str(tmp_path / "out"))  # by the README
     assert {split: rows["text"][:] for split, rows in splits.items()} == rows
-    (tmp_path / "texts" / "deep" / "h.txt").write_bytes("Größe ".encode("latin-1") * 99)
-    output, _ = prepared("texts/**/*.txt", "--no-shuffle", "--overwrite", status=1)
-    assert "more than 1 % of the characters cannot be decoded: give --encoding" in output
+    for content in (b"a" * 20_000 + b"\0" * 500, "Größe ".encode("latin-1") * 99):
+        (tmp_path / "texts" / "deep" / "h.txt").write_bytes(content)
+        output, _ = prepared("texts/**/*.txt", "--no-shuffle", "--overwrite", status=1)
+        assert "more than 1 % of the characters cannot be decoded: give --encoding" in output
     flags = ["texts/deep/h.txt", "--encoding", "latin-1", "--overwrite"]
     assert prepared(*flags)[1]["train"] == ["Größe " * 99]
 
@@ -174,14 +176,32 @@ def test_a_split_of_the_hub(documents, monkeypatch, tmp_path):
     both = {"train": ["train"], "validation": ["test"]}
     assert splits_of(documents, "someone/some") == both
     stored("train_sft", "test")
-    with pytest.raises(SystemExit, match=r"splits \['train_sft', 'test'\] with someone/some:SPLIT"):
-        splits_of(documents, "someone/some")
+    for name in ("someone/some", "someone/some:typo"):
+        with pytest.raises(SystemExit, match=r"\['train_sft', 'test'\] with someone/some:SPLIT"):
+            splits_of(documents, name)
     found = splits_of(documents, "someone/some:train_sft")
     assert found == {"train": ["train_sft"], "validation": ["test"]}
     # Nothing is trained on and held out.
     assert splits_of(documents, "someone/some:test") == {"train": ["test"]}
+    error = ValueError("Pick one:\n['a', 'b']\nExample of usage: load_dataset('some', 'a')")
+    monkeypatch.setattr(datasets, "load_dataset_builder", Mock(side_effect=error))
+    with pytest.raises(SystemExit, match=r"some: Pick one: \['a', 'b'\] \(--subset chooses"):
+        splits_of(documents, "someone/some")
 
 
+def test_a_folder_that_may_not_be_read(documents, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=PermissionError(13, "denied")))
+    with pytest.raises(PermissionError):
+        splits_of(documents, tmp_path)
+
+
+def parquet_file(*columns: pa.Array) -> bytes:
+    file = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_arrays(columns, ["text"] * len(columns)), file)
+    return file.getvalue().to_pybytes()
+
+
+HALF = pa.array([b"a", b"half \xc3"]).view(pa.string())
 ROWS = [f'{{"text": "{n}"}}' for n in range(300)]
 # A file and a part of the sentence. Each file is the second one that is read.
 CASES = {
@@ -194,7 +214,9 @@ CASES = {
     "twice.csv": (b"text,text\na,b\n", "twice.csv: two columns have one name"),
     "quote.csv": (b'text\n"a\nb', "1 of 2 rows are rejected"),
     "numbers.jsonl": (b'{"text": 7}', "1 of 2 rows are rejected"),
-    "latin-1.jsonl": ('{"text": "zwölf"}'.encode("latin-1"), "1 of 2 rows are rejected"),
+    "latin-1.JSONL": ('{"text": "zwölf"}'.encode("latin-1"), "1 of 2 rows are rejected"),
+    "no UTF-8.parquet": (parquet_file(HALF), "1 of 3 rows are rejected"),
+    "twice.parquet": (parquet_file(HALF, HALF), "twice.parquet: two columns have one name"),
     "cut.parquet": (b"PAR1", "cut.parquet: Parquet file size is 4 bytes"),
     "cut.txt.gz": (gzip.compress(b"some text " * 99)[:-9], "cut.txt.gz: Compressed file ended"),
     "none.txt.xz": (b"some text", "none.txt.xz: Input format not supported"),

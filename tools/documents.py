@@ -18,6 +18,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,7 +29,8 @@ import pyarrow.parquet
 TEXTS, JSON, TABLES = {".txt", ".md", ".py"}, {".json", ".jsonl"}, {".parquet", ".arrow"}
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 FORMATS = {*TEXTS, *JSON, *DELIMITERS, *TABLES, ".mds"}
-PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": None}
+PACKED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+PACKED[".zst"] = partial(pyarrow.input_stream, compression="zstd")
 # The words in names of files that are held out, such as chats_dev.csv or validation.jsonl
 WORDS = "validation|valid|val|dev|eval|evaluation|test|testing"
 HELD_OUT = re.compile(rf"(?<![a-z])({WORDS})(?![a-z])", re.IGNORECASE)
@@ -61,7 +63,7 @@ class File:
     done: int = 0  # bytes that the progress bar has
 
     def __post_init__(self):
-        path = Path(self.name)
+        path = Path(self.name.lower())
         self.packed = path.suffix if path.suffix in PACKED else ""
         self.kind = path.with_suffix("").suffix if self.packed else path.suffix
         if path.name == "index.json":  # of shards
@@ -185,8 +187,8 @@ def expand(pattern: str) -> list[str]:
         return glob.glob(pattern)
     head, _, tail = pattern.partition("**")
     names, seen = [], set()
-    for base in glob.glob(head or "./"):
-        for folder, below, _ in os.walk(base, followlinks=True):
+    for base in filter(os.path.isdir, glob.glob(head or "./")):
+        for folder, below, _ in os.walk(base, onerror=refuse, followlinks=True):
             below[:] = sorted(name for name in below if not name.startswith("."))
             real = os.path.realpath(folder)
             if real in seen:
@@ -195,6 +197,10 @@ def expand(pattern: str) -> list[str]:
             seen.add(real)
             names += expand(os.path.join(glob.escape(folder), tail.strip("/") or "*"))
     return [os.path.normpath(name) for name in names]
+
+
+def refuse(error: OSError) -> None:
+    raise error  # os.walk would leave out a folder that it may not read
 
 
 def held_out_by_name(name: str) -> bool:
@@ -217,7 +223,11 @@ def on_the_hub(source: str, subset: str | None, number: int) -> list[File]:
 
     name, _, split = source.partition(":")
     split = split or "train"
-    data_files = datasets.load_dataset_builder(name, subset).config.data_files or {}
+    try:
+        data_files = datasets.load_dataset_builder(name, subset).config.data_files or {}
+    except ValueError as error:  # perhaps of several lines, with an example in Python
+        reason = " ".join(str(error).partition("Example of usage")[0].split())
+        sys.exit(f"error: {name}: {reason} (--subset chooses a configuration)")
     splits = {str(key): list(addresses) for key, addresses in data_files.items()}
     if split not in splits:
         sys.exit(f"error: choose one of the splits {[*splits]} with {name}:SPLIT")
@@ -234,11 +244,8 @@ def open_text(file: File, args, errors: str, newline: str | None) -> io.TextIOWr
     """The characters of a file, by --encoding, or by its mark, or as UTF-8."""
     file.stream = io.FileIO(file.path())
     stream = io.BufferedReader(file.stream, 1_000_000)
-    if file.packed == ".zst":
-        stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(stream, "r"), "zstd")
-    elif file.packed:
-        stream = PACKED[file.packed](stream)
-    stream = io.BufferedReader(stream, 1_000_000)
+    if file.packed:
+        stream = io.BufferedReader(PACKED[file.packed](stream), 1_000_000)
     head = stream.peek(10_000)[:10_000]
     if head.startswith(POINTER):
         raise Rejected("a pointer of git-lfs and not the content, so run `git lfs pull`")
@@ -255,7 +262,7 @@ def read_text(file: File, args, found: Found) -> Iterator:
     unfinished = ""  # a document that may go on in the next characters of the file
     with open_text(file, args, "replace", newline=None) as stream:
         while characters := stream.read(PIECE):
-            if undecoded := characters.count("\ufffd"):
+            if undecoded := characters.count("\ufffd") + characters.count("\0"):
                 found.undecoded[file.name] += undecoded
             *documents, unfinished = (unfinished + characters).split(END)
             for document in documents:
@@ -363,6 +370,8 @@ def read_table(file: File, args, found: Found) -> Iterator:
         found.unread.update(name for name in names if name not in columns)
         if not columns:
             raise Rejected(f"no column {' or '.join(wanted)}", f"the columns are {names}")
+        if len({*columns}) < len(columns):
+            raise Rejected("two columns have one name", columns)
         if file.kind == ".parquet":
             batches = table.iter_batches(batch_size=500, columns=columns)
         elif is_file:
@@ -372,9 +381,19 @@ def read_table(file: File, args, found: Found) -> Iterator:
         number = 1
         for batch in batches:
             for start in range(0, batch.num_rows, 500):
-                for row in batch.select(columns).slice(start, 500).to_pylist():
+                for row in python_rows(batch.select(columns).slice(start, 500)):
                     yield number, row
                     number += 1
+
+
+def python_rows(batch: pyarrow.RecordBatch) -> list:
+    """Its rows. A row with bytes that are not UTF-8 is rejected alone."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [Rejected("not UTF-8, or half a character", error)]
+        return [row for i in range(batch.num_rows) for row in python_rows(batch.slice(i, 1))]
 
 
 def read_shards(file: File, args, found: Found) -> Iterator:

@@ -57,7 +57,7 @@ from tqdm import tqdm
 from models import REPOSITORY, sync
 
 REPORT = "report.json"
-CHUNK = 4_000_000  # bytes of documents that the first pass holds in memory
+CHUNK = 500_000  # bytes of documents that the first pass holds in memory; larger ones are slower
 GROUP = 4_000_000  # characters of a row group of the result; the tool holds one in memory
 GROUPS = 128  # of a file, which has a few hundred MB
 TASK = 64_000_000  # bytes of the small files that one worker reads together
@@ -242,30 +242,35 @@ def choose(connection, args, report: dict) -> None:
     run(CHOSEN, {"seed": args.seed})
 
 
-def numbers_in_order(connection, is_held_out: bool, args) -> Iterator[int]:
-    """The numbers of the documents of a split, in their new order."""
+def in_order(connection, texts: list, is_held_out: bool, args) -> Iterator[pyarrow.Array]:
+    """The documents of a split in their new order, as arrays of one text, which is not copied."""
+    firsts = numpy.cumsum([0, *map(len, texts)])  # the number of the first document of each array
     place = PLACE.format(seed=args.seed) if args.shuffle else "repeat"
     query = f"SELECT document FROM chosen WHERE held_out = $1 ORDER BY {place}, document"
     for batch in connection.sql(query, params=[is_held_out]).to_arrow_reader(10_000):
-        yield from batch.column(0).to_pylist()
+        numbers = batch.column(0).to_numpy()
+        arrays = numpy.searchsorted(firsts, numbers, side="right") - 1
+        rows = numbers - firsts[arrays]
+        for array, row in zip(arrays.tolist(), rows.tolist(), strict=True):
+            yield texts[array].slice(row, 1)
 
 
 def write_splits(work: Path, folder: Path, args, types: dict, report: dict) -> dict[str, int]:
     """Writes all documents in their order. Returns the rows of each split."""
     files = [pyarrow.memory_map(str(file)) for file in sorted(work.iterdir())]
     stored = pyarrow.concat_tables(pyarrow.ipc.open_stream(file).read_all() for file in files)
-    texts = stored["text"]
-    stored = stored.drop(["text"]).append_column("document", [numpy.arange(len(texts))])
+    texts = stored["text"].chunks
+    stored = stored.drop(["text"]).append_column("document", [numpy.arange(len(stored))])
     options = {"memory_limit": MEMORY, "threads": 1, "temp_directory": str(work)}
     rows = {}
     with duckdb.connect(work / "documents.duckdb", config=options) as connection:
         connection.register("stored", stored)
         choose(connection, args, report)
         for name in ("train", "validation"):
-            numbers = numbers_in_order(connection, name == "validation", args)
-            bar = tqdm(numbers, unit=" rows", unit_scale=True, disable=None, desc=name)
-            documents = (texts[number].as_py() for number in bar)
-            tables = (table_of(group, types) for group in groups(documents, len, GROUP))
+            documents = in_order(connection, texts, name == "validation", args)
+            bar = tqdm(documents, unit=" rows", unit_scale=True, disable=None, desc=name)
+            row_groups = groups(bar, lambda document: document.total_values_length, GROUP)
+            tables = (table_of(pyarrow.concat_arrays(group), types) for group in row_groups)
             rows[name] = write_split(name, tables, folder)
     return {name: count for name, count in rows.items() if count}
 
@@ -289,16 +294,15 @@ def write_split(name: str, tables: Iterator[pyarrow.Table], folder: Path) -> int
     return rows
 
 
-def table_of(documents: list[bytes], types: dict[str, set]) -> pyarrow.Table:
+def table_of(documents: pyarrow.Array, types: dict[str, set]) -> pyarrow.Table:
     """A column of texts, or columns of messages, whose keys have these types, and tools.
 
     Null stands for a key that a message does not have. Calls of tools are JSON text: a table would
     fill in the keys that other calls have.
     """
     if not types:
-        column = pyarrow.array(documents, pyarrow.binary())
-        return pyarrow.table({"text": column.view(pyarrow.string())})
-    rows = [json.loads(document) for document in documents]
+        return pyarrow.table({"text": documents.view(pyarrow.string())})
+    rows = [json.loads(document) for document in documents.to_pylist()]
     plain = {"float": pyarrow.float64(), "bool": pyarrow.bool_(), "str": pyarrow.string()}
     kinds = {"role": pyarrow.string(), "content": pyarrow.string()}
     for key in sorted(types.keys() - kinds.keys()):
@@ -409,7 +413,8 @@ def report_of(found: Found, facts: dict, left_out: Counter, files: list[File], a
     undecoded = {}
     for name, count in found.undecoded.most_common(PLACES):
         guess = guess_encoding(by_name[name], args)
-        undecoded[name] = f"{count:,} characters are not UTF-8, perhaps {guess}: give --encoding"
+        what = f"{count:,} characters are not UTF-8 or zero"
+        undecoded[name] = f"{what}, perhaps {guess}: give --encoding"
     counts = {name: count for name, count in found.counts.items() if count}
     if undecoded:
         counts["undecoded characters"] = found.undecoded.total()
