@@ -230,7 +230,7 @@ CASES = {
     "of another writer": (prepared, "has not written p"),
     "a prepared folder": (of_the_tool, "10 documents are copies: prepare them with --dedupe"),
     "held-out files": (lambda: of_the_tool("/*.parquet"), "give the folder, -d p"),
-    "no such split": (lambda: prepared(":sft"), "no split 'sft': choose one of ['train']"),
+    "no such split": (lambda: prepared(":sft"), "no such split: choose one of ['train']"),
     "utf-16 rows": (lambda: written("x.csv", "text\na\n".encode("utf-16")), "UTF-16"),
     "binary": (lambda: written("x.txt", b"a\0b" * 99), "zero bytes"),
     "linked twice": (linked, "a link leads there"),

@@ -720,10 +720,10 @@ def load_splits(args, chapter) -> dict:
             load_all = getattr(chapter, "load_tokens", None) or chapter.load_samples
             load_all(args, tokenizer=None)
         except SystemExit:
+            if not train and splits:
+                sys.exit(f"error: no such split: choose one of {[*splits]} with NAME:SPLIT")
             if not train:
                 raise
-        except KeyError as split:
-            sys.exit(f"error: there is no split {split}: choose one of {[*splits]} with NAME:SPLIT")
     return {**splits, "train": train[0]}
 
 
