@@ -117,7 +117,7 @@ def measure(chapter, folder: Path, quiet: bool = False) -> None:
             report(name, peak, sum(sizes) // RANKS, unit)
         if more:
             break
-        content = {"model": chapter.state_dict.get_model_state_dict(model)}
+        content = {"model": chapter.dcp_state.get_model_state_dict(model)}
         chapter.dcp.save(content, checkpoint_id=folder / "checkpoint")
         with Peak() as peak:
             finish(chapter, outline, model, folder / "checkpoint", folder / "final")
