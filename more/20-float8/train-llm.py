@@ -27,7 +27,7 @@ from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # read at import: idle threads soon sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # set before imports: idle threads soon sleep
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline, give up in 20 s
@@ -87,7 +87,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank of a node fills the cache, then the others read it. getppid(): their torchrun.
+    # DDP: The first rank of a node fills the cache, and the others read it. One lock per torchrun.
     with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
         train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
@@ -121,7 +121,7 @@ def main():
     groups = parameter_groups(model, args)
     betas = (0.9, float(args.adam_beta2))  # float(): torch.load() refuses jsonargparse's types
     optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
-    # This scheduler only gives a function: the step's factor of --lr. So it has no state to save.
+    # This scheduler never steps: it only gives the function from a step to its factor of --lr.
     scheduler = get_scheduler(
         args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
     )
@@ -131,7 +131,7 @@ def main():
     stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # sharded_state() makes AdamW's moments. dcp.load() fills them and weights, not decay or lr.
+        # sharded_state() has the live weights and moments. dcp.load() fills them, not decay or lr.
         dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -157,7 +157,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # logging exits on NaN
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # to exit on NaN before both
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -278,7 +278,7 @@ def build_model(args, device, whole):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Attention crosses documents: None skips a search for their borders that waits for the GPU.
+    # Samples ignore where documents end, so skip Transformers' search for it: it waits for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -287,7 +287,7 @@ def build_model(args, device, whole):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Compile each layer, not the model: it would build an attention mask, which is slower.
+        # Compile each layer: a model compiled as a whole builds an attention mask, which is slower.
         for layer in layers:
             layer.compile()
         model.loss_function = torch.compile(model.loss_function)  # without an fp32 copy of logits
@@ -457,7 +457,7 @@ def tokenize(rows, tokenizer, column):
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
 
 
-@lru_cache(maxsize=1)  # not for each batch
+@lru_cache(maxsize=1)  # computed once per epoch, not per batch
 def sample_order(seed, epoch, train_samples):
     """Two epochs' orders, as a batch may need both. RandomState draws the same in any NumPy."""
     generators = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]
@@ -594,7 +594,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: Ranks meet in torchrun's store, which has old keys after a restart. So add a prefix.
+    # DDP: Ranks meet in torchrun's store. It keeps old keys over a restart, so add a prefix.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -758,7 +758,7 @@ def parse_args():
     add("--cpu-offload", action=switch, default=False, help="shards and AdamW state on the CPU")
     add("--reshard-after-forward", action=switch, default=True, help="less memory, more traffic")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Parse for --config, then --demo, then all. Flags win over --config, and --config over --demo.
+    # Parse three times: for --config, --demo, and all. Flags beat --config, which beats --demo.
     if config := parser.parse_args().config:
         parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
@@ -774,7 +774,7 @@ if __name__ == "__main__":
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
-        if signal.getsignal(signal.SIGTERM) == remember_signal:  # so the loop has begun
+        if signal.getsignal(signal.SIGTERM) == remember_signal:  # in the loop, so not a flag
             raise  # with a traceback
         sys.exit(f"error: {error}")
     finally:
