@@ -48,7 +48,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 # Losses of the others cannot be compared: 4, 10, 16 and 17 train on other rows, 12 and 14 train
 # other models, 15 trains otherwise on several devices, 18 has another optimizer, and 20 rounds to 8
 # bits. 9 is the Trainer, a peer here.
-CHAPTERS = [models.script_of(number) for number in (1, 2, 3, 5, 6, 7, 8, 11, 13, 19)]
+CHAPTERS = [models.script_of(number) for number in (1, 2, 3, 5, 6, 7, 8, 11, 13, 19, 21)]
 PEERS = REPOSITORY / "benchmarks" / "peers"
 ON_GPU = torch.cuda.is_available()
 WINDOW = 5  # steps

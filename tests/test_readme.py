@@ -139,7 +139,7 @@ def test_demo_and_the_commands_after_it(tmp_path):
         return output
 
     for command, script in zip(demos, CHAPTERS, strict=True):
-        processes = 4 if script == CHAPTER_13 else 2
+        processes = 8 if script == CHAPTER_13 else 2
         launch = f"torchrun --standalone --nproc-per-node {processes} {shown(script)}"
         assert (launch in command) == (script != CHAPTER_1)
         if script == CHAPTER_20:
