@@ -66,6 +66,16 @@ def copy_pages(folder: Path, site: Path, links: str | None) -> None:
         file.write_text(with_links(text, name, {*pages, *pictures}, link), "utf-8")
 
 
+def with_pages(settings: str) -> str:
+    """A line with a star becomes one line for each page that it matches."""
+
+    def lines(match: re.Match) -> str:
+        pages = sorted(str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob(match[2]))
+        return "\n".join(match[1] + page for page in pages)
+
+    return re.sub(r"^( +- )(\S*\*\S*)$", lines, settings, flags=re.MULTILINE)
+
+
 def write_site(folder: Path, links: str | None) -> None:
     """The pages in `folder`/pages, and the site that Zensical makes of them in `folder`/site."""
     pages, site = folder / "pages", folder / "site"
@@ -73,7 +83,8 @@ def write_site(folder: Path, links: str | None) -> None:
     copy_pages(pages, site, links)
     side_by_side = [REPOSITORY / "tools" / "side-by-side.py", "-o", pages / "side-by-side.html"]
     subprocess.run([sys.executable, *side_by_side], check=True)
-    shutil.copy(REPOSITORY / "maintain" / "mkdocs.yml", folder)
+    settings = (REPOSITORY / "maintain" / "mkdocs.yml").read_text("utf-8")
+    (folder / "mkdocs.yml").write_text(with_pages(settings), "utf-8")
     if importlib.util.find_spec("zensical") is None:
         sys.exit('error: the site needs Zensical: pip install -c constraints.txt ".[site]"')
     subprocess.run([sys.executable, "-m", "zensical", "build", "--clean"], cwd=folder, check=True)

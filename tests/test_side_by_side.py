@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import browser_page, in_browser
 from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, load, python
-from test_chapters import changes
+from test_chapters import SCRIPTS, changes
 
 TOOL = REPOSITORY / "tools" / "side-by-side.py"
 CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3]
@@ -52,6 +52,14 @@ def test_alike_lines_stand_side_by_side():
     # Long stretches with nothing in common take no minutes.
     long = [[f"{letter}{n}" for n in range(2000)] for letter in "ab"]
     assert tool.align(long, [None, 0]) == [(n, n) for n in range(2000)]
+
+
+def test_each_column_has_a_colour_of_its_own():
+    hues = re.findall(r"^\.from-(\d+) { --hue: (.*); }$", tool.styles(), re.MULTILINE)
+    assert [int(number) for number, _ in hues] == [*range(1, tool.MOST_FILES)]
+    assert len(SCRIPTS) <= tool.MOST_FILES
+    hues = sorted(float(hue) for _, hue in hues)
+    assert min(b - a for a, b in zip(hues, [*hues[1:], hues[0] + 360], strict=True)) > 4
 
 
 @pytest.mark.rest

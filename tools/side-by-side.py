@@ -38,8 +38,8 @@ from models import REPOSITORY, load_script
 TEMPLATE = Path(__file__).with_name("side-by-side-template.html")
 ALIKE = 0.5  # from this ratio on (difflib's, 0 to 1) a line passes for a new version of another
 MOST_PAIRS = 20_000  # of lines to compare in a changed stretch: beyond, it would take long
-MOST_FILES = 1 + TEMPLATE.read_text("utf-8").count("--hue: ")  # the first one has no colour
 DIGITS = string.digits + string.ascii_lowercase  # a character for each file
+MOST_FILES = len(DIGITS)
 KEYS = "1234567890"  # of the first files, on the keyboard
 MARKER = r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
 
@@ -323,6 +323,8 @@ def styles() -> str:
         definitions = formatter.get_style_defs(f":root[data-theme={theme}] pre")
         # Of the style only the letters: backgrounds are for what has changed.
         rules += re.findall(r"^:root\S* pre \.\w+ {.*", definitions, re.MULTILINE)
+    # All files but the first have a hue. Steps of the golden angle keep any number of them apart.
+    rules += [f".from-{n} {{ --hue: {(76.5 + 137.5 * n) % 360}; }}" for n in range(1, MOST_FILES)]
     return re.sub(r"background(-color)?: *[^;}]+;?", "", "\n".join(rules)).replace(red, green)
 
 
@@ -357,7 +359,7 @@ def main() -> None:
     if files == [REPOSITORY / "learn" / "in-short"]:
         files = tree.short_scripts()
     if not 2 <= len(files) <= MOST_FILES:
-        parser.error(f"it takes 2 to {MOST_FILES} files: for more, add colours to {TEMPLATE.name}")
+        parser.error(f"it takes 2 to {MOST_FILES} files")
     names = [path.name for path in files]
     titles, texts = [], []
     for path in files:
