@@ -47,7 +47,7 @@ UNORDERED = re.compile(r"(LASTING|FREE) \+=|    add\(\"--|    \"\w+\": |    (if|
 
 @dataclass
 class Pair:
-    """A line of maintain/joins/pairs.txt, or the row of a pair that is proved."""
+    """What a line of maintain/joins/pairs.txt says of a pair, or the row of a proved one."""
 
     name: str  # such as 05+17
     status: str  # proved, joins, open, wrong, never, not tried; in the file `like`
@@ -58,8 +58,8 @@ def known_pairs() -> dict[str, Pair]:
     found = {}
     for line in (JOINS / "pairs.txt").read_text().splitlines():
         if line and not line.startswith("#"):
-            name, status, text = (part.strip() for part in line.split("|", 2))
-            found[name] = Pair(name, status, text)
+            names, status, text = (part.strip() for part in line.split("|", 2))
+            found |= {name: Pair(name, status, text) for name in names.split(", ")}
     return found
 
 
