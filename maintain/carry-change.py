@@ -6,7 +6,7 @@
 The tool makes a three-way merge for each step of the tree: what has changed in a chapter since the
 last commit, or since the tool ran last, changes in the next chapter, too. Where both chapters have
 other lines, the next chapter gets conflict marks, and the chapters after it wait. Edit these lines
-and run the tool again: it goes on there. In the end it writes the diffs of the chapters.
+and run the tool again: it goes on there. When no chapter waits, it writes the diffs and tables.
 """
 
 import argparse
@@ -25,8 +25,8 @@ CONFLICT = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 
-# The tree of chapters. An import statement takes no file name with a hyphen.
-tree = importlib.import_module("diff-chapters")
+# An import statement takes no file name with a hyphen.
+tables = importlib.import_module("write-tables")
 
 
 def git(*arguments: str | Path) -> str | None:
@@ -127,9 +127,9 @@ def carry(first: str | None) -> bool:
     """Whether all changes came down without a conflict. `first`: the chapter to begin with."""
     carried = Carried()
     chosen, waits_for = {first}, {}
-    for before, after in tree.pairs():
-        name = after.parent.name
-        if first and before.parent.name not in chosen:
+    for name, parent in tables.CONTINUES.items():
+        before, after = tables.SCRIPTS[parent], tables.SCRIPTS[name]
+        if first and parent not in chosen:
             continue
         chosen.add(name)
         if before in waits_for:
@@ -150,7 +150,8 @@ def carry(first: str | None) -> bool:
             )
         elif new != old:
             print(f"{name}: changed")
-    tree.write_diffs()
+    if not waits_for:
+        tables.write()
     return not waits_for
 
 
@@ -158,8 +159,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [path.parent.name for path in tree.chapters()]
-    parser.add_argument("chapter", nargs="?", choices=names)
+    parser.add_argument("chapter", nargs="?", choices=tables.SCRIPTS)
     return parser.parse_args()
 
 

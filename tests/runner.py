@@ -26,9 +26,6 @@ from pathlib import Path
 from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-FIRST = sorted(REPOSITORY.glob("0?-*/train-llm.py"))
-MORE = sorted(REPOSITORY.glob("more/*/train-llm.py"))
-CHAPTERS_BY_NUMBER = {path.parent.name[:2]: path for path in (*FIRST, *MORE)}
 
 
 def __getattr__(name: str) -> Path:
@@ -53,6 +50,10 @@ def load(script: Path):
         spec.loader.exec_module(module)
     return module
 
+
+_chapters = load(REPOSITORY / "tools" / "chapters.py")
+FACTS, CONTINUES = _chapters.FACTS, _chapters.CONTINUES
+CHAPTERS_BY_NUMBER = {name[:2]: script for name, script in _chapters.SCRIPTS.items()}
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["preload"])

@@ -24,12 +24,13 @@ class Repository:
 
     def __init__(self, folder):
         self.folder = folder
-        names = ["carry-change.py", "diff-chapters.py"]
-        (folder / "maintain").mkdir()
-        for name in names:
-            shutil.copy(REPOSITORY / "maintain" / name, folder / "maintain")
+        for name in ("maintain/carry-change.py", "maintain/write-tables.py", "tools/chapters.py"):
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy(REPOSITORY / name, folder / name)
         for name, text in CHAPTERS.items():
             (folder / name).mkdir()
+            facts = next(REPOSITORY.glob(f"**/{name}/chapter.toml"))
+            shutil.copy(facts, folder / name)
             self.write(name, text)
         self.git("init", "--quiet")
         self.commit()

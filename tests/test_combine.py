@@ -79,7 +79,7 @@ def test_a_pair_without_a_line_joins_with_a_warning(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(COMBINE, "known_pairs", dict)
     monkeypatch.setattr(sys, "argv", ["combine.py", "18", "19", "-o", str(tmp_path / "new")])
     COMBINE.main()
-    assert "warning: 18+19 is not proved, so compare losses first: nobody" in capsys.readouterr().out
+    assert "\nwarning: 18+19 is not proved, so compare losses first" in capsys.readouterr().out
     assert (tmp_path / "new" / "changes.diff").exists()
 
 

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = REPOSITORY / "learn" / "in-short"
 SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}
-TREE = load(REPOSITORY / "maintain" / "diff-chapters.py")
 STEPS = 4
 SEQ_LENGTH = 32
 BATCH_SIZE = 8
@@ -295,8 +294,7 @@ def test_two_processes_on_a_machine_with_one_gpu(short):
 
 
 def test_diffs_are_up_to_date():
-    update = "python maintain/diff-chapters.py"
-    assert {*TREE.SHORT} == {*SCRIPTS} - {"single"}
-    for text in (page("README.md"), page("learn/in-short/README.md")):
-        assert TREE.with_diffs(text) == text, update
-    assert TREE.with_diffs(text.replace("\n+if rank", "\n-if rank")) == text
+    assert {*load(REPOSITORY / "tools" / "chapters.py").short_scripts()} == {*SCRIPTS}
+    text = page("learn/in-short/README.md")
+    tables = load(REPOSITORY / "maintain" / "write-tables.py")
+    assert tables.with_diffs(text.replace("\n+if rank", "\n-if rank")) == text

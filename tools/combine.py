@@ -28,15 +28,14 @@ import tokenize
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from chapters import CONTINUES, REPOSITORY, SCRIPTS
+
 sys.path.append(str(REPOSITORY / "maintain"))
 carry = importlib.import_module("carry-change")
-tree = carry.tree
 
 JOINS = REPOSITORY / "maintain" / "joins"
 RECORD = REPOSITORY / "benchmarks" / "records" / "combining.md"
 PAGE = REPOSITORY / "docs" / "combining.md"
-SCRIPTS = {path.parent.name: path for path in tree.chapters()}
 REFUSED = ("wrong", "never")
 # Parts of a script in which the order of additions does not matter: lines of one of these forms
 UNORDERED = re.compile(r"(LASTING|FREE) \+=|    add\(\"--|    \"\w+\": |    (if|parser\.error)")
@@ -147,8 +146,8 @@ def name_of(numbers: list[str], without: str | None = None) -> str:
 def ancestors(name: str) -> list[str]:
     """The chapter, the one that it continues, and so on."""
     found = [name]
-    while found[-1] in tree.CONTINUES:
-        found.append(tree.CONTINUES[found[-1]])
+    while found[-1] in CONTINUES:
+        found.append(CONTINUES[found[-1]])
     return found
 
 

@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+from chapters import script_of
+
 if sys.stdout:  # not closed
     sys.stdout.reconfigure(errors="replace")  # a terminal may know ASCII alone
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -59,12 +61,6 @@ def load_script(script: Path):
     sys.modules[name] = module  # dataclasses and torch.compile look for it there
     spec.loader.exec_module(module)
     return module
-
-
-def script_of(number: int) -> Path:
-    folder = REPOSITORY if number <= 3 else REPOSITORY / "more"
-    (script,) = folder.glob(f"{number:02}-*/train-llm.py")
-    return script
 
 
 def load_chapter(number: int):

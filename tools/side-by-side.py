@@ -33,7 +33,7 @@ try:
 except ImportError:
     sys.exit('error: this tool needs pygments: pip install -c constraints.txt ".[tools]"')
 
-from models import REPOSITORY, load_script
+from chapters import CONTINUES, REPOSITORY, SCRIPTS, short_scripts
 
 TEMPLATE = Path(__file__).with_name("side-by-side-template.html")
 ALIKE = 0.5  # from this ratio on (difflib's, 0 to 1) a line passes for a new version of another
@@ -43,8 +43,8 @@ MOST_FILES = len(DIGITS)
 KEYS = "1234567890"  # of the first files, on the keyboard
 MARKER = r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
 
-tree = load_script(REPOSITORY / "maintain" / "diff-chapters.py")  # of chapters
-
+IN_SHORT = REPOSITORY / "learn" / "in-short"
+SHORT = short_scripts()
 
 # -- Which text continues which --------------------------------------------------------------------
 
@@ -55,9 +55,9 @@ def continued(files: list[Path]) -> list[int | None]:
     A chapter continues its nearest ancestor among the files before it, and so does a script of
     learn/in-short/. Another file continues the file before it.
     """
-    names = {path: path.parent.name for path in tree.chapters()}
-    names |= {path: path.stem for path in tree.short_scripts()}
-    continues = tree.CONTINUES | tree.SHORT
+    names = {script: name for name, script in SCRIPTS.items()}
+    names |= {IN_SHORT / f"{name}.py": name for name in SHORT}
+    continues = CONTINUES | SHORT
     numbers, result = {}, []
     for number, path in enumerate(files):
         if path in names:
@@ -355,9 +355,9 @@ def main() -> None:
     output = REPOSITORY / "outputs" / "side-by-side.html"
     parser.add_argument("-o", "--output", type=Path, default=output, help=f"[{output}]")
     args = parser.parse_args()
-    files = [path.resolve() for path in args.files] or tree.chapters()
-    if files == [REPOSITORY / "learn" / "in-short"]:
-        files = tree.short_scripts()
+    files = [path.resolve() for path in args.files] or [*SCRIPTS.values()]
+    if files == [IN_SHORT]:
+        files = [IN_SHORT / f"{name}.py" for name in SHORT]
     if not 2 <= len(files) <= MOST_FILES:
         parser.error(f"it takes 2 to {MOST_FILES} files")
     names = [path.name for path in files]
