@@ -34,6 +34,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.append(str(REPOSITORY / "tools"))
+from chapters import CONTINUES, FACTS, script_of  # noqa: E402
+
 TITLES = {
     1: "Losses in fp32, with NCCL",
     2: "Losses in bf16, compiled",
@@ -116,31 +119,22 @@ def free_port() -> int:
     return held_ports[-1].getsockname()[1]
 
 
-def chapter(number: int) -> Path:
-    folder = REPOSITORY if number <= 3 else REPOSITORY / "more"
-    (script,) = folder.glob(f"{number:02}-*/train-llm.py")
-    return script
-
-
 # -- Rows ------------------------------------------------------------------------------------------
 
 TEXT = f"{REPOSITORY}/more/*/train-llm.py"
 PIPELINE = ["-b", 2, "--gradient-accumulation-steps", 4, "--pipeline-parallel", 2]
 CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "*.jsonl"]
 CHAT += ["--chat-template", REPOSITORY / "models" / "tiny-chat" / "template.jinja", "-s", 256]
-# Ranks, and flags for 8 samples per step; `same` is the row whose losses a chapter must have
+# Ranks, and flags for 8 samples per step; `same` is the row whose losses a chapter must have. Below
+# are the rows of chapters that need nothing special.
 CHAPTERS = {
     1: {"ranks": 0, "flags": ["-b", 8]},
-    2: {"ranks": 2, "flags": ["-b", 4], "same": 1},
-    3: {"ranks": 2, "flags": ["-b", 4], "same": 1},
     5: {"ranks": 2, "flags": ["-b", 4, "--shard-size", 2], "same": 1},
     6: {"ranks": 2, "flags": ["-b", 8, "--tensor-parallel", 2], "same": 1},
     7: {"ranks": 2, "flags": PIPELINE, "same": 1},
     8: {"ranks": 2, "flags": ["-b", 4, "--compress", "dct", "--keep", 1], "same": 1},
     11: {"ranks": 2, "flags": ["-b", 8, "--context-parallel", 2], "same": 1},
     13: {"ranks": 4, "flags": [*PIPELINE, "--tensor-parallel", 2], "same": 1},
-    19: {"ranks": 2, "flags": ["-b", 4], "same": 1},
-    21: {"ranks": 2, "flags": ["-b", 4], "same": 1},
     "3, a mixture": {"ranks": 2, "flags": ["-b", 4], "model": "tiny-mixtral"},
     12: {
         "ranks": 2,
@@ -149,28 +143,24 @@ CHAPTERS = {
         "same": "3, a mixture",
     },
     15: {"ranks": 2, "flags": ["-b", 4, "--shard-size", 2, "--replicas", 1], "same": 1},
-    9: {"ranks": 2, "same": 1, "needs": ("accelerate", "hydra-core", "submitit")},
+    9: {"ranks": 2, "same": 1},
     # These read other rows or train another model, so no row has the same losses.
     4: {"ranks": 2, "flags": ["-b", 4]},
-    10: {
-        "ranks": 2,
-        "flags": ["-b", 4, "--shard-size", 2],
-        "needs": ("mosaicml-streaming", "torchvision"),
-    },
-    14: {"ranks": 1, "flags": ["-b", 8]},
+    10: {"ranks": 2, "flags": ["-b", 4, "--shard-size", 2]},
     "14, two ranks": {"ranks": 2, "flags": ["-b", 4], "same": 14},
     "15, two replicas": {"ranks": 2, "flags": ["-b", 4, "--replicas", 2, "--inner-steps", 2]},
     # With another optimizer
-    18: {"ranks": 1, "flags": ["-b", 8]},
     "18, two ranks": {"ranks": 2, "flags": ["-b", 4], "same": 18},
-    # In 8 bits
-    20: {"ranks": 1, "flags": ["-b", 8], "needs": ("torchao",)},
     # On conversations
     16: {"ranks": 1, "flags": ["-b", 8, *CHAT]},
     "16, two ranks": {"ranks": 2, "flags": ["-b", 4, *CHAT], "same": 16},
-    17: {"ranks": 1, "flags": ["-b", 8, *CHAT], "needs": ("peft",)},
-    "17, two ranks": {"ranks": 2, "flags": ["-b", 4, *CHAT], "same": 17, "needs": ("peft",)},
+    17: {"ranks": 1, "flags": ["-b", 8, *CHAT]},
+    "17, two ranks": {"ranks": 2, "flags": ["-b", 4, *CHAT], "same": 17},
 }
+for name in CONTINUES:
+    differs = {"ranks": 1, "flags": ["-b", 8]}
+    equal = {"ranks": 2, "flags": ["-b", 4], "same": 1}
+    CHAPTERS.setdefault(int(name[:2]), differs if "losses" in FACTS[name] else equal)
 
 
 def number_of(key: int | str) -> int:
@@ -230,7 +220,7 @@ class Measurements:
             command = self.trainer(dtype, folder, model, length)
         else:
             data = self.shards(model, length) if number == 10 else TEXT
-            command = [chapter(number), "--demo", "-e", folder.name, "--save-dir", folder.parent]
+            command = [script_of(number), "--demo", "-e", folder.name, "--save-dir", folder.parent]
             command += ["-m", model, "-d", data, "-s", length, "--num-epochs", 99]
             command += ["--max-steps", self.steps, "--warmup-steps", 0, "--log-freq", 1]
             command += ["--eval-freq", self.steps, "--ckpt-freq", self.steps // 2]
@@ -244,7 +234,7 @@ class Measurements:
 
     def trainer(self, dtype: str, folder: Path, model: Path, length: int) -> list:
         """The command of chapter 9, with FSDP. On CPUs, this is DDP."""
-        command = [chapter(9), "--config-name", "demo", "parallel=fsdp", "report_to=[]"]
+        command = [script_of(9), "--config-name", "demo", "parallel=fsdp", "report_to=[]"]
         command += [f"hydra.run.dir={folder}", f"save_dir={folder.parent}"]
         command += [f"model.name={model}", "model.from_scratch=false"]
         command += [f"data.data_files={TEXT}", f"data.seq_length={length}"]
@@ -317,7 +307,7 @@ class Measurements:
         chosen = self.args.chapters
         wanted = [key for key in CHAPTERS if not chosen or number_of(key) in chosen]
         for key in wanted:
-            needs = CHAPTERS[key].get("needs", ())
+            needs = FACTS[script_of(number_of(key)).parent.name].get("needs", ())
             for part, dtype in ((1, "fp32"), (2, "bf16")):
                 measure = partial(self.losses, key, dtype, part)
                 rows.append(Row(part, f"chapter {key}", measure, needs))

@@ -42,13 +42,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from chapters import FACTS, SCRIPTS
+
 import models
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# Losses of the others cannot be compared: 4, 10, 16 and 17 train on other rows, 12 and 14 train
-# other models, 15 trains otherwise on several devices, 18 has another optimizer, and 20 rounds to 8
-# bits. 9 is the Trainer, a peer here.
-CHAPTERS = [models.script_of(number) for number in (1, 2, 3, 5, 6, 7, 8, 11, 13, 19, 21)]
+# Those whose losses can be compared: 8 is chapter 2 without its flags. 9, the Trainer, is a peer.
+COMPARED = [name for name, facts in FACTS.items() if "losses" not in facts or name[:2] == "08"]
+CHAPTERS = [SCRIPTS[name] for name in COMPARED if name[:2] != "09"]
 PEERS = REPOSITORY / "benchmarks" / "peers"
 ON_GPU = torch.cuda.is_available()
 WINDOW = 5  # steps

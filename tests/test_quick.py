@@ -27,8 +27,9 @@ from conftest import (
     save_weights,
     write_documents,
 )
-from runner import CHAPTERS_BY_NUMBER, load, run_tool
+from runner import CHAPTERS_BY_NUMBER, CONTINUES, FACTS, load, run_tool
 from test_chat import DEMO_TEMPLATE, assert_equal, flags_for, plain_loop
+from test_equal import CASES
 from test_fsdp import OFF
 from test_hf_trainer import STOP, Runs
 from test_lora import with_adapters
@@ -44,10 +45,11 @@ STEPS += ["--keep-checkpoints", 9]
 TWICE = ["--gradient-accumulation-steps", 2]
 EVERYTHING = ["--compress", "dct", "--keep", 1, "--min-compress", 600]  # all frequencies
 GRID = ["--pipeline-parallel", 2, "--tensor-parallel", 2]
-# Flags of the job, for 8 samples per step; bad flags, and a part of the sentence
+# Flags of the job, for 8 samples per step; bad flags, and a part of the sentence. Each chapter that
+# claims chapter 1's losses has the usual ones if no others stand here.
+USUAL = (["-b", 2, *TWICE], ["--cpu-offlod"], "--cpu-offlod")
 CHAPTERS = {
     "02-ddp": (["-b", 2, *TWICE], ["-b", 0], "batch_size"),
-    "03-fsdp": (["-b", 2, *TWICE], ["--cpu-offlod"], "--cpu-offlod"),
     "05-multi-node": (
         ["-b", 2, *TWICE, "--shard-size", 1],
         ["--shard-size", 3],
@@ -77,9 +79,8 @@ CHAPTERS = {
         "times --tensor-parallel must divide the number of ranks, 4",
     ),
     "18-muon": (["-b", 2, *TWICE], ["--lr", "fast"], "lr"),
-    "19-chunked-loss": (["-b", 2, *TWICE], ["--no-chunks"], "--no-chunks"),
-    "21-sharded-loading": (["-b", 2, *TWICE], ["--sharded"], "--sharded"),
 }
+CHAPTERS |= {n: USUAL for n in CONTINUES if n not in CHAPTERS and "losses" not in FACTS[n]}
 # Others train `pretrained`, on two ranks.
 MODELS = {"11-context-parallel": "far_looking", "12-expert-parallel": "mixtral"}
 MODELS["13-3d-parallel"] = "tied"
@@ -157,6 +158,13 @@ def test_one_job(trainer, request, chapter):
     resume(run, trainer, 3, again=train)
     needs_model = chapter in ("07-pipeline-parallel", "12-expert-parallel")  # not by the parser
     refuse(trainer, chapter, bad, sentence, status=1 if needs_model else 2)
+
+
+def test_a_chapter_that_says_nothing_is_compared_with_chapter_1():
+    """With all its gradients, by test_equal.py, but for the Trainer (9): test_hf_trainer.py."""
+    claimed = {name[:2] for name, facts in FACTS.items() if "losses" not in facts} - {"01", "09"}
+    compared = {number for cases in CASES.values() for number, *_ in cases}
+    assert claimed <= compared, "a case in test_equal.py, or `losses` in chapter.toml"
 
 
 def assert_same_weights(a, b) -> None:

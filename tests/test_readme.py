@@ -12,11 +12,10 @@ from conftest import assert_one_sentence
 from runner import (
     CHAPTER_1,
     CHAPTER_10,
-    CHAPTER_13,
     CHAPTER_14,
     CHAPTER_17,
-    CHAPTER_20,
     CHAPTERS_BY_NUMBER,
+    FACTS,
     REPOSITORY,
     Run,
     load,
@@ -115,11 +114,25 @@ def test_versions_on_the_first_page():
     assert f'requires-python = ">={oldest}"' in page("pyproject.toml")
 
 
+def demo_of(script) -> list[str]:
+    """The first commands of the docstring, as one gives them in the top folder."""
+    docstring = script.read_text().split('"""')[1].replace("../../", "")
+    commands = re.findall(r"^    (\S.*? --demo.*?)(?: +#.*)?$", docstring, re.MULTILINE)
+    last = next(n for n, command in enumerate(commands) if " train-llm.py " in command)
+    return [c.replace(" train-llm.py ", f" {shown(script)} ") for c in commands[: last + 1]]
+
+
+@pytest.mark.parametrize("script", CHAPTERS, ids=lambda path: path.parent.name)
+def test_the_page_begins_with_the_demo_of_the_script(script):
+    commands = [c for c in commands_of([shown(script.with_name("README.md"))]) if "--demo" in c]
+    demo = demo_of(script)
+    assert [re.sub(" +#.*", "", command) for command in commands[: len(demo)]] == demo
+
+
 @pytest.mark.rest
 def test_demo_and_the_commands_after_it(tmp_path):
     """From another folder, where the Hub cannot be reached, and not to the end."""
     last_parts = [command.split(" && ")[-1] for command in COMMANDS]
-    demos = [c for c in last_parts if c.endswith("--demo") and "prepare-data.py" not in c]
 
     def command_with(tool: str) -> str:
         return next(c for c in last_parts if tool in c)
@@ -137,18 +150,16 @@ def test_demo_and_the_commands_after_it(tmp_path):
         assert status == 0, output
         return output
 
-    for command, script in zip(demos, CHAPTERS, strict=True):
-        processes = 8 if script == CHAPTER_13 else 2
-        launch = f"torchrun --standalone --nproc-per-node {processes} {shown(script)}"
-        assert (launch in command) == (script != CHAPTER_1)
-        if script == CHAPTER_20:
-            continue  # its package is apart
+    for script in CHAPTERS:
+        *before, command = demo_of(script)
+        if FACTS[script.parent.name].get("needs") == ["torchao"]:
+            continue  # it is apart
         steps = 2 if script == CHAPTER_1 else 1
         flags = ["--save-dir", tmp_path, "--max-steps", steps, "--log-freq", 1]
         if script != CHAPTER_1:
             flags += ["--eval-freq", 0]
         if script == CHAPTER_10:
-            run(command_with("prepare-data.py"))
+            run(*before)
             flags += ["-d", tmp_path / "mds"]
         if script == CHAPTER_17:
             flags += ["-m", tmp_path / "demo-fsdp" / "final"]
@@ -185,8 +196,8 @@ def test_demo_and_the_commands_after_it(tmp_path):
 
 @pytest.fixture
 def packages(request):
-    """Of chapter 20. For the others, torchao stays out of the way."""
-    if "20-float8" in request.node.name:
+    """torchao stays out of the way of chapters that do not need it."""
+    if any(name in request.node.name for name in FACTS if FACTS[name].get("needs") == ["torchao"]):
         request.getfixturevalue("torchao")
 
 
