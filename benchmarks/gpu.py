@@ -306,7 +306,8 @@ class Measurements:
         rows = []
         chosen = self.args.chapters
         wanted = [key for key in CHAPTERS if not chosen or number_of(key) in chosen]
-        for key in wanted:
+        # A row comes after the one with which it is compared.
+        for key in sorted(wanted, key=lambda key: (number_of(key), str(key))):
             needs = FACTS[script_of(number_of(key)).parent.name].get("needs", ())
             for part, dtype in ((1, "fp32"), (2, "bf16")):
                 measure = partial(self.losses, key, dtype, part)
