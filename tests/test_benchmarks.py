@@ -141,17 +141,6 @@ def test_profile_of_a_step(run, tmp_path):
 
 
 @pytest.mark.rest
-def test_ways_to_compute_the_loss(run):
-    """They agree on the loss, and the usual way takes the most memory."""
-    output = run("chunked-loss.py", "--tokens", 2048, "--vocabulary", 6000, "--rounds", 1)
-    rows = re.findall(r"^\| 2,048 \| 6,000 \| (\w+) \| (\S+) \| (\S+) \|", output, re.MULTILINE)
-    losses, peaks = [{way: float(row[i]) for way, *row in rows} for i in range(2)]
-    assert losses["chunked"] == pytest.approx(losses["usual"], rel=1e-5)
-    assert losses["linear_cross_entropy"] == pytest.approx(losses["usual"], rel=1e-5)
-    assert max(peaks, key=peaks.get) == "usual"
-
-
-@pytest.mark.rest
 def test_gpu_rehearsal(run, tmp_path):
     """Losses and resumes of two chapters: the rows are in the file and in the table."""
     file = tmp_path / "rows.jsonl"

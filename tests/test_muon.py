@@ -3,11 +3,14 @@
 import re
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from conftest import AT_END, LLAMA, damaged, resume, write_model
 from runner import CHAPTER_1, CHAPTER_18, REPOSITORY, Job, load
 from test_fsdp import SCALER, assert_all_skip_update_3, told
 from test_readme import page, section
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 ADAMW = "torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)"
 INSTEAD = "torch_muon.AdamWAndMuon(model, args.lr, args.adam_beta2, args.weight_decay)"
@@ -48,25 +51,38 @@ def test_bits_of_torch(tmp_path, ranks):
 # -- The work, and the messages --------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def benchmark():
-    return load(REPOSITORY / "benchmarks" / "muon.py")
+def matrices_of(model: str) -> list:
+    """The matrices of the layers, without memory."""
+    config = load(REPOSITORY / "tools" / "models.py").load_config(model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    return [p for layer in layers for p in layer.parameters() if p.dim() == 2]
 
 
-def test_how_evenly(benchmark, capsys):
+def busiest(by_owner: list, size_of) -> str:
+    """The size of the busiest owner, divided by the mean."""
+    sizes = [sum(map(size_of, owned)) for owned in by_owner]
+    return f"{max(sizes) * len(sizes) / sum(sizes):.2f}"
+
+
+def test_how_evenly():
     """The table of the record: the busiest rank on 8, 64 and 512 ranks."""
-    models = ["meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"]
-    benchmark.print_owners(load(CHAPTER_18), models, [8, 64, 512])
-    _, *rows = re.findall(r"^\| meta-llama/\S+ \| \d+ (\| .*)$", capsys.readouterr().out, re.M)
-    text = page("benchmarks/records/muon.md")
-    assert len(rows) == 5
-    for row in rows:
-        assert f"{row}\n" in text, row
+    chapter, text = load(CHAPTER_18), page("benchmarks/records/muon.md")
+    for model in ("8B", "70B"):
+        matrices = matrices_of(f"meta-llama/Llama-3.1-{model}")
+        for ranks in (8, 64, 512):
+            owners = chapter.choose_owners(matrices, ranks)
+            in_turn = [matrices[rank::ranks] for rank in range(ranks)]
+            cells = [busiest(owners, chapter.work_of), busiest(owners, torch.numel)]
+            cells += [busiest(in_turn, chapter.work_of), owners.count([])]
+            row = " | ".join(map(str, cells))
+            assert f"| {ranks} | {row} |\n" in text
 
 
-def test_owners_have_each_matrix_once(benchmark):
+def test_owners_have_each_matrix_once():
     """Also with more ranks than matrices."""
-    matrices = benchmark.matrices_of(str(REPOSITORY / "models" / "tiny-llama"))
+    matrices = matrices_of(str(REPOSITORY / "models" / "tiny-llama"))
     for ranks in (1, 3, len(matrices) + 2):
         owners = load(CHAPTER_18).choose_owners(matrices, ranks)
         assert len(owners) == ranks
@@ -196,11 +212,11 @@ def test_the_estimate():
 @pytest.mark.rest
 def test_costs(tmp_path):
     """The counted columns of the page: bytes, collectives and multiplications of four ways."""
-    job = Job(REPOSITORY / "benchmarks" / "muon.py", ["--repeats", 2], tmp_path / "job", 2)
+    job = Job(REPOSITORY / "tests" / "muon_costs.py", [], tmp_path / "job", 2)
     assert job.wait() == 0, job.output
-    rows = re.findall(r"^\| (.*?) \| ([\d,]+) \| (\d+) \| (\d+) \|", job.output, re.MULTILINE)
+    rows = re.findall(r"^update (\S+) (\d+) (\d+) (.*)$", job.output, re.MULTILINE)
     assert len(rows) == 4
     table = re.findall(r"^\| .*", section("more/18-muon/README.md", "What it costs"), re.MULTILINE)
-    for (_, *counted), line in zip(rows, table[1:5], strict=True):
+    for (*counted, _), line in zip(rows, table[1:5], strict=True):
         _, two_ranks, _, collectives, multiplications, _, _ = line.split(" | ")
         assert counted == [two_ranks, collectives, multiplications]

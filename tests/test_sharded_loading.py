@@ -41,9 +41,8 @@ MIXTURE = ["--tied", "--experts", 8, "--vocabulary", 12000]
 @pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, MIXTURE), (4, []), (4, MIXTURE)])
 def test_memory(tmp_path, ranks, more):
     """Start: the shards, and one unit. End: one unit, and one rank's shards of it."""
-    script = REPOSITORY / "benchmarks" / "sharded-loading.py"
-    flags = ["--hidden", 512, "--layers", 3, "--vocabulary", 24000, *more]
-    job = Job(script, flags, tmp_path / "memory.txt", ranks)
+    script = REPOSITORY / "tests" / "loading_memory.py"
+    job = Job(script, more, tmp_path / "memory.txt", ranks)
     assert job.wait() == 0, job.output
     lines = [json.loads(x) for x in job.ranks[0].output.splitlines() if x.startswith("{")]
     assert [line["what"] for line in lines] == ["pretrained", "final/", "from scratch"]

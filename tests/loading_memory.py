@@ -1,25 +1,19 @@
-"""Measures start and end of chapters 21 and 3: CPU memory of each rank, and seconds.
-
-    torchrun --standalone --nproc-per-node 4 benchmarks/sharded-loading.py
-    torchrun --standalone --nproc-per-node 4 benchmarks/sharded-loading.py --chapter 03
+"""The memory that start and end of chapter 21 take, on the ranks of a job.
 
 The model is a Llama or a Mixtral with random weights in bf16. Memory is the peak of `RssAnon` in
 /proc above its value before, which leaves out files that are mapped into memory. `shard_gb` are the
-weights of a rank, and `unit_gb` is the largest layer, the embeddings or the head, all in fp32. Of
-the times, `seconds` are those of the slowest rank.
+weights of a rank, and `unit_gb` is the largest layer, the embeddings or the head, all in fp32.
 """
 
 import argparse
 import ctypes
 import gc
-import importlib.util
 import json
 import os
 import re
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 from threading import Event, Thread
 
@@ -28,21 +22,11 @@ import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+from models import load_chapter
+
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 CPU = torch.device("cpu")
-
-
-def load(number: str):
-    (script,) = [
-        *REPOSITORY.glob(f"{number}-*/train-llm.py"),
-        *REPOSITORY.glob(f"more/{number}-*/train-llm.py"),
-    ]
-    spec = importlib.util.spec_from_file_location("chapter", script)
-    chapter = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chapter)
-    chapter.say = lambda message: None
-    return chapter
 
 
 def anonymous_bytes() -> int:
@@ -50,13 +34,12 @@ def anonymous_bytes() -> int:
 
 
 class Peak:
-    """The most memory that a block takes, in bytes above what the process had, and its time."""
+    """The most memory that a block takes, in bytes above what the process had."""
 
     def __enter__(self):
         gc.collect()
         dist.barrier()
         self.before = self.peak = anonymous_bytes()
-        self.begin = time.perf_counter(), time.process_time()
         self.done = Event()
         self.thread = Thread(target=self.watch)
         self.thread.start()
@@ -67,41 +50,17 @@ class Peak:
             self.peak = max(self.peak, anonymous_bytes())
 
     def __exit__(self, *_) -> None:
-        self.seconds = time.perf_counter() - self.begin[0], time.process_time() - self.begin[1]
         self.done.set()
         self.thread.join()
         self.taken = self.peak - self.before
 
 
 def report(name: str, peak: Peak, shard: int, unit: int) -> None:
-    values = [None] * RANKS
-    dist.all_gather_object(values, (peak.taken / 1e9, *peak.seconds))
-    memory, seconds, cpu_seconds = zip(*values, strict=True)
-    line = {"what": name, "ranks": RANKS, "shard_gb": shard / 1e9, "unit_gb": unit / 1e9}
-    line |= {"gb": [round(x, 4) for x in memory], "seconds": round(max(seconds), 2)}
-    line |= {"cpu_seconds": [round(x, 2) for x in cpu_seconds]}
+    memory = [None] * RANKS
+    dist.all_gather_object(memory, peak.taken / 1e9)
+    line = {"what": name, "shard_gb": shard / 1e9, "unit_gb": unit / 1e9, "gb": memory}
     if RANK == 0:
         print(json.dumps(line), flush=True)
-
-
-def start(chapter, args):
-    if hasattr(chapter, "whole_weights"):  # chapter 3
-        outline = chapter.load_model(args, checkpoint=None) if RANK == 0 else None
-    else:
-        outline = chapter.load_model(args, CPU)
-    return outline, chapter.build_model(args, CPU, outline)
-
-
-def finish(chapter, outline, model, checkpoint: Path, final: Path) -> None:
-    if hasattr(chapter, "whole_weights"):
-        weights = chapter.whole_weights(model)
-        if RANK == 0:
-            outline.save_pretrained(final, state_dict=weights)
-        return
-    if RANK == 0:
-        outline.save_pretrained(final, state_dict={})
-    dist.barrier()
-    chapter.save_layers(outline, checkpoint, final)
 
 
 def measure(chapter, folder: Path, quiet: bool = False) -> None:
@@ -109,7 +68,8 @@ def measure(chapter, folder: Path, quiet: bool = False) -> None:
         sys.argv = ["train-llm.py", "-m", str(folder), "--dtype", "fp32", *more]
         args = chapter.parse_args()
         with Peak() as peak:
-            outline, model = start(chapter, args)
+            outline = chapter.load_model(args, CPU)
+            model = chapter.build_model(args, CPU, outline)
         sizes = [x.numel() * x.element_size() for x in model.parameters()]
         units = [model.model.layers[0], model.get_input_embeddings()]
         unit = max(sum(4 * x.numel() for x in part.parameters()) for part in units)
@@ -120,7 +80,10 @@ def measure(chapter, folder: Path, quiet: bool = False) -> None:
         content = {"model": chapter.dcp_state.get_model_state_dict(model)}
         chapter.dcp.save(content, checkpoint_id=folder / "checkpoint")
         with Peak() as peak:
-            finish(chapter, outline, model, folder / "checkpoint", folder / "final")
+            if RANK == 0:
+                outline.save_pretrained(folder / "final", state_dict={})
+            dist.barrier()
+            chapter.save_layers(outline, folder / "checkpoint", folder / "final")
         if not quiet:
             report("final/", peak, 0, unit)
         del outline, model, content
@@ -146,18 +109,16 @@ def write(folder: Path, args, layers: int, hidden: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--chapter", default="21", choices=["03", "21"])
-    parser.add_argument("--hidden", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--vocabulary", type=int, default=64000)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--vocabulary", type=int, default=24000)
     parser.add_argument("--experts", type=int, default=0, help="of each layer: a Mixtral")
     parser.add_argument("--tied", action="store_true", help="the head is the embeddings")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     ctypes.CDLL(None).mallopt(-3, 100_000)  # M_MMAP_THRESHOLD: freed tensors leave the process
-    chapter = load(args.chapter)
+    chapter = load_chapter(21)
+    chapter.say = lambda message: None
     dist.init_process_group("gloo")
     folders = [tempfile.mkdtemp() if RANK == 0 else None]
     dist.broadcast_object_list(folders)
@@ -165,7 +126,7 @@ def main() -> None:
     try:
         write(folder / "small", args, 2, 64)
         measure(chapter, folder / "small", quiet=True)  # imports what is imported late
-        write(folder / "model", args, args.layers, args.hidden)
+        write(folder / "model", args, 3, 512)
         measure(chapter, folder / "model")
     finally:
         if RANK == 0:
