@@ -3,9 +3,13 @@
     python maintain/damages.py              # all damages
     python maintain/damages.py 02 13        # the damages of these chapters
 
-`damages.txt` has the damages, and for each of them the one test that has to fail. All these tests
-look at behaviour: losses, gradients, resumes, messages. The command works in a copy of the
-repository. First it runs the tests without damage, since a test that always fails notices nothing.
+Each chapter has a file in `damages/`, and the tools have one together. A damage is a sentence that
+says what is wrong, the lines of the script (-), and the wrong lines in their place (+). The first
+and the last of these may be parts of a line. Above stand the script (#), and the one test that has
+to fail (@). All these tests look at behaviour: losses, gradients, resumes, messages.
+
+The command works in a copy of the repository. First it runs the tests without damage, since a test
+that always fails notices nothing.
 """
 
 import argparse
@@ -19,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-DAMAGES = REPOSITORY / "maintain" / "damages.txt"
+FILES = sorted((REPOSITORY / "maintain" / "damages").glob("*.txt"))
 
 
 @dataclass
@@ -43,10 +47,10 @@ class Damage:
         return text.replace(old, new)
 
 
-def damages(file: Path = DAMAGES) -> list[Damage]:
+def damages(files: list[Path] = FILES) -> list[Damage]:
     found = []
     chapter = test = ""
-    for line in file.read_text().partition("\n\n")[2].splitlines():
+    for line in "\n".join(file.read_text() for file in files).splitlines():
         sign, rest = line[:2], line[2:]
         if sign == "# ":
             chapter = rest

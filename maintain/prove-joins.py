@@ -481,8 +481,8 @@ def prove(proofs: list[Proof], folder: Path) -> Iterator[tuple[str, Row | str]]:
 
 
 def damages_are_noticed(proofs: dict[str, Proof], names: list[str]) -> bool:
-    """Whether each damage makes its pair wrong, on 4 ranks."""
-    known = {damage.chapter: damage for damage in damages.damages(combine.JOINS / "damages.txt")}
+    """Whether each line of maintain/joins/damages.txt makes its pair (#) wrong, on 4 ranks."""
+    known = {damage.chapter: damage for damage in damages.damages([combine.JOINS / "damages.txt"])}
     chosen = names or [*known]
     for name in chosen:
         proofs[name].damage = ("\n".join(known[name].old), "\n".join(known[name].new))

@@ -1,17 +1,23 @@
 """maintain/damages.py: the list fits the chapters and the tests."""
 
 import ast
+from pathlib import Path
 
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, load
+from runner import REPOSITORY, load
+from test_chapters import SCRIPTS
 
-ALL = load(REPOSITORY / "maintain" / "damages.py").damages()
+TOOL = load(REPOSITORY / "maintain" / "damages.py")
+ALL = TOOL.damages()
+
+
+def test_each_chapter_has_its_file():
+    for file in TOOL.FILES:
+        places = {Path(damage.chapter) for damage in TOOL.damages([file])}
+        assert {path.parent.name if path.suffix else path.name for path in places} == {file.stem}
+    assert {file.stem for file in TOOL.FILES} == {*SCRIPTS, "tools"}
 
 
 def test_the_list():
-    scripts = {damage.script(REPOSITORY) for damage in ALL}
-    assert {script for script in scripts if script.parent.name != "tools"} == {
-        *CHAPTERS_BY_NUMBER.values()
-    }
     for damage in ALL:
         ast.parse(damage.text())  # ends with a sentence if the script has lost the old line
         file, _, name = damage.test.partition("::")
