@@ -9,12 +9,14 @@ import ast
 import itertools
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import pytest
-from runner import FACTS, REPOSITORY, load
+from runner import FACTS, REPOSITORY, load, python
 
 TABLES = load(REPOSITORY / "maintain" / "write-tables.py")
 CONTINUES, SCRIPTS = TABLES.CONTINUES, TABLES.SCRIPTS
@@ -296,7 +298,34 @@ def test_chapters_do_not_grow(name):
         assert TABLES.changed_code_lines(name) <= limit, "changed lines: the limit of chapter.toml"
 
 
+def test_a_new_chapter(tmp_path):
+    """What a tool writes has it at once, and the tests of its list exist."""
+    load(REPOSITORY / "maintain" / "damages.py").copy_repository(tmp_path)
+    done = python(tmp_path / "maintain/new-chapter.py", 99, "two-words", "--continues", "02")
+    row = "| [`99-two-words`](more/99-two-words/README.md) | TODO | 2 | [0](more/99-two-words/"
+    assert row in (tmp_path / "README.md").read_text()
+    assert "21, 99 | as in chapter 1 |" in (tmp_path / "docs" / "demos.md").read_text()
+    assert python(tmp_path / "maintain" / "write-tables.py").stdout == ""
+    for test in re.findall(r"^    test_(\w+\.py::\w+)", done.stdout, re.MULTILINE):
+        file, _, function = test.partition("::")
+        assert f"\ndef {function}(" in (tmp_path / "tests" / f"test_{file}").read_text(), test
+
+
+@pytest.mark.rest
+def test_each_test_of_its_list_asks_for_its_line(tmp_path):
+    load(REPOSITORY / "maintain" / "damages.py").copy_repository(tmp_path)
+    done = python(tmp_path / "maintain/new-chapter.py", 99, "two-words", "--continues", "02")
+    tests = re.findall(r"^    (test_\S+)$", done.stdout.partition("Later")[0], re.MULTILINE)
+    assert len(tests) == 6
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *(f"tests/{t}" for t in tests)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert {*re.findall(r"^FAILED tests/(\S+)", done.stdout, re.MULTILINE)} == {*tests}
+
+
 def test_the_tree_has_all_chapters():
+    """And each has a test file with its name, but for chapter 1, whose lines all have."""
+    for name in [*SCRIPTS][1:]:
+        assert (REPOSITORY / "tests" / f"test_{name[3:].replace('-', '_')}.py").exists(), name
     scripts = [*REPOSITORY.glob("[0-9]*/train-llm.py"), *REPOSITORY.glob("more/*/train-llm.py")]
     assert {*scripts} == {*SCRIPTS.values()}, "a chapter has a chapter.toml"
     known = {"for", "continues", "changed", "losses", "needs"}

@@ -29,11 +29,10 @@ from conftest import (
 )
 from runner import CHAPTERS_BY_NUMBER, CONTINUES, FACTS, load, run_tool
 from test_chat import DEMO_TEMPLATE, assert_equal, flags_for, plain_loop
-from test_equal import CASES
 from test_fsdp import OFF
 from test_hf_trainer import STOP, Runs
 from test_lora import with_adapters
-from test_mds import IMPORTABLE
+from test_mds_shards import IMPORTABLE
 from test_muon import with_torch_muon
 from test_resume import WATCH_DISK, assert_synced
 from test_streaming import plain_loop as plain_loop_over_rows
@@ -158,13 +157,6 @@ def test_one_job(trainer, request, chapter):
     resume(run, trainer, 3, again=train)
     needs_model = chapter in ("07-pipeline-parallel", "12-expert-parallel")  # not by the parser
     refuse(trainer, chapter, bad, sentence, status=1 if needs_model else 2)
-
-
-def test_a_chapter_that_says_nothing_is_compared_with_chapter_1():
-    """With all its gradients, by test_equal.py, but for the Trainer (9): test_hf_trainer.py."""
-    claimed = {name[:2] for name, facts in FACTS.items() if "losses" not in facts} - {"01", "09"}
-    compared = {number for cases in CASES.values() for number, *_ in cases}
-    assert claimed <= compared, "a case in test_equal.py, or `losses` in chapter.toml"
 
 
 def assert_same_weights(a, b) -> None:

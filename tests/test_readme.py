@@ -22,7 +22,7 @@ from runner import (
     outcome,
 )
 from test_chapters import CONTINUES, SCRIPTS, read, step_to
-from test_mds import IMPORTABLE
+from test_mds_shards import IMPORTABLE
 from test_torchrun import FORKING
 from torch.distributed import run as torchrun
 
@@ -204,12 +204,16 @@ def packages(request):
 @pytest.mark.usefixtures("packages")
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda path: path.parent.name)
 def test_flags_are_those_of_help(tmp_path, chapter):
-    """A chapter has the flags of those that it continues, and may change their defaults."""
+    """A chapter has the flags of those that it continues, and may change their defaults.
+
+    Its table is on the page of flags, or on its own.
+    """
     common, *rest = re.split(r"Chapter (\d+) adds", page("docs/flags.md"))
     added = dict(zip(rest[::2], rest[1::2], strict=True))
     tables, name = "", chapter.parent.name
     while name:
-        tables = added.get(name[:2].lstrip("0"), "") + tables
+        own = page(shown(SCRIPTS[name].with_name("README.md"))).partition(" adds flags")[2]
+        tables = added.get(name[:2].lstrip("0"), own) + tables
         name = CONTINUES.get(name)
     rows = re.findall(r"^\| (`-[^|]+) \| ([^|]+) \| [^|]+ \|$", common + tables, re.M)
     table = {re.findall("`(--.*?)`", flags)[0]: default.strip("`") for flags, default in rows}
@@ -270,6 +274,13 @@ def test_which_chapter_has_a_row_for_each_chapter():
 def test_figures_lead_to_each_record():
     linked = re.findall(r"\]\((records/[\w-]+\.md)", page("benchmarks/results.md"))
     assert {f"benchmarks/{name}" for name in linked} == {*RECORDS} - {"benchmarks/results.md"}
+
+
+def test_no_stub_is_left():
+    """Of maintain/new-chapter.py."""
+    files = [file for script in SCRIPTS.values() for file in script.parent.glob("*.*")]
+    files += [*REPOSITORY.glob("maintain/damages/*.txt"), *map(REPOSITORY.joinpath, RECORDS)]
+    assert [str(file) for file in files if "TODO" in file.read_text()] == []
 
 
 def assert_flags_are_understood(script, flags: str, output) -> None:
