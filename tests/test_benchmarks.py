@@ -5,9 +5,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import write_rows
 from runner import REPOSITORY, load, outcome, python
-from test_chat import CHATML
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 tool = load(BENCHMARKS / "run.py")
@@ -50,22 +48,6 @@ def test_the_peer_of_tensor_parallelism(tmp_path):
     methods = ["--methods", "chapters", "transformers-tp"]
     done = python(BENCHMARKS / "run.py", *methods, *flags)
     assert re.search(r"^\| 2 \| Transformers TP \| [\d,.]+ \|", done.stdout, re.MULTILINE)
-
-
-@pytest.mark.rest
-def test_chapter_16_beside_trl(run, tmp_path):
-    """What needs no TRL, which is no package of the tests: a template in its place."""
-    templates = tmp_path / "trl" / "chat_templates"
-    templates.mkdir(parents=True)
-    (tmp_path / "trl" / "__init__.py").touch()
-    (templates / "qwen2_5.jinja").write_text(CHATML)
-    before = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
-    output = run("peers/trl_chat.py", "templates", before=before)
-    assert "{'exact': 18} 1 templates" in output
-    turn = [{"role": role, "content": role} for role in ("user", "assistant")]
-    file = write_rows(tmp_path / "rows.jsonl", [{"messages": turn}] * 300)
-    output = run("peers/trl_chat.py", "chapter", "--file", file, before=before)
-    assert re.search(r"^chapter: [\d,]+ tokens in", output, re.MULTILINE)
 
 
 def contender(method, devices, speeds, losses, script=tool.CHAPTERS[0]):
