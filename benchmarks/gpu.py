@@ -8,7 +8,7 @@
 
 Each row is written to a file as soon as it exists. So a part that ends early loses one row, and the
 next call of this part goes on there. Rows that need a missing package are skipped. Speed is
-measured by run.py, and where a step goes by profile-step.py.
+measured by run.py, and where a step goes by tools/step-timeline.py.
 
 Several ranks share one GPU. Each rank is a torchrun node of its own, so its LOCAL_RANK is 0. NCCL
 refuses two ranks on one GPU of a host, so each rank also has its own NCCL_HOSTID, and sends through

@@ -83,45 +83,6 @@ def test_arithmetic_of_the_table():
     assert without_peak[3].split("|")[5].strip() == ""
 
 
-def kernel(name, begin_us, microseconds, category="kernel"):
-    return {"ph": "X", "cat": category, "name": name, "ts": begin_us, "dur": microseconds, "tid": 7}
-
-
-def test_annotations_of_a_profile_count_nothing():
-    """`profile-step-trace.json` is the end of a step on a CPU: clipping, AdamW and its annotations.
-
-    The trace of a GPU has the same operations, its kernels, and each annotation again.
-    """
-    profiler = load(BENCHMARKS / "profile-step.py")
-    trace = json.loads((REPOSITORY / "tests" / "profile-step-trace.json").read_text())
-    events = trace["traceEvents"]
-    begin = events[0]["ts"]
-    adamw = "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>"
-    events += [
-        kernel("ProfilerStep#6", begin, 1200, "gpu_user_annotation"),
-        kernel("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTT", begin, 800),
-        kernel("Memcpy DtoD (Device -> Device)", begin + 800, 100, "gpu_memcpy"),
-        kernel("Optimizer.step#AdamW.step", begin + 900, 300, "gpu_user_annotation"),
-        kernel(adamw, begin + 900, 300),
-    ]
-    on_gpu = {kind: ms for kind, ms in profiler.kind_times(trace).items() if ms}
-    expected = {"matrix products": 0.8, "optimizer and clipping": 0.3, "copies and casts": 0.1}
-    assert on_gpu == pytest.approx(expected)
-
-
-@pytest.mark.rest
-def test_profile_of_a_step(run, tmp_path):
-    """The trace that the script writes has the kinds of operations that a step of chapter 1 has."""
-    trace = tmp_path / "trace.json"
-    flags = ["-d", f"{REPOSITORY}/README.md", "-b", 2, "-s", 64, "--num-epochs", 99]
-    output = run("profile-step.py", "--steps", 2, *flags, "--write", trace)
-    times = dict(re.findall(r"^\| ([\w ,]+) \| ([\d.]+) \|", output, re.MULTILINE))
-    for kind in ("attention", "loss", "optimizer and clipping", "matrix products"):
-        assert float(times[kind]) > 0, output
-    again = run("profile-step.py", "--read", trace)
-    assert f"| matrix products | {times['matrix products']} |" in again
-
-
 @pytest.mark.rest
 def test_gpu_rehearsal(run, tmp_path):
     """Losses and resumes of two chapters: the rows are in the file and in the table."""

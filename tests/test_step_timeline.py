@@ -1,5 +1,6 @@
 """tools/step-timeline.py: the lanes hold what the profiler has seen, and nothing else."""
 
+import re
 import subprocess
 from collections import Counter
 
@@ -38,7 +39,14 @@ def test_a_step_of_chapter_2(tmp_path, capsys):
     ((title, ranks),) = steps
     assert title == "02-ddp on 2 CPU processes: optimizer step 3"
     share = tool.hidden_share(ranks)
-    assert f"{share:.0%} of the time of communication" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"{share:.0%} of the time of communication" in output
+    times = dict(re.findall(r"^\| ([\w ]+) \| ([\d.]+) \| ", output, re.MULTILINE))
+    assert times.keys() == {*tool.WORK, "the whole step"}
+    *work, whole = (float(time) for time in times.values())
+    kinds = ("attention", "loss", "optimizer and clipping", "matrix products")
+    assert all(float(times[kind]) > 0 for kind in kinds)
+    assert sum(work) < whole
 
     config = AutoConfig.from_pretrained(TINY_LLAMA)
     parameters = AutoModelForCausalLM.from_config(config).parameters()
@@ -81,6 +89,8 @@ def test_waiting_is_no_computing_and_kinds_are_those_of_the_calls():
     assert step == {
         "begin": 10,
         "end": 110,
+        # Of the first product, one ns is that of an operator that it calls.
+        "work": {"matrix products": 27 + 8, "copies and casts": 5, "the rest": 1 + 1},
         "computing": [
             *(("forward", 12, 20), ("forward", 30, 40), ("backward", 51, 59)),
             *(("backward", 70, 75), ("update", 101, 102)),
@@ -102,6 +112,7 @@ def test_kernels_of_a_gpu_belong_to_the_phase_that_launches_them():
     trace = [{"name": "process_name", "ph": "M"}]
     for first in (0, 1000):  # two steps, the second of them while the GPU is still in the first
         marks = {"data": (0, 5), "forward": (10, 20), "backward": (30, 40), "update": (50, 60)}
+        trace.append(event("gpu_user_annotation", "Optimizer.step", first, first + 60, 5))
         trace += [event("user_annotation", tool.PHASE + k, first + b, first + e)
                   for k, (b, e) in marks.items()]  # fmt: skip
         for number, (launch, name, begin, end) in enumerate([
@@ -126,5 +137,7 @@ def test_kernels_of_a_gpu_belong_to_the_phase_that_launches_them():
         ("reduce-scatter", 350_000, 450_000),
         ("all-gather", 460_000, 470_000),
     ]
+    work = {"matrix products": 200_000, "copies and casts": 10_000}
+    assert first["work"] == work | {"optimizer and clipping": 50_000}
     assert (first["begin"], first["end"]) == (100_000, 1_200_000)
     assert tool.hidden_share([first, second]) == 50 / 110

@@ -1,8 +1,9 @@
-"""Draws one optimizer step of a chapter: when each rank computes, and when it communicates.
+"""Shows one optimizer step of a chapter: a picture of all ranks, and what the first one computes.
 
     python tools/step-timeline.py 02-ddp
     python tools/step-timeline.py more/07-pipeline-parallel -b 1 --gradient-accumulation-steps 8
     python tools/step-timeline.py 03-fsdp --processes 4 -o step.svg
+    python tools/step-timeline.py 02-ddp --processes 1 --compile    # the table, of one device
 
 The chapter runs unmodified, as its `--demo` unless flags of the chapter say otherwise: on GPUs, if
 there is one for each process, and else on CPUs. torch.profiler watches it. The picture, PNG or SVG,
@@ -16,6 +17,9 @@ communicating  Collectives and messages, on a CPU from the call until the data h
                each other are under way together.
 
 The tool also prints how much of the time of communication is hidden: the rank computes meanwhile.
+Its table adds up the time of rank 0 by kinds of work: on a CPU of each operator, without those that
+it calls, and on a GPU of each kernel. Python and waiting are in none of them.
+
 It has not run on GPUs yet. Its test reads a trace in the format that torch.profiler exports.
 """
 
@@ -23,15 +27,17 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from bisect import bisect
+from collections import Counter
 from contextlib import contextmanager
 from operator import itemgetter
 from pathlib import Path
 
-from models import load_script, script_of
+from models import load_script, script_of, table
 
 NUMBERS = (2, 3, 4, 5, 6, 7, 8, 11, 12, 13)  # chapters that torchrun starts
 CHAPTERS = {script_of(number).parent.name: script_of(number) for number in NUMBERS}
@@ -54,6 +60,17 @@ CALLS = {
 # Parts of the names of NCCL's kernels, such as ncclDevKernel_AllReduce_Sum_f32_RING_LL
 NCCL = {"AllReduce": "all-reduce", "AllGather": "all-gather", "ReduceScatter": "reduce-scatter"}
 NCCL |= {"SendRecv": "send, receive", "Broadcast": "broadcast", "Reduce_": "reduce"}
+# Kinds of work, by the names of operators and kernels: the first that fits counts. A fused kernel
+# names its operations, such as triton_red_fused__to_copy_mean_mul_pow_rsqrt.
+WORK = {
+    "attention": r"attention|flash|fmha|cudnn.*sdpa",
+    "loss": r"softmax|nll_loss|cross_entropy",
+    "optimizer and clipping": r"adamw?|foreach|multi_tensor|norm_?2|linalg_vector_norm",
+    "matrix products": r"\bmm\b|addmm|bmm|matmul|gemm|cutlass|nvjet|linear",
+    "compiled kernels": r"triton",
+    "copies and casts": r"copy|memcpy|memset|fill|zero|cat\b",
+    "the rest": "",
+}
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 COLORS = {"data": "#999999", "forward": "#56b4e9", "backward": "#0072b2", "update": "#cc79a7"}
 COLORS |= {"else": "#d0d0d0"}
@@ -109,6 +126,27 @@ def around(events: list[tuple], time: int) -> tuple | None:
     return events[place] if place >= 0 and time < events[place][2] else None
 
 
+def work_of(times: list[tuple]) -> Counter:
+    """The time of each kind of work, from (name, time)."""
+    found = Counter()
+    for name, time in times:
+        found[next(k for k, part in WORK.items() if re.search(part, name, re.IGNORECASE))] += time
+    return found
+
+
+def own_times(operators: list[tuple]) -> list[tuple]:
+    """(name, time) of each operator of a thread, without the operators that it calls."""
+    found, callers = [], []
+    for name, begin, end, _ in sorted(operators, key=lambda event: (event[1], -event[2])):
+        while callers and callers[-1]["end"] <= begin:
+            callers.pop()
+        if callers:
+            callers[-1]["time"] -= end - begin
+        callers.append({"name": name, "end": end, "time": end - begin})
+        found.append(callers[-1])
+    return [(event["name"], event["time"]) for event in found]
+
+
 def read_computing(of_main: list[tuple]) -> list[tuple]:
     """(phase, begin, end) of operators, without waiting."""
     phases, engine, pauses, operators = (
@@ -152,7 +190,7 @@ def read_communicating(events: list[tuple]) -> list[tuple]:
 
 
 def read_steps(events: list[tuple]) -> list[dict]:
-    """Of each step its begin and end, and the spans of both lanes, in ns."""
+    """Of each step its begin and end, the spans of both lanes, and times of work, in ns."""
     main_thread = next(thread for name, *_, thread in events if name == PHASE + "update")
     of_main = [event for event in events if event[3] == main_thread]
     lanes = {"computing": read_computing(of_main), "communicating": read_communicating(events)}
@@ -161,7 +199,9 @@ def read_steps(events: list[tuple]) -> list[dict]:
         begin = begin or phase_begin
         if name == PHASE + "update":
             within = {k: [s for s in v if begin <= s[1] < end] for k, v in lanes.items()}
-            steps.append({"begin": begin, "end": end} | within)
+            inside = [e for e in of_main if e[0].startswith("aten::") and begin <= e[1] < end]
+            work = work_of(own_times(inside))
+            steps.append({"begin": begin, "end": end, "work": work} | within)
             begin = None
     return steps
 
@@ -183,7 +223,7 @@ def read_trace(events: list[dict]) -> list[dict]:
     ends = [end for name, _, end, _ in phases if name == PHASE + "update"]
     calls = [event for event in timed if event["cat"] in ("cuda_runtime", "cuda_driver")]
     launches = {event["args"].get("correlation"): span(event)[0] for event in calls}
-    steps = [{"computing": [], "communicating": []} for _ in ends]
+    steps = [{"computing": [], "communicating": [], "work": Counter()} for _ in ends]
     for event in timed:
         launch = launches.get(event.get("args", {}).get("correlation"))
         is_work = event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")
@@ -196,6 +236,7 @@ def read_trace(events: list[dict]) -> list[dict]:
         else:
             phase, *_ = around(phases, launch) or (PHASE + "else",)
             step["computing"].append((phase.removeprefix(PHASE), *span(event)))
+            step["work"] += work_of([(event["name"], round(1000 * event["dur"]))])
     for step in steps:
         for lane in ("computing", "communicating"):
             step[lane].sort(key=itemgetter(1))
@@ -338,6 +379,10 @@ def main() -> None:
     share = hidden_share(ranks)
     if share is not None:
         print(f"{share:.0%} of the time of communication is hidden by computation")
+    step, whole = ranks[0], ranks[0]["end"] - ranks[0]["begin"]
+    times = {kind: step["work"][kind] for kind in WORK} | {"the whole step": whole}
+    cells = [[kind, f"{time / 1e6:.1f}", f"{time / whole:.0%}"] for kind, time in times.items()]
+    print("\n" + table("rank 0 | ms | share", cells))
 
 
 if __name__ == "__main__":
