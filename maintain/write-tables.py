@@ -1,4 +1,4 @@
-"""Writes what files say about the chapters and could as well be read from their folders.
+"""Writes the files and tables that follow from the folders of the chapters.
 
     python maintain/write-tables.py
 
@@ -115,18 +115,16 @@ def table_of_chapters() -> str:
 
 
 def table_of_losses() -> str:
-    """A row for what stands before the colon of `losses`."""
-    chapters, reasons = {}, {}
+    """Chapters whose `losses` have the same words before the colon share a row."""
+    rows = {}
     for name in CONTINUES:
-        kind, _, reason = FACTS[name].get("losses", "as in chapter 1").partition(": ")
-        chapters.setdefault(kind, []).append(number(name))
-        known = reasons.setdefault(kind, [])
-        known += [reason] if reason and reason not in known else []
-    rows = [
-        [", ".join(some), kind + ": " * bool(reasons[kind]) + ", ".join(reasons[kind])]
-        for kind, some in chapters.items()
-    ]
-    return table("chapters | losses", rows)
+        kind, colon, reason = FACTS[name].get("losses", "as in chapter 1").partition(": ")
+        chapters, reasons = rows.setdefault(kind + colon, ([], []))
+        chapters.append(number(name))
+        if reason not in reasons:
+            reasons.append(reason)
+    cells = [[", ".join(some), kind + ", ".join(why)] for kind, (some, why) in rows.items()]
+    return table("chapters | losses", cells)
 
 
 TABLES = {"README.md": table_of_chapters, "docs/demos.md": table_of_losses}

@@ -1,4 +1,4 @@
-"""Reads the chapters: a folder with a `chapter.toml` is a chapter. This file says, once,
+"""Reads the chapters. A folder with a `chapter.toml` is a chapter, and this file has its facts:
 
 for        what a reader uses it for
 continues  the chapter whose script it changes. Chapters 1 and 9 continue none
