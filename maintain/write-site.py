@@ -8,13 +8,15 @@ chapters in columns.
 """
 
 import argparse
+import html
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -66,6 +68,30 @@ def copy_pages(folder: Path, site: Path, links: str | None) -> None:
         file.write_text(with_links(text, name, {*pages, *pictures}, link), "utf-8")
 
 
+def sections(page: Path, site: Path) -> Iterator[dict[str, str]]:
+    """What the search knows of a page: its sections, and each row of a table of its own."""
+
+    def words(markup: str) -> str:
+        text = re.sub(r"<thead>.*?</thead>", "", markup, flags=re.DOTALL)
+        text = re.sub(r"</?(a|code|em|strong|span)\b[^>]*>", "", text)
+        return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", text)).split())
+
+    article = re.search(r"<article.*?>(.*)</article>", page.read_text("utf-8"), re.DOTALL)
+    if not article or page.name == "404.html":
+        return
+    text = re.sub(r'<a class="headerlink".*?</a>', "", article[1])
+    parts = re.split(r'<h[1-6] id="([^"]+)">(.*?)</h[1-6]>', text, flags=re.DOTALL)
+    place, name = page.relative_to(site).as_posix(), words(parts[2])
+    row = r"<tr>\s*<td[^>]*>(.*?)</td>(.*?)</tr>"
+    for anchor, title, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        within = {"place": f"{place}#{anchor}", "page": name}
+        text = re.sub(row, "", body, flags=re.DOTALL)
+        yield within | {"title": words(title), "text": words(text)}
+        within["page"] += f" · {words(title)}"
+        for first, others in re.findall(row, body, re.DOTALL):
+            yield within | {"title": words(first), "text": words(others)}
+
+
 def write_site(folder: Path, links: str | None) -> None:
     """The pages in `folder`/pages, and the site that Zensical makes of them in `folder`/site."""
     pages, site = folder / "pages", folder / "site"
@@ -76,7 +102,11 @@ def write_site(folder: Path, links: str | None) -> None:
     shutil.copy(REPOSITORY / "maintain" / "mkdocs.yml", folder)
     if importlib.util.find_spec("zensical") is None:
         sys.exit('error: the site needs Zensical: pip install -c constraints.txt ".[site]"')
+    shutil.copytree(REPOSITORY / "maintain" / "theme", folder / "theme", dirs_exist_ok=True)
     subprocess.run([sys.executable, "-m", "zensical", "build", "--clean"], cwd=folder, check=True)
+    found = [part for page in site.rglob("*.html") for part in sections(page, site)]
+    (site / "assets" / "sections.js").write_text(f"const SECTIONS = {json.dumps(found)};", "utf-8")
+    (site / "search.json").unlink()  # of Zensical's search
     print(f"wrote {site}/index.html")
 
 
