@@ -39,6 +39,8 @@ def with_links(text: str, name: str, known: set[str], link: Callable[[str], str]
         target = os.path.normpath(os.path.join(os.path.dirname(name), place))
         if f"{target}/README.md" in known:  # GitHub shows the README of a folder
             place = f"{place.rstrip('/')}/README.md"
+        elif target == "tools/side-by-side.py" and anchor:  # an idea on the page of this tool
+            place = os.path.relpath("side-by-side.html", os.path.dirname(name))
         elif target not in known:
             place = link(target)
         return f"]({place}{'#' if anchor else ''}{anchor})"

@@ -248,7 +248,8 @@ def test_links_lead_somewhere(file):
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
         assert target.exists(), link
-        assert not anchor or anchor in anchors(target.read_text()), link
+        if anchor and target.suffix == ".md":  # test_site.py opens the other ones
+            assert anchor in anchors(target.read_text()), link
 
 
 def test_the_first_page_leads_to_all_chapters():
