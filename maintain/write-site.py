@@ -21,7 +21,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SITE = REPOSITORY / "outputs" / "site"
-PICTURES = (".png", ".svg")
+PICTURES = (".png", ".svg", ".webp")
 
 
 def read_git(*arguments: str) -> list[str]:

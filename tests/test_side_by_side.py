@@ -142,7 +142,7 @@ def test_page_in_a_browser(page):
 
     # So can the address of one.
     page.goto(page.url.split("#")[0] + "#02-ddp/DDP-4")
-    page.wait_for_function("document.querySelector('#status').textContent === 'DDP 4 of 10'")
+    page.get_by_text("DDP 4 of 10").wait_for()
     assert "Without the wrapper each rank would train" in idea_in_view(page)[1]
 
     # A fold opens, and so do all. Then each column has the text of its chapter.
@@ -170,8 +170,8 @@ def test_page_in_a_browser(page):
 def test_a_phone(page):
     """One column, in which marks say what the chapter changes; the text below it."""
     page.set_viewport_size({"width": 400, "height": 800})
-    page.wait_for_function("document.querySelectorAll('.column:not([hidden])').length === 1")
-    assert_aligned(page)
+    page.locator(".column >> nth=0").wait_for(state="hidden")
+    assert len(assert_aligned(page)) == 1
     marks = page.locator(".line:visible").evaluate_all("(x) => x.map((y) => y.dataset.mark)")
     # As in the diff with chapter 1, where a changed line is a new version of one or replaces it
     changed = {line for _, after in changes(*TEXTS[:2]) for line in after}
