@@ -133,6 +133,11 @@ def test_long_documents(documents, prepared, tmp_path):
         (tmp_path / "border.txt").write_text("x" * length + "<|endoftext|>y")
         found = splits_of(documents, tmp_path / "border.txt")["train"]
         assert ("".join(found), found[-1]) == ("x" * length + "y", "y")
+    for length in range(249_985, 250_015):  # the second read ends shortly behind a piece
+        first = "a" * 249_977
+        (tmp_path / "border.txt").write_text("<|endoftext|>".join([first, "x" * length, "y"]))
+        found = splits_of(documents, tmp_path / "border.txt")["train"]
+        assert ("".join(found), found[-1]) == (first + "x" * length + "y", "y")
     for name in ("a.txt", "a.jsonl"):
         output, rows = prepared(name, "--no-shuffle", "--overwrite")
         size = 250_000

@@ -86,6 +86,8 @@ def load_config(name: str):
 
 
 def check_length(config, seq_length: int) -> None:
+    if seq_length < 2:
+        fail(f"--seq-length {seq_length} leaves no token to predict: give 2 or more")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and seq_length > longest:
         fail(f"--seq-length {seq_length} is more than the model's {longest} positions")
