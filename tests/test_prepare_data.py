@@ -340,14 +340,14 @@ def test_the_folder_is_whole_or_not_there(prepared, tmp_path):
     assert "has other documents" in prepared("a.jsonl", "--check", status=1)[0]
     assert "at most 4 MB" in prepared("a.jsonl", "--dry-run")[0]
     for flags, what in (
-        (["a.jsonl", "--seed", 1], "--seed"),
-        (["a.jsonl", "--as", "messages", "--role", "x=user"], "--as --role"),
+        (["a.jsonl", "--seed", 1], "flags (--seed)"),
+        (["a.jsonl", "--as", "messages", "--role", "x=user"], "flags (--as, --role)"),
         (["b.jsonl"], "sources"),
         (["a.jsonl", "b.jsonl"], "sources"),
     ):
         write_documents(tmp_path / "b.jsonl", ["three"])
         output, _ = prepared(*flags, status=1)
-        assert_one_sentence(output, f"out was made with other {what}: --overwrite replaces it")
+        assert_one_sentence(output, f"out was made with different {what}: --overwrite replaces it")
     prepared("*", "--overwrite")  # its own folder is no source
     assert len([*(tmp_path / "out").iterdir()]) == 3
     assert [path.name for path in tmp_path.glob(".*")] == []

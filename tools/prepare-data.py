@@ -384,11 +384,12 @@ def old_report(args, facts: dict) -> dict:
         return report
     flags = {name: value for name, value in facts["flags"].items() if value or name in old["flags"]}
     changed = [name for name in flags if flags[name] != old["flags"].get(name)]
-    what = "".join(f" --{name.replace('form', 'as').replace('_', '-')}" for name in changed)
+    names = [f"--{name.replace('form', 'as').replace('_', '-')}" for name in changed]
+    what = f"different flags ({', '.join(names)})" if names else ""
     if [entry["source"] for entry in old["sources"]] != args.sources:
-        what = " sources"
+        what = "different sources"
     if what:
-        sys.exit(f"error: {args.output} was made with other{what}: --overwrite replaces it")
+        sys.exit(f"error: {args.output} was made with {what}: --overwrite replaces it")
     return report
 
 
