@@ -454,6 +454,20 @@ def test_figures_of_each_form_of_data(look, monkeypatch):
         assert line in output, (form, output)
 
 
+def test_figures_that_chapters_change(look):
+    """Chapter 4 may read a part of the documents. Nothing is known of an address."""
+    tiny = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    tokens = round(sum(len(ids) + 1 for ids in tiny(MANY)["input_ids"]) / 2)
+    flags = ["-b", 1, "--eval-freq", 0]
+    _, output = look(*jsonl(MANY), *flags, "--max-documents", 30, chapter="04")
+    assert f"about {tokens:,} tokens, " in output
+    _, output = look("-d", "s3://bucket/rows", *flags, chapter="10")
+    assert re.search(r"steps +\? of 8 samples of 32 tokens on 8 devices\n", output), output
+    assert "0 tokens" not in output
+    _, output = look("-d", "s3://bucket/rows", *flags, "--max-steps", 5, chapter="10")
+    assert "5 of 8 samples of 32 tokens on 8 devices: 1,280 tokens\n" in output
+
+
 def test_figures_of_conversations(look, monkeypatch):
     messages = [[{"role": role, "content": "a b"} for role in ("user", "assistant")]] * 160
     file = jsonl(messages, column="messages")

@@ -525,7 +525,7 @@ REFUSED = [
     ("must be text, perhaps empty", {"messages": [Q, A], "system": False}),
     ("must be text, perhaps empty", {"messages": [Q, A], "system": ["s"]}),
     ("must be JSON, not this text: q", ["q", "a"]),
-    ("a row is no object", 3),
+    ("a row must be an object, or a list of messages: 3", 3),
     ("must be text, perhaps empty", {"messages": [{"content": "a"}]}),
     ("must be text, perhaps empty", {"messages": [Q, A | {"content": None}]}),
     ("must be text, perhaps empty", {"messages": [Q, A | {"content": 4}]}),
@@ -578,7 +578,7 @@ def test_lines_that_are_lists(prepared, tmp_path):
         assert [row["messages"] for row in rows["train"]] in ([[Q, A]], [[Q, A]] * 2), name
     for flags in ([], ["--skip-bad"]):  # no texts
         output, _ = prepared("lines.jsonl", *flags, "--overwrite", status=1)
-        assert "2 rows: a row is no object with names" in output
+        assert "2 rows: a row must be an object" in output
     (tmp_path / "behind.jsonl").write_text('[{"text": "a"}]\n[{"text": "b"}]\n')
     output, _ = prepared("behind.jsonl", "--overwrite", status=1)
     assert_one_sentence(output, "something stands behind the list: a row must be an object")

@@ -83,7 +83,7 @@ def conversation_of(row: object, roles: dict, found) -> tuple[list[dict], list]:
     """The messages of a row, and its tools. What is read is removed from the row."""
     row = {"messages": row} if isinstance(row, list) else row
     if not isinstance(row, dict):
-        raise Rejected("a row is no object with names", row)
+        raise Rejected("a row must be an object, or a list of messages", row)
     system = row.pop("system", None)
     name = next((name for name in ("messages", "conversations") if name in row), None)
     pair = next((names for names in PAIRS if row.keys() >= {*names}), None)

@@ -431,7 +431,7 @@ READERS[".mds"] = read_shards
 def text_of(row: object, column: str, found: Found) -> str:
     """The text of a row, or nothing where it is null. No part of it is white space alone."""
     if not isinstance(row, dict):
-        raise Rejected("a row is no object with names", row)
+        raise Rejected("a row must be an object", row)
     if column not in row:
         raise Rejected(f"no text in {column!r}: choose --text-column", f"columns {[*row]}")
     text = row.pop(column)

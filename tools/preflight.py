@@ -344,7 +344,8 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
     size = sum(len(text.encode()) for text in texts)
     per = f"{len(tokens) / len(texts):,.0f} per document, {len(tokens) / size:.2f} per byte"
     report.fact("tokens", per)
-    report.tokens = report.documents * len(tokens) / len(texts)
+    count = min(report.documents, getattr(args, "max_documents", None) or report.documents)
+    report.tokens = count * len(tokens) / len(texts)
     start = tokenizer.decode(tokens[: args.seq_length])
     report.fact("the first sample", repr(start[:200] + ("..." if len(start) > 200 else "")))
 
@@ -638,8 +639,9 @@ def check_length_of_run(args, parameters: int, report: Report) -> float:
         epochs = f"{steps * global_batch / max(1, per_epoch):.2f} epochs"
         report.fact("dataset", f"{about}; the run reads {epochs}")
     tokens = (steps or 0) * global_batch * args.seq_length
-    batch = f"{global_batch:,} samples of {args.seq_length:,} tokens"
-    report.fact("steps", f"{steps or 0:,} of {batch} on {devices} devices: {tokens:,} tokens")
+    batch = f"{global_batch:,} samples of {args.seq_length:,} tokens on {devices} devices"
+    known = f"{steps:,} of {batch}: {tokens:,} tokens" if steps is not None else f"? of {batch}"
+    report.fact("steps", known)
     report.fact(
         "learning rate", f"{args.lr:g}, {args.lr_scheduler}, {args.warmup_steps} to warm up"
     )
@@ -648,7 +650,7 @@ def check_length_of_run(args, parameters: int, report: Report) -> float:
         rates = "from scratch, GPT-3 had a warm-up, and 6e-4 for 125M parameters, 2e-4 for 1.3B"
         report.warn(f"the default --lr and --warmup-steps are for fine-tuning: {rates}")
     speed, source = speed_of_run(args, parameters, devices)
-    if speed:
+    if speed and steps is not None:
         hours = f"{tokens / speed / 3600:,.1f} h at {speed:,.0f} tokens/s"
         report.fact("time", f"{hours}, {source}")
     checkpoint = 0.0 if hasattr(args, "lora_rank") else 12e-9 * parameters  # adapters are small
