@@ -7,6 +7,7 @@ becomes Python notation: a template would write it as text, and the model would 
 import json
 import re
 import shlex
+from functools import lru_cache
 
 
 class Rejected(Exception):
@@ -31,6 +32,7 @@ KINDS = {dict: "an object", list: "a list"}
 to_json = json.JSONEncoder(ensure_ascii=False).encode
 
 
+@lru_cache(maxsize=1000)
 def plain(name: str) -> str:
     """Function-Call, function_call and FunctionCall are one name."""
     return re.sub(r"[\s_-]", "", name).lower()
@@ -142,8 +144,10 @@ def message_of(message, column: str, roles: dict) -> dict:
     role = message.pop("from", message.pop("role", None))
     content = message.pop("value", message.pop("content", None))
     role = role_of(role, roles) if isinstance(role, str) else role
-    calls = calls_of(message.pop("tool_calls", None), "tool_calls")
-    calls += calls_of(message.pop("function_call", None), "function_call")  # its older form
+    calls = []
+    for key in ("tool_calls", "function_call"):  # the second one is the older form
+        if key in message:
+            calls += calls_of(message.pop(key), key)
     if role == "function_call":
         calls, role, content = calls_of(content, "function_call"), "assistant", ""
     if calls:
