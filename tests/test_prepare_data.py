@@ -576,9 +576,11 @@ def test_lines_that_are_lists(prepared, tmp_path):
         (tmp_path / name).write_text(text)
         _, rows = prepared(name, "--as", "messages", "--overwrite")
         assert [row["messages"] for row in rows["train"]] in ([[Q, A]], [[Q, A]] * 2), name
-    for flags in ([], ["--skip-bad"]):  # no texts
-        output, _ = prepared("lines.jsonl", *flags, "--overwrite", status=1)
-        assert "2 rows: a row must be an object" in output
+    # As texts, the elements of a list are rows, whatever their columns are.
+    _, rows = prepared("one.jsonl", "--text-column", "content", "--overwrite", "--no-shuffle")
+    assert rows["train"] == ["q", "a"]
+    output, _ = prepared("lines.jsonl", "--text-column", "content", "--overwrite", status=1)
+    assert_one_sentence(output, "something stands behind the list: a row must be an object")
     (tmp_path / "behind.jsonl").write_text('[{"text": "a"}]\n[{"text": "b"}]\n')
     output, _ = prepared("behind.jsonl", "--overwrite", status=1)
     assert_one_sentence(output, "something stands behind the list: a row must be an object")

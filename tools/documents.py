@@ -290,8 +290,9 @@ def read_json(file: File, args, found: Found) -> Iterator:
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST), ""), 1):
             if line.isspace():
                 continue
-            has_more = line.lstrip()[0] == "[" or line.strip() == "{"
-            if has_more and not begun and not is_conversation(line):
+            is_list = not begun and line.lstrip()[0] == "["
+            is_row = is_list and args.form == "messages" and is_conversation(line)
+            if not begun and (is_list or line.strip() == "{") and not is_row:
                 yield from read_values(stream, line)
                 return
             begun = True
