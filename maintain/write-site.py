@@ -8,18 +8,20 @@ chapters in columns.
 """
 
 import argparse
+import html
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SITE = REPOSITORY / "outputs" / "site"
-PICTURES = (".png", ".svg")
+PICTURES = (".png", ".svg", ".webp")
 
 
 def read_git(*arguments: str) -> list[str]:
@@ -37,6 +39,8 @@ def with_links(text: str, name: str, known: set[str], link: Callable[[str], str]
         target = os.path.normpath(os.path.join(os.path.dirname(name), place))
         if f"{target}/README.md" in known:  # GitHub shows the README of a folder
             place = f"{place.rstrip('/')}/README.md"
+        elif target == "tools/side-by-side.py" and anchor:  # an idea on the page of this tool
+            place = os.path.relpath("side-by-side.html", os.path.dirname(name))
         elif target not in known:
             place = link(target)
         return f"]({place}{'#' if anchor else ''}{anchor})"
@@ -76,6 +80,30 @@ def with_pages(settings: str) -> str:
     return re.sub(r"^( +- )(\S*\*\S*)$", lines, settings, flags=re.MULTILINE)
 
 
+def sections(page: Path, site: Path) -> Iterator[dict[str, str]]:
+    """What the search knows of a page: its sections, and each row of a table of its own."""
+
+    def words(markup: str) -> str:
+        text = re.sub(r"<thead>.*?</thead>", "", markup, flags=re.DOTALL)
+        text = re.sub(r"</?(a|code|em|strong|span)\b[^>]*>", "", text)
+        return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", text)).split())
+
+    article = re.search(r"<article.*?>(.*)</article>", page.read_text("utf-8"), re.DOTALL)
+    if not article or page.name == "404.html":
+        return
+    text = re.sub(r'<a class="headerlink".*?</a>', "", article[1])
+    parts = re.split(r'<h[1-6] id="([^"]+)">(.*?)</h[1-6]>', text, flags=re.DOTALL)
+    place, name = page.relative_to(site).as_posix(), words(parts[2])
+    row = r"<tr>\s*<td[^>]*>(.*?)</td>(.*?)</tr>"
+    for anchor, title, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        within = {"place": f"{place}#{anchor}", "page": name}
+        text = re.sub(row, "", body, flags=re.DOTALL)
+        yield within | {"title": words(title), "text": words(text)}
+        within["page"] += f" · {words(title)}"
+        for first, others in re.findall(row, body, re.DOTALL):
+            yield within | {"title": words(first), "text": words(others)}
+
+
 def write_site(folder: Path, links: str | None) -> None:
     """The pages in `folder`/pages, and the site that Zensical makes of them in `folder`/site."""
     pages, site = folder / "pages", folder / "site"
@@ -87,7 +115,11 @@ def write_site(folder: Path, links: str | None) -> None:
     (folder / "mkdocs.yml").write_text(with_pages(settings), "utf-8")
     if importlib.util.find_spec("zensical") is None:
         sys.exit('error: the site needs Zensical: pip install -c constraints.txt ".[site]"')
+    shutil.copytree(REPOSITORY / "maintain" / "theme", folder / "theme", dirs_exist_ok=True)
     subprocess.run([sys.executable, "-m", "zensical", "build", "--clean"], cwd=folder, check=True)
+    found = [part for page in site.rglob("*.html") for part in sections(page, site)]
+    (site / "assets" / "sections.js").write_text(f"const SECTIONS = {json.dumps(found)};", "utf-8")
+    (site / "search.json").unlink()  # of Zensical's search
     print(f"wrote {site}/index.html")
 
 

@@ -290,7 +290,7 @@ in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium: apt instal
 
 
 @contextmanager
-def browser_page(address: str):
+def browser_page(address: str, below: str = ""):
     """The page in a browser. It asks only for what is below, and there is no error at the end."""
     from playwright.sync_api import sync_playwright
 
@@ -305,7 +305,7 @@ def browser_page(address: str):
         yield page
         browser.close()
     assert complaints == []
-    assert [url for url in requests if not url.startswith((address, "data:", "blob:"))] == []
+    assert [url for url in requests if not url.startswith((below or address, "data:"))] == []
 
 
 NOT_EXACT = ("tokens_per_second", "time/", "memory/")

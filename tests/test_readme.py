@@ -262,7 +262,8 @@ def test_links_lead_somewhere(file):
         name, _, anchor = link.partition("#")
         target = path.parent / name if name else path
         assert target.exists(), link
-        assert not anchor or anchor in anchors(target.read_text()), link
+        if anchor and target.suffix == ".md":  # test_site.py opens the other ones
+            assert anchor in anchors(target.read_text()), link
 
 
 def test_which_chapter_has_a_row_for_each_chapter():

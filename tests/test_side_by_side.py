@@ -1,5 +1,6 @@
 """tools/side-by-side.py: what the page says, and what a real browser makes of it."""
 
+import itertools
 import re
 
 import pytest
@@ -73,19 +74,21 @@ def test_other_files(tmp_path):
     assert "Größe" in page
     assert "<b>&amp;" not in page
     assert page.count("</script>") == 2
-    assert 'id="1-4" data-n="4"' in page
-    assert 'id="1-5"' not in page
+    assert page.split('aria-label="latin.py"')[0].count('data-n="') == 4
 
 
 # -- In a browser ----------------------------------------------------------------------------------
 
 
-# The places of all lines in view: per column their number (none for a gap), top and left edge.
+# The places of all lines in view: per column their number (none for a gap), edges and height.
 PLACES = """() => [...document.querySelectorAll(".column:not([hidden])")].map((column) =>
   [...column.querySelectorAll(".line:not([hidden])")].map((line) => {
     const box = line.getBoundingClientRect();
-    return [line.dataset.n || null, box.top, box.left];
+    return [line.dataset.n || null, box.top, box.left, box.height];
   }))"""
+# Lines of which a part is beyond the right edge of their column
+CUT = """() => [...document.querySelectorAll(".column:not([hidden]) .line:not([hidden])")]
+  .filter((line) => line.scrollWidth > line.clientWidth + 1).map((line) => line.textContent)"""
 
 
 def assert_in_view(page, element) -> None:
@@ -97,51 +100,97 @@ def assert_in_view(page, element) -> None:
 
 
 def assert_aligned(page) -> list:
+    """All lines are whole, and those of a row stand beside each other."""
     columns = page.evaluate(PLACES)
-    tops = [[top for _, top, _ in lines] for lines in columns]
-    assert all(other == tops[0] for other in tops)
-    assert all(len({left for _, _, left in lines}) == 1 for lines in columns)
+    places = [[(top, height) for _, top, _, height in lines] for lines in columns]
+    assert len(places[0]) > 10
+    assert all(other == places[0] for other in places)
+    assert all(len({left for _, _, left, _ in lines}) == 1 for lines in columns)
+    assert page.evaluate(CUT) == []
     return columns
+
+
+def idea_in_view(page) -> tuple[str, str, str]:
+    """The address, the text beside the code, and the line: all of the open idea."""
+    line = page.query_selector_all(".column:not([hidden]) .here.idea")[-1]
+    assert_in_view(page, line)
+    text = page.inner_text("nav details[open]")
+    return page.evaluate("decodeURIComponent(location.hash)"), text, line.inner_text()
 
 
 @pytest.fixture
 def page(page_file):
     with browser_page(page_file.as_uri()) as page:
+        page.set_viewport_size({"width": 1500, "height": 900})
         yield page
 
 
 @pytest.mark.rest
 @in_browser
 def test_page_in_a_browser(page):
-    # Every change can be reached with a key, in order.
-    count = int(re.match(r"(\d+) changes", page.inner_text("#status"))[1])
-    assert count > 30
-    seen = []
-    for number in range(1, count + 1):
+    # Chapters 1 and 2, and one line above them
+    assert page.locator("#files summary").inner_text() == "01-single-gpu → 02-ddp"
+    assert page.locator("header").bounding_box()["height"] < 50
+    folded = len(assert_aligned(page)[0])
+
+    # Every idea can be reached with a key, in order, each with its text from the README.
+    page.keyboard.press("p")
+    page.keyboard.press("p")  # from the first one to the last of all
+    marks = [*(("02-ddp", "DDP", n + 1) for n in range(10))]
+    marks += [("03-fsdp", "FSDP", n + 1) for n in range(11)]
+    for chapter, mark, number in marks:
         page.keyboard.press("n")
-        assert page.inner_text("#status") == f"change {number} of {count}"
-        assert_in_view(page, page.query_selector(".column:not([hidden]) .here"))
-        seen.append(page.evaluate("scrollY"))
-    assert seen == sorted(seen)
+        address, text, line = idea_in_view(page)
+        assert address == f"#{chapter}/{mark}-{number}"
+        assert line.strip().startswith(f"# {mark} {number}: ")
+        readme = (REPOSITORY / chapter / "README.md").read_text()
+        title = re.search(rf"^### {number}\. (.*)", readme, re.MULTILINE)[1].replace("`", "")
+        assert text.startswith(f"{mark} {number} {title}\n")
+    assert page.locator("#files summary").inner_text() == "02-ddp → 03-fsdp"
+
+    # So can the address of one.
+    page.goto(page.url.split("#")[0] + "#02-ddp/DDP-4")
+    page.get_by_text("DDP 4 of 10").wait_for()
+    assert "Without the wrapper each rank would train" in idea_in_view(page)[1]
 
     # A fold opens, and so do all. Then each column has the text of its chapter.
-    folded = len(assert_aligned(page)[0])
-    page.click(".fold >> nth=0")
+    page.click(".fold:visible >> nth=0")
     assert len(assert_aligned(page)[0]) > folded
     page.keyboard.press("f")
-    for column, text in zip(page.query_selector_all(".column"), TEXTS, strict=True):
+    assert_aligned(page)
+    columns = page.locator(".column:visible").all()
+    for column, text in zip(columns, TEXTS[:2], strict=True):
         words = "(lines) => lines.map((line) => line.textContent).join('')"
-        assert column.eval_on_selector_all(".line:not(.gap)", words) == text
+        assert column.locator(".line:not(.gap)").evaluate_all(words) == text
 
     # Without chapter 1, the others are compared, and its own lines leave no gap.
-    page.keyboard.press("1")
-    page.keyboard.press("f")
+    page.keyboard.press("c")
+    page.click("button.chapter >> nth=2", modifiers=["Shift"])
+    assert len(assert_aligned(page)) == 3
+    page.click("button.chapter >> nth=0", modifiers=["Shift"])
     columns = assert_aligned(page)
     assert len(columns) == 2
     assert [None, None] not in [[a[0], b[0]] for a, b in zip(*columns, strict=True)]
 
-    # A marker in the list leads to its line.
-    link = page.query_selector("nav [data-column='2'] a")
-    link.click()
-    line = link.get_attribute("href")[1:]
-    assert_in_view(page, page.wait_for_selector(f'[id="{line}"].here'))
+
+@pytest.mark.rest
+@in_browser
+def test_a_phone(page):
+    """One column, in which marks say what the chapter changes; the text below it."""
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.locator(".column >> nth=0").wait_for(state="hidden")
+    assert len(assert_aligned(page)) == 1
+    marks = page.locator(".line:visible").evaluate_all("(x) => x.map((y) => y.dataset.mark)")
+    # As in the diff with chapter 1, where a changed line is a new version of one or replaces it
+    changed = {line for _, after in changes(*TEXTS[:2]) for line in after}
+    assert sum(mark != "" for mark in marks) == len(changed)
+    both = [row[:2] for row in ROWS if row[:2] != (None, None)]
+    below = [j for (_, i), (_, j) in itertools.pairwise(both) if i is None and j is not None]
+    cuts = page.locator(".cut:visible").evaluate_all("(x) => x.map((y) => Number(y.dataset.n) - 1)")
+    assert cuts == below != []
+    page.click("#next")
+    page.click("#next")
+    assert idea_in_view(page)[0] == "#02-ddp/DDP-2"
+    box = page.locator("nav details[open]").bounding_box()
+    assert 400 < box["y"] < 800
+    assert page.evaluate("document.documentElement.scrollWidth") == 400

@@ -4,10 +4,10 @@
     python tools/side-by-side.py in-short                        # the short scripts
     python tools/side-by-side.py 02-ddp/train-llm.py mine.py     # yours beside a chapter
 
-The page compares any two or three, chosen from the tree of chapters. Equal lines stand next to each
-other, a changed line next to the one that it replaces, and each line has the colour of the chapter
-that brought it. Lines that all have in common are folded. Open the page in any browser; it says
-which keys it knows.
+The page shows a chapter beside the one that it continues. Equal lines stand next to each other, a
+changed line next to the one that it replaces, and each line has the colour of the chapter that
+brought it. Lines that all have in common are folded. The keys n and p walk through the ideas, each
+beside the text of the README about it. Every idea has an address: side-by-side.html#02-ddp/DDP-4
 """
 
 import argparse
@@ -26,22 +26,26 @@ from itertools import groupby, takewhile, zip_longest
 from pathlib import Path
 
 try:
+    from markdown import markdown
     from pygments import lex
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
     from pygments.token import STANDARD_TYPES
 except ImportError:
-    sys.exit('error: this tool needs pygments: pip install -c constraints.txt ".[tools]"')
+    sys.exit(
+        'error: this tool needs markdown and pygments: pip install -c constraints.txt ".[tools]"'
+    )
 
 from chapters import CONTINUES, REPOSITORY, SCRIPTS, short_scripts
 
 TEMPLATE = Path(__file__).with_name("side-by-side-template.html")
 ALIKE = 0.5  # from this ratio on (difflib's, 0 to 1) a line passes for a new version of another
 MOST_PAIRS = 20_000  # of lines to compare in a changed stretch: beyond, it would take long
+SHORT_LINE = 40  # characters: such a line is never wrapped
 DIGITS = string.digits + string.ascii_lowercase  # a character for each file
 MOST_FILES = len(DIGITS)
 KEYS = "1234567890"  # of the first files, on the keyboard
-MARKER = r"# ([A-Z]{2,}|[1-9]D)(?: (\d+))?: (.*)"  # its name, the number of an idea, the text
+MARKER = r"# ([A-Z]{2,}|[1-9]D) (\d+): (.*)"  # its name, the number of the idea, the text
 
 IN_SHORT = REPOSITORY / "learn" / "in-short"
 SHORT = short_scripts()
@@ -211,39 +215,33 @@ def code_as_html(tokens: list[tuple[str, str]], changed: set[int]) -> str:
     return "".join(pieces)
 
 
-def markers(text: list[str]) -> list[tuple[int, str, str, str, str]]:
-    """The marked places: position, the function around it, the marker's name, its number and text.
+def ideas_of(text: list[str]) -> list[tuple[int, str, str, str]]:
+    """The numbered comments: position, the marker's name, its number and the sentence."""
+    tokens = tokenize.generate_tokens(io.StringIO("\n".join(text)).readline)
+    comments = {t.start[0] - 1: t.string for t in tokens if t.type == tokenize.COMMENT}
+    matches = {i: re.match(MARKER, comment) for i, comment in comments.items()}
+    return [(i, *match.groups()) for i, match in matches.items() if match]
 
-    Only an idea, `# DDP 1: ...`, has a number. The number of another place, `# DDP: ...`, is "".
+
+def explanations(script: Path) -> dict[str, tuple[str, str]]:
+    """For the number of each idea: its heading and its text in the script's README, as HTML.
+
+    The code of the README is on the page already. Its links to other pages would lead nowhere.
     """
-    source = "\n".join(text)
-    with warnings.catch_warnings(action="ignore"):
-        body = ast.parse(source).body
-    tops = [(node.end_lineno, getattr(node, "name", "the top")) for node in body]
-    comments = {
-        token.start[0] - 1: token.string
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    alone = {i for i in comments if text[i].lstrip().startswith("#")}
-    found = []
-    for i, comment in comments.items():
-        if match := re.match(MARKER, comment):
-            sentence, following = [match[3]], i + 1
-            while {following - 1, following} <= alone and not re.match(MARKER, comments[following]):
-                sentence.append(comments[following].lstrip("# "))
-                following += 1
-            # A marker above a function is about that one: the first that has not ended before.
-            name = next((name for end, name in tops if end > i), "the top")
-            found.append((i, name, match[1], match[2] or "", " ".join(sentence)))
-    return found
+    readme = script.with_name("README.md")
+    if script.name != "train-llm.py" or not readme.exists():
+        return {}
+    text = re.sub(r"^```.*?^```\n", "", readme.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"\[([^]]+)\]\((?!https:)[^)]*\)", r"\1", text)
+    ideas = re.findall(r"^### (\d+)\. (.*)\n((?:(?!##).*\n)*)", text, re.MULTILINE)
+    return {number: (markdown(title)[3:-4], markdown(body)) for number, title, body in ideas}
 
 
 def column(number: int, title: str, texts, rows, kinds: list[str], parents) -> str:
     """One text as HTML, as many lines high as there are rows."""
     text, lines = texts[number], []
     tokens = tokens_of("\n".join(text))
-    ideas = {i for i, _, _, idea, _ in markers(text) if idea}
+    ideas = {i for i, *_ in ideas_of(text)}
     for row, kind in zip(rows, kinds, strict=True):
         i = row[number]
         if i is None:
@@ -256,42 +254,33 @@ def column(number: int, title: str, texts, rows, kinds: list[str], parents) -> s
         before = row[parent] if number and brought_by == number else None
         old = "" if before is None else texts[parent][before]
         code = code_as_html(tokens[i], changed_characters(old, text[i]))
-        name = f'id="{number + 1}-{i + 1}" data-n="{i + 1}"'
-        lines.append(f'<span class="{" ".join(classes)}" {name}>{code}\n</span>')
+        indent = len(text[i]) - len(text[i].lstrip())  # of what a narrow column wraps
+        style = f' style="--indent: {indent}"' if indent and len(text[i]) > SHORT_LINE else ""
+        lines.append(f'<span class="{" ".join(classes)}" data-n="{i + 1}"{style}>{code}\n</span>')
     return (
-        f'<section class="column" data-column="{number}" aria-label="{title}"><h2>{title}</h2>'
-        f'<pre class="scroller" tabindex="0" role="region" aria-label="Code of {title}">'
-        f"<code>{''.join(lines)}</code></pre></section>"
+        f'<section class="column" aria-label="{title}"><h2>{title}</h2>'
+        f"<pre>{''.join(lines)}</pre></section>"
     )
 
 
-def contents(names: list[str], texts, rows, kinds: list[str], parents) -> str:
-    """The marked places that each text brings, as links: the numbered ideas, then the others."""
+def contents(names: list[str], texts, parents, explained: list[dict]) -> str:
+    """The ideas that each text brings, folded, with what its README says about them."""
     result = []
     for number, (name, text) in enumerate(zip(names, texts, strict=True)):
-        older = (marker for n in ancestors(number, parents) for marker in markers(texts[n]))
-        known = {(marker, idea or sentence) for _, _, marker, idea, sentence in older}
-        by = {
-            row[number]: bringer(number, kind, parents)
-            for row, kind in zip(rows, kinds, strict=True)
-        }
-        lists = {"ideas": [], "places": []}
-        for i, function, marker, idea, sentence in markers(text):
-            if by[i] != number or (marker, idea or sentence) in known:
-                continue
-            sentence = html.escape(re.split(r"(?<=\.) (?=[A-Z])", sentence)[0])
-            what, where = f"<b>{marker} {idea}</b> {sentence}", f"<code>{function}</code>"
-            what = f"{what} {where}" if idea else f"{where} {sentence}"
-            link = f'<a href="#{number + 1}-{i + 1}">{what}</a>'
-            lists["ideas" if idea else "places"].append(f"<li>{link}</li>")
-        if any(lists.values()):
-            result.append(f'<details class="from-{number}" data-column="{number}">')
-            result.append(f"<summary><h2>{name}</h2></summary>")
-            result += [f'<ol class="{k}">{"".join(v)}</ol>' for k, v in lists.items() if v]
-            result.append("</details>")
-    summary = "<summary><kbd>c</kbd> Ideas and other marked places</summary>"
-    listed = f"<details open>{summary}{''.join(result)}</details>"
-    return f'<nav aria-label="Marked places">{listed}</nav>' if result else ""
+        older = {idea[1:3] for n in ancestors(number, parents) for idea in ideas_of(texts[n])}
+        ideas = [idea for idea in ideas_of(text) if idea[1:3] not in older]
+        if not ideas:
+            continue
+        result.append(f'<section class="from-{number}" data-column="{number}"><h2>{name}</h2>')
+        for i, marker, idea, sentence in sorted(ideas, key=lambda found: int(found[2])):
+            title, body = explained[number].get(idea, (html.escape(sentence), ""))
+            address = f"{name.removeprefix('more/')}/{marker}-{idea}"
+            result.append(
+                f'<details id="{address}" name="idea" data-n="{i + 1}">'
+                f"<summary><b>{marker} {idea}</b> {title}</summary>{body}</details>"
+            )
+        result.append("</section>")
+    return f'<nav aria-label="Ideas">{"".join(result)}</nav>' if result else ""
 
 
 def buttons(names: list[str], parents: list[int | None]) -> str:
@@ -307,7 +296,7 @@ def buttons(names: list[str], parents: list[int | None]) -> str:
         key = f"<kbd>{KEYS[number]}</kbd> " if number < len(KEYS) else ""
         result.append(
             f'<button class="{classes}"{title} aria-pressed="true"'
-            f' style="grid-area: {row} / {depth + 1}; --up: {row - beside}">'
+            f' style="grid-area: {row} / {depth + 1}; --depth: {depth}; --up: {row - beside}">'
             f"<span>{key}{name}</span></button>"
         )
     return "".join(result)
@@ -328,7 +317,7 @@ def styles() -> str:
     return re.sub(r"background(-color)?: *[^;}]+;?", "", "\n".join(rules)).replace(red, green)
 
 
-def page(titles: list[str], texts: list[list[str]], parents: list[int | None]) -> str:
+def page(titles: list[str], texts: list[list[str]], parents, explained: list[dict]) -> str:
     rows = align(texts, parents)
     kinds = [versions(row, texts) for row in rows]
     folders = [title.rpartition("/")[0] for title in titles]
@@ -341,7 +330,7 @@ def page(titles: list[str], texts: list[list[str]], parents: list[int | None]) -
         "TITLE": " · ".join(titles),
         "STYLES": styles(),
         "BUTTONS": buttons(names, parents),
-        "CONTENTS": contents(names, texts, rows, kinds, parents),
+        "CONTENTS": contents(names, texts, parents, explained),
         "COLUMNS": "".join(columns),
         "KINDS": json.dumps(kinds),
         "PARENTS": json.dumps([parent or 0 for parent in parents]),
@@ -374,7 +363,8 @@ def main() -> None:
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             sys.exit(f"error: cannot read {path} as Python: {error or type(error).__name__}")
     try:
-        args.output.write_text(page(titles, texts, continued(files)), "utf-8")
+        explained = [*map(explanations, files)]
+        args.output.write_text(page(titles, texts, continued(files), explained), "utf-8")
     except OSError as error:
         sys.exit(f"error: cannot write {args.output}: {error.strerror}")
     print(f"wrote {args.output}")
