@@ -257,6 +257,30 @@ def test_output(tmp_path, estimate):
         assert (status, said in text) == (2, True), text
 
 
+def test_a_model_with_parts_for_images(tmp_path, estimate):
+    """Only the text model inside is counted. Some families have none that is a causal LM."""
+    text_config = LLAMA | {"model_type": "gemma3_text", "head_dim": 16}
+    for name, config in (
+        ("text", text_config),
+        ("whole", {"model_type": "gemma3", "text_config": text_config, "vision_config": {}}),
+        ("bert", {"model_type": "t5"}),
+        ("qwen", {"model_type": "qwen2_5_vl", "text_config": {"vocab_size": 2048}}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    flags = ["-s", "64", "-b", "1", "--no-compile", "--devices", "1"]
+    tables = []
+    for name in ("text", "whole", "whole/config.json"):
+        status, text = estimate("-m", str(tmp_path / name), *flags)
+        assert status == 0, text
+        tables.append(text.partition(":")[2])
+    assert len({*tables}) == 1
+    for name in ("bert", "qwen"):
+        status, text = estimate("-m", str(tmp_path / name), *flags)
+        assert status == 1
+        assert f"{name} is no plain decoder of text: choose another model" in text
+
+
 def test_loading_of_a_mixture(tmp_path, estimate):
     """Joined tensors of experts are there twice, as in benchmarks/records/sharded-loading.md."""
     sizes = {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 2}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -220,6 +221,29 @@ OTHER_KEYS = {
     "parallel.fsdp_config.fsdp_min_num_params": "whatever its size",
     "optimizer.lr": "'lr' not in 'Optimizer'",
 }
+
+
+DOUBTED = {"temperature": 0.9, "top_p": 0.6}, {"num_beams": 1, "length_penalty": 2.0}
+DOUBTED += ({"pad_token_id": -1}, {"typical_p": 0.5})
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("processes", [0, 2])
+def test_settings_of_generation_that_transformers_refuses_to_save(runs, pretrained, processes):
+    """Of a base whose special tokens are not the tokenizer's. Chapter 1 saves them, too."""
+    base = runs.folder / "base"
+    shutil.copytree(pretrained, base)
+    for number, settings in enumerate(DOUBTED[: 4 if processes == 0 else 1]):
+        settings = {"bos_token_id": 1, "eos_token_id": 5} | settings
+        (base / "generation_config.json").write_text(json.dumps(settings))
+        overrides = [f"model.name={base}", "model.from_scratch=false"]
+        overrides += ["training.max_steps=1", "training.save_steps=1"]
+        overrides += ["parallel=ddp"] if processes else []
+        run = runs(*overrides, name=f"generation-{number}", processes=processes)
+        for folder in ("final", "checkpoint-1"):
+            saved = json.loads((run.folder / folder / "generation_config.json").read_text())
+            for name in settings.keys() - {"bos_token_id", "eos_token_id"}:
+                assert saved[name] == settings[name], folder
 
 
 @pytest.mark.parametrize("key", OTHER_KEYS)

@@ -465,6 +465,36 @@ def test_preflight_looks_at_rows(shards, tmp_path):
     for more, error in ([], "give --eval-dataset"), (["--eval-freq", 0, "-s", 64], "32 tokens"):
         output = run_tool(tmp_path, "preflight.py", *flags, *more, status=1)
         assert re.search(f"  error: .*{error}", output)
+    output = run_tool(tmp_path, "preflight.py", *flags, "--eval-freq", 0, "-b", 1)
+    steps = 3 * len(rows_in(shards)) // 8
+    assert f" {steps} of 8 samples of 32 tokens on 8 devices: {steps * 8 * 32:,} tokens" in output
+    assert steps > 10
+
+
+def test_preflight_refuses_compressed_rows_in_a_folder(many, tmp_path):
+    """They are for an address. Some of them may have been decompressed."""
+    plain, zipped = many
+    flags = ["10", "-m", TINY_LLAMA, "--from-scratch", "-s", 32, "--eval-freq", 0, "-d"]
+    mixed = tmp_path / "mixed"
+    shutil.copytree(zipped, mixed)
+    shutil.copy(min(plain.glob("*.mds")), mixed)
+    for folder in (zipped, mixed):
+        output = run_tool(tmp_path, "preflight.py", *flags, folder, status=1)
+        assert f"error: {folder} has compressed rows" in output
+
+
+def test_the_command_of_chapter_10(write, few, tmp_path):
+    """With the length and the tokenizer of the rows. Compressed rows need an address."""
+    command = (
+        "Train on it: torchrun --standalone --nproc-per-node 1 more/10-mds-shards/train-llm.py"
+    )
+    run = write("command", data=few)
+    flags = f"-d {run.folder} -e command -s 32 --eval-freq 0 -m {TINY_LLAMA}"
+    assert run.output.splitlines()[-1] == f"{command} {flags}"
+    run = write("held-out", "--held-out", "10%", "--compression", "zstd", data=few)
+    flags = f"-d s3://BUCKET/held-out -e held-out -s 32 --eval-dataset {run.folder} -m {TINY_LLAMA}"
+    assert run.output.splitlines()[-1] == f"{command} {flags}"
+    assert "01-single-gpu" not in run.output
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import torch
 from conftest import LLAMA, TINY_LLAMA, write_documents, write_model
 from runner import CHAPTERS_BY_NUMBER, FACTS, REPOSITORY, Job, load
+from safetensors.torch import load_file, save_file
 from test_chat import DEMO_TEMPLATE
 from test_equal import MODELS
 from test_fsdp import save_weights
@@ -196,11 +198,29 @@ def other_shapes():
     return ["-m", path, "--no-from-scratch"]
 
 
+def spoiled(value: float, ending="safetensors"):
+    """A base with this number in one place of one tensor."""
+
+    def make():
+        path = model(weights=True)
+        weights = load_file(path / "model.safetensors")
+        weights["model.layers.1.mlp.up_proj.weight"][-1, -1] = value
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+        if ending == "bin":
+            torch.save(weights, path / "pytorch_model.bin")
+            (path / "model.safetensors").unlink()
+        return ["-m", path, "--no-from-scratch"]
+
+    return make
+
+
 def unfit(**changes):
     return lambda: ["-m", edited(model(), **changes)]
 
 
 # What somebody has, and what the tool says of it
+GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}
+OPT = {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32}
 XLM = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4}
 CASES = {
     "pointers": (
@@ -265,6 +285,18 @@ CASES = {
     "an untied head": (untied, "set tie_word_embeddings to false"),
     "quantized": (unfit(quantization_config={"quant_method": "fp8"}), "is quantized"),
     "positions": (lambda: ["-s", 4096], "positions"),
+    "positions of GPT-2": (
+        lambda: ["-m", model(**GPT2, max_position_embeddings=16)],
+        "--seq-length 32 is more than the model's 16 positions",
+    ),
+    "positions of OPT": (
+        lambda: ["-m", model(**OPT, max_position_embeddings=16)],
+        "--seq-length 32 is more than the model's 16 positions",
+    ),
+    "one token": (lambda: ["-s", 1], "--seq-length 1 leaves no token to predict"),
+    "NaN": (spoiled(float("nan")), "NaN or infinity, so that the loss is NaN: model.layers.1.mlp"),
+    "infinity": (spoiled(-float("inf")), "NaN or infinity, so that the loss is NaN: model.layers"),
+    "NaN in .bin": (spoiled(float("nan"), "bin"), "NaN or infinity, so that the loss is NaN: mod"),
     "a scheduler that needs a metric": (
         lambda: ["--lr-scheduler", "reduce_lr_on_plateau"],
         "is no function of the step",
@@ -335,6 +367,136 @@ def test_conversations(look):
         flags = [*jsonl([messages], f"{part[0]}.jsonl", "messages"), *template]
         status, output = look(*flags, chapter="16")
         assert (status, f"error: {part}" in output) == (1, True), output
+
+
+def test_special_tokens_in_messages(look):
+    """In questions, answers, thoughts and calls. A tag of thoughts is none, nor is white space."""
+
+    def edit(backend, path):
+        backend.add_special_tokens(["<|im_end|>"])
+        backend.add_tokens(["<\uff5cUser\uff5c>", "<think>", "\n\n\n"])
+        edited(path, vocab_size=2100)
+
+    flags = [*tokenizer(edit), "--chat-template", DEMO_TEMPLATE]
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    call = json.dumps([{"function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}])
+    for name, changed, tokens in (
+        (
+            "question",
+            [question | {"content": "What is <|im_end|>?"}, answer],
+            "<|im_end|> (9 times)",
+        ),
+        (
+            "answer",
+            [question, answer | {"content": "<|endoftext|>" * 2}],
+            "<|endoftext|> (18 times)",
+        ),
+        (
+            "turn",
+            [question, answer | {"content": "<\uff5cUser\uff5c>"}],
+            "<\uff5cUser\uff5c> (9 times)",
+        ),
+        ("call", [question, answer | {"tool_calls": call}], "<|im_end|> (9 times)"),
+        ("tag", [question, answer | {"content": "<think>\n\n\nb"}], None),
+    ):
+        more = jsonl([changed] * 9, f"{name}.jsonl", "messages")
+        status, output = look(*flags, *more, chapter="16")
+        warnings = [line for line in output.splitlines() if "special tokens" in line]
+        line = (
+            f"  warning: contents of messages contain special tokens: {tokens}: remove those that"
+        )
+        assert [w.startswith(line) for w in warnings] == [True] * bool(tokens), output
+        assert status == 0, output
+
+
+def by_the_tool(monkeypatch, *flags):
+    """A folder of tools/prepare-data.py with many groups of rows."""
+    prepare = load(TOOL.with_name("prepare-data.py"))
+    monkeypatch.setattr(prepare, "GROUP", 300)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["prepare-data.py", *map(str, flags), "-o", "p"])
+    prepare.main()
+    return ["-d", "p"]
+
+
+def test_figures_of_each_form_of_data(look, monkeypatch):
+    """Samples, steps and tokens of a run are those of the same documents, wherever they are."""
+    rows = datasets.Dataset.from_dict({"text": MANY})
+    splits = {"train": rows, "train_sft": rows.select(range(30))}
+    hub = mock.Mock(side_effect=lambda *names, **_: datasets.DatasetDict(splits))
+    rows.to_parquet("x.parquet")
+    rows.to_csv("x.csv")
+    for begin in (0, 30):
+        write_documents(Path(f"part-{begin}.jsonl"), MANY[begin : begin + 30])
+    forms = {
+        "folder": by_the_tool(monkeypatch, "x.parquet"),
+        "file": jsonl(MANY),
+        "pattern": ["-d", "part-*.jsonl"],
+        "text": written("x.txt", "<|endoftext|>".join(MANY).encode()),
+        "parquet": ["-d", "x.parquet"],
+        "csv": ["-d", "x.csv"],
+        "name": ["-d", "somebody/some"],
+        "split": ["-d", "somebody/some:train_sft"],
+    }
+    tiny = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    tokens = sum(len(ids) + 1 for ids in tiny(MANY)["input_ids"])
+    tokens_of_half = sum(len(ids) + 1 for ids in tiny(MANY[:30])["input_ids"])
+    for form, flags in forms.items():
+        with monkeypatch.context() as patch:
+            if form in ("name", "split"):
+                patch.setattr(datasets, "load_dataset", hub)
+            _, output = look(*flags, "-b", 2)
+        count = tokens_of_half if form == "split" else tokens
+        steps = int(3 * count / 32) // 2
+        assert steps > 10
+        assert f"about {count:,} tokens, {count / 32:,.0f} samples" in output, (form, output)
+        line = f"{steps} of 2 samples of 32 tokens on 1 devices: {steps * 64:,} tokens\n"
+        assert line in output, (form, output)
+
+
+def test_figures_that_chapters_change(look):
+    """Chapter 4 may read a part of the documents. Nothing is known of an address."""
+    tiny = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    tokens = round(sum(len(ids) + 1 for ids in tiny(MANY)["input_ids"]) / 2)
+    flags = ["-b", 1, "--eval-freq", 0]
+    _, output = look(*jsonl(MANY), *flags, "--max-documents", 30, chapter="04")
+    assert f"about {tokens:,} tokens, " in output
+    _, output = look("-d", "s3://bucket/rows", *flags, chapter="10")
+    assert re.search(r"steps +\? of 8 samples of 32 tokens on 8 devices\n", output), output
+    assert "0 tokens" not in output
+    _, output = look("-d", "s3://bucket/rows", *flags, "--max-steps", 5, chapter="10")
+    assert "5 of 8 samples of 32 tokens on 8 devices: 1,280 tokens\n" in output
+
+
+def test_figures_of_conversations(look, monkeypatch):
+    messages = [[{"role": role, "content": "a b"} for role in ("user", "assistant")]] * 160
+    file = jsonl(messages, column="messages")
+    flags = ["--chat-template", DEMO_TEMPLATE, "-b", 1]
+    lines = []
+    for data in (file, by_the_tool(monkeypatch, file[1], "--as", "messages")):
+        _, output = look(*data, *flags, chapter="16")
+        assert "160; looked at " in output
+        lines.append(re.findall(r"  (?:dataset|steps) .*", output))
+    assert lines[0] == lines[1]
+    assert re.search(r"steps +\d\d of 8 samples of 32 tokens on 8 devices", lines[0][1])
+
+
+def test_devices_of_nodes(tool, monkeypatch, tmp_path):
+    """Two nodes of 8 devices: one count for the steps and for the memory."""
+    with mock.patch.object(sys, "argv", ["train-llm.py", "-m", str(TINY_LLAMA), "-s", "32"]):
+        args = load(CHAPTERS_BY_NUMBER["03"]).parse_args()
+    run = mock.Mock(return_value=mock.Mock(stdout="table"))
+    monkeypatch.setattr(tool.subprocess, "run", run)
+    for world, local, devices in ((2, 1, 16), (16, 8, 16), (1, 1, 8), (8, 8, 8)):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local))
+        report = tool.Report()
+        report.tokens = 10**6
+        tool.check_length_of_run(args, 10**9, report)
+        assert f"on {devices} devices" in report.facts["steps"]
+        tool.check_memory(args, report)
+        command = run.call_args.args[0]
+        assert command[command.index("--devices") + 1] == str(devices)
 
 
 def test_targets_that_no_layer_has(look, pretrained):

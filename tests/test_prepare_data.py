@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import random
+import re
 import signal
 from collections import Counter
 from unittest.mock import Mock
@@ -132,6 +133,11 @@ def test_long_documents(documents, prepared, tmp_path):
         (tmp_path / "border.txt").write_text("x" * length + "<|endoftext|>y")
         found = splits_of(documents, tmp_path / "border.txt")["train"]
         assert ("".join(found), found[-1]) == ("x" * length + "y", "y")
+    for length in range(249_985, 250_015):  # the second read ends shortly behind a piece
+        first = "a" * 249_977
+        (tmp_path / "border.txt").write_text("<|endoftext|>".join([first, "x" * length, "y"]))
+        found = splits_of(documents, tmp_path / "border.txt")["train"]
+        assert ("".join(found), found[-1]) == (first + "x" * length + "y", "y")
     for name in ("a.txt", "a.jsonl"):
         output, rows = prepared(name, "--no-shuffle", "--overwrite")
         size = 250_000
@@ -238,16 +244,69 @@ def test_an_error_names_its_file(prepared, tmp_path, name):
     elif part:
         assert output.splitlines()[-1].startswith(f"error: {part}: correct them")
         assert f"{name}:" in output
-        assert "good" in prepared("a.txt", name, "--skip-bad")[1]["train"]
+        # A source of which nothing is left is an error with --skip-bad, too.
+        is_lost = name not in ("broken.jsonl", "no UTF-8.parquet")
+        output, rows = prepared("a.txt", name, "--skip-bad", status=is_lost)
+        if is_lost:
+            assert_one_sentence(output, f"nothing is left of {name}")
+        else:
+            assert "good" in rows["train"]
+            return
     assert ("good" in rows["train"]) == (part is None), output
     assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 def test_nothing_to_train_on(prepared, tmp_path):
-    for name, content in ("a.jsonl", "\n\n"), ("b.txt", ""), ("c.jsonl", '{"text": ""}\n'):
+    for name, content in ("a.jsonl", "\n\n"), ("b.txt", ""), ("c.txt", "\n<|endoftext|>\n\n"):
         (tmp_path / name).write_text(content)
         output, _ = prepared(name, status=1)
         assert_one_sentence(output, "there is no document to train on")
+    (tmp_path / "good.txt").write_text("good")
+    for name, content in (
+        ("d.jsonl", '{"text": ""}\n{"text": null}\n'),
+        ("e.csv", "text\n \xff\n"),
+        ("f.jsonl.gz", "no archive"),
+    ):
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+        output, _ = prepared(name, "good.txt", "--skip-bad", status=1)
+        assert_one_sentence(output, f"nothing is left of {name}: ")
+
+
+def test_a_column_of_tables_alone(prepared, tmp_path):
+    """Files of text have none, so --text-column does not leave them out."""
+    (tmp_path / "a.txt").write_text("one<|endoftext|>two")
+    write_documents(tmp_path / "b.jsonl", ["three"], column="content")
+    (tmp_path / "c.csv").write_text("content,n\nfour,4\n")
+    _, rows = prepared("a.txt", "b.jsonl", "c.csv", "--text-column", "content", "--no-shuffle")
+    assert rows["train"] == ["one", "two", "three", "four"]
+
+
+def test_separators_make_no_blank_documents(prepared, tmp_path):
+    """At the end of a file, at its begin, twice in a row, and in the texts of JSON."""
+    end = "<|endoftext|>"
+    (tmp_path / "a.txt").write_text(f"{end}\none{end}\n\n")
+    (tmp_path / "b.txt").write_text(f"two{end} {end}\tthree\n{end}\n{end}")
+    write_documents(tmp_path / "c.jsonl", [f"four{end}\n\n", f"five{end}six", f"\n{end}\n"])
+    long = "x" * 250_020 + "\n" * 250_000  # the last piece of a document is a part of it
+    (tmp_path / "d.txt").write_text(f"{long}{end}\n")
+    _, rows = prepared("a.txt", "b.txt", "c.jsonl", "d.txt", "--no-shuffle")
+    *short, first, second, third = rows["train"]
+    assert short == ["\none", "two", "\tthree\n", "four", f"five{end}six"]
+    assert first + second + third == long
+
+
+def test_the_command_that_trains(prepared, tmp_path):
+    write_documents(tmp_path / "a.jsonl", ["one", "two"])
+    write_rows(tmp_path / "chats.jsonl", [{"prompt": "q", "completion": "a"}])
+    start = "torchrun --standalone --nproc-per-node 1 more/16-chat/train-llm.py"
+    for flags, command in (
+        (["a.jsonl"], "python 01-single-gpu/train-llm.py -d out -e out"),
+        (["a.jsonl", "-m", "x/y"], "python 01-single-gpu/train-llm.py -d out -e out -m x/y"),
+        (["chats.jsonl", "--as", "messages"], f"{start} -d out -e out"),
+        (["chats.jsonl", "--as", "messages", "-m", "a b"], f"{start} -d out -e out -m 'a b'"),
+    ):
+        output, _ = prepared(*flags, "--overwrite")
+        assert output.splitlines()[-1] == f"Train on it: {command}"
 
 
 def test_the_folder_is_whole_or_not_there(prepared, tmp_path):
@@ -273,13 +332,22 @@ def test_the_folder_is_whole_or_not_there(prepared, tmp_path):
     output, kept = prepared("a.jsonl", status=1)
     assert_one_sentence(output, "a.jsonl changed since out was made: --overwrite replaces it")
     assert kept == rows
+    write_documents(file, ["one", "two"])  # the same content at another time
+    assert "Nothing has changed" in prepared("a.jsonl")[0]
     write_documents(file, ["two", "one"])
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert "Nothing has changed" in prepared("a.jsonl")[0]
     assert "has other documents" in prepared("a.jsonl", "--check", status=1)[0]
     assert "at most 4 MB" in prepared("a.jsonl", "--dry-run")[0]
-    output, _ = prepared("a.jsonl", "--seed", 1, status=1)
-    assert_one_sentence(output, "the flags or the sources changed")
+    for flags, what in (
+        (["a.jsonl", "--seed", 1], "flags (--seed)"),
+        (["a.jsonl", "--as", "messages", "--role", "x=user"], "flags (--as, --role)"),
+        (["b.jsonl"], "sources"),
+        (["a.jsonl", "b.jsonl"], "sources"),
+    ):
+        write_documents(tmp_path / "b.jsonl", ["three"])
+        output, _ = prepared(*flags, status=1)
+        assert_one_sentence(output, f"out was made with different {what}: --overwrite replaces it")
     prepared("*", "--overwrite")  # its own folder is no source
     assert len([*(tmp_path / "out").iterdir()]) == 3
     assert [path.name for path in tmp_path.glob(".*")] == []
@@ -351,6 +419,7 @@ PARSED = {"type": "function", "function": {"name": "f", "arguments": {"a": None,
 FILLED = {"function": {"name": "f", "arguments": {"a": None, "b": 3}}, "id": None}
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
+EMPTY = {"role": "assistant", "content": ""}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [PARSED]}
 # A row, and its messages
 FORMS = [
@@ -362,7 +431,14 @@ FORMS = [
     ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [Q, A]),
     ({"conversations": [{"from": "system", "value": "s"}, Q, A]}, [SYSTEM, Q, A]),
     ({"conversations": [{"from": "tool", "value": "t"}]}, [{"role": "tool", "content": "t"}]),
+    ([Q, A], [Q, A]),
+    ({"messages": json.dumps(json.dumps([Q, A]))}, [Q, A]),
     ({"conversations": [Q, A], "system": "s"}, [SYSTEM, Q, A]),
+    ({"messages": [SYSTEM, Q, A], "system": "s"}, [SYSTEM, Q, A]),
+    ({"messages": [SYSTEM, Q, A], "system": "another"}, [SYSTEM, Q, A]),
+    ({"messages": [Q, EMPTY | {"weight": 0}, Q, A]}, [Q, EMPTY | {"weight": 0}, Q, A]),
+    ({"messages": [Q, EMPTY | {"thought": "t"}]}, [Q, EMPTY | {"thought": "t"}]),
+    ({"prompt": 7, "completion": 0}, [Q | {"content": "7"}, A | {"content": "0"}]),
     ({"messages": [Q, A], "prompt": "x", "completion": "y"}, [Q, A]),
     ({"messages": None, "prompt": "q", "completion": "a"}, [Q, A]),
     ({"prompt": "q", "completion": "a"}, [Q, A]),
@@ -392,29 +468,122 @@ FORMS = [
         {"messages": [A | {"tool_calls": [{"name": "f", "arguments": ""}]}]},
         [A | {"tool_calls": [{"name": "f", "arguments": {}}]}],
     ),
+    # A call of ShareGPT, and the older form of OpenAI
+    (
+        {"conversations": [{"from": "function_call", "value": json.dumps(CALL["function"])}]},
+        [CALLS],
+    ),
+    (
+        {"conversations": [{"from": "function_call", "value": json.dumps([CALL, CALL])}]},
+        [CALLS | {"tool_calls": [PARSED, PARSED]}],
+    ),
+    ({"messages": [{"role": "assistant", "function_call": CALL["function"]}]}, [CALLS]),
+    # JSON text in JSON text
+    (
+        {"messages": [CALLS | {"tool_calls": [{"name": "f", "arguments": '"{\\"a\\": 1}"'}]}]},
+        [CALLS | {"tool_calls": [{"name": "f", "arguments": {"a": 1}}]}],
+    ),
+    ({"messages": [CALLS | {"tool_calls": json.dumps(json.dumps([PARSED]))}]}, [CALLS]),
 ]
+
+
+def said_by(role: str) -> dict:
+    return {"messages": [Q, {"role": role, "content": "a"}]}
+
+
 # A part of the sentence, and a row
 REFUSED = [
     ("no column messages, and none of the pairs", {"prompt": "q", "answer": "a"}),
     ("messages must be JSON, not this text", {"messages": "[{'role': 'user'}]"}),
-    ("a message of messages must be a dict: 3", {"messages": [3]}),
+    ("a message of messages must be an object: 3", {"messages": [3]}),
     ("messages must be a list: 3", {"messages": "3"}),
     ("messages must be a list", {"messages": Q}),
     ("history must be a list of pairs", {"instruction": "", "output": "", "history": [Q]}),
     ("history must be a list: 4", {"instruction": "", "output": "", "history": "4"}),
     ("tools must be a list: 4", {"tools": "4", "messages": [Q, A]}),
     ("tool_calls must be a list: 4", {"messages": [A | {"tool_calls": 4}]}),
-    ("a call of a tool must be a dict: 4", {"messages": [A | {"tool_calls": [4]}]}),
-    ("function of a call must be a dict", {"messages": [A | {"tool_calls": [{"function": 4}]}]}),
+    ("a call of a tool must be an object: 4", {"messages": [A | {"tool_calls": [4]}]}),
+    ("function of a tool must be an object", {"messages": [A | {"tool_calls": [{"function": 4}]}]}),
     ("arguments must be JSON", {"messages": [A | {"tool_calls": [{"arguments": "{"}]}]}),
+    ("arguments must be an object: 5", {"messages": [A | {"tool_calls": [{"arguments": "5"}]}]}),
+    ("arguments must be an object: [", {"messages": [A | {"tool_calls": [{"arguments": [1]}]}]}),
+    ("arguments must be an object: T", {"messages": [A | {"tool_calls": [{"arguments": True}]}]}),
+    (
+        "a call of a tool must have a name",
+        {"messages": [A | {"tool_calls": [{"arguments": "{}"}]}]},
+    ),
+    ("function_call must be JSON", {"conversations": [{"from": "function_call", "value": "f()"}]}),
+    ("a tool must be an object: 1", {"tools": [1], "messages": [Q, A]}),
+    ("an answer is empty", {"messages": [Q, EMPTY]}),
+    ("an answer is empty", {"prompt": "q", "completion": " \n"}),
+    ("an answer is empty", {"instruction": "q", "output": "a", "history": [["q", ""]]}),
+    ("input must be text: True", {"instruction": "q", "input": True, "output": "a"}),
+    ("input must be text: ['x']", {"instruction": "q", "input": ["x"], "output": "a"}),
+    ("input must be text: nan", {"instruction": "q", "input": float("nan"), "output": "a"}),
+    ("instruction must be text: {", {"instruction": {"a": 1}, "output": "a"}),
+    ("completion must be text: ['a", {"prompt": "q", "completion": ["a", "b"]}),
+    ("must be text, perhaps empty", {"messages": [Q, A], "system": False}),
+    ("must be text, perhaps empty", {"messages": [Q, A], "system": ["s"]}),
+    ("must be JSON, not this text: q", ["q", "a"]),
+    ("a row must be an object, or a list of messages: 3", 3),
     ("must be text, perhaps empty", {"messages": [{"content": "a"}]}),
     ("must be text, perhaps empty", {"messages": [Q, A | {"content": None}]}),
     ("must be text, perhaps empty", {"messages": [Q, A | {"content": 4}]}),
     ("must be text, perhaps empty", {"messages": [Q, A | {"content": [{"type": "text"}]}]}),
     ("must be text, perhaps empty", {"prompt": "q", "completion": None}),
     ("weight of a message must be a number", {"messages": [A | {"weight": "0"}]}),
-    ("a row is no object", [Q, A]),
+    ("weight of a message must be a number", {"messages": [A | {"weight": float("nan")}]}),
+    ("unknown role 'bing': say which one it is, as in --role bing=assistant", said_by("bing")),
+    ("as in --role 'my bot=assistant'", said_by("my bot")),
+    ("unknown role 'tools'", said_by("tools")),
 ]
+
+
+def test_names_of_roles(prepared, documents, tmp_path):
+    """All that docs/data.md names, in any spelling. Another name rejects its row, or --role."""
+    page = (REPOSITORY / "docs" / "data.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| (`.*) \|$", page, re.MULTILINE))
+    names = {role: re.findall("`([^`]+)`", cell) for role, cell in table.items()}
+    conversations = load(REPOSITORY / "tools" / "conversations.py")
+    listed = {role: sorted(map(conversations.plain, cell)) for role, cell in names.items()}
+    assert listed == {role: sorted(known) for role, known in conversations.ROLES.items()}
+    for role, cell in names.items():
+        for name in cell:
+            for spelling in (name, name.upper(), name.title().replace("_", "-"), f" {name}"):
+                assert conversations.role_of(spelling, {}) == role
+    rows = [said_by("bing"), said_by("Narrator"), said_by("gpt")]
+    write_rows(tmp_path / "a.jsonl", rows)
+    output, _ = prepared("a.jsonl", "--as", "messages", "--skip-bad")
+    for name in ("bing", "Narrator"):
+        assert f"rejected: 1 rows: unknown role '{name}': say which one it is, as in" in output
+    given = ["--role", "Bing=assistant", "--role", "narrator=narrator"]
+    _, rows = prepared("a.jsonl", "--as", "messages", *given, "--overwrite", "--no-shuffle")
+    roles = [[message["role"] for message in row["messages"]] for row in rows["train"]]
+    assert roles == [["user", "assistant"], ["user", "narrator"], ["user", "assistant"]]
+    prepared("a.jsonl", "--as", "messages", "--role", "bing=asistant", status=2)
+
+
+def test_lines_that_are_lists(prepared, tmp_path):
+    """Bare conversations: in lines, one alone, in a list, and between objects."""
+    for name, text in {
+        "lines.jsonl": f"{json.dumps([Q, A])}\n\n{json.dumps([Q, A])}\n",
+        "one.jsonl": json.dumps([Q, A]),
+        "list.json": json.dumps([[Q, A], [Q, A]], indent=1),
+        "mixed.jsonl": "\n".join(map(json.dumps, ({"messages": [Q, A]}, [Q, A]))),
+        "first.jsonl": "\n".join(map(json.dumps, ([Q, A], {"messages": [Q, A]}))),
+        "sharegpt.jsonl": json.dumps([{"from": "human", "value": "q"}, A]),
+    }.items():
+        (tmp_path / name).write_text(text)
+        _, rows = prepared(name, "--as", "messages", "--overwrite")
+        assert [row["messages"] for row in rows["train"]] in ([[Q, A]], [[Q, A]] * 2), name
+    # As texts, the elements of a list are rows, whatever their columns are.
+    _, rows = prepared("one.jsonl", "--text-column", "content", "--overwrite", "--no-shuffle")
+    assert rows["train"] == ["q", "a"]
+    output, _ = prepared("lines.jsonl", "--text-column", "content", "--overwrite", status=1)
+    assert_one_sentence(output, "something stands behind the list: a row must be an object")
+    (tmp_path / "behind.jsonl").write_text('[{"text": "a"}]\n[{"text": "b"}]\n')
+    output, _ = prepared("behind.jsonl", "--overwrite", status=1)
+    assert_one_sentence(output, "something stands behind the list: a row must be an object")
 
 
 def test_forms_of_rows(documents):

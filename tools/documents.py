@@ -25,6 +25,8 @@ from types import SimpleNamespace
 import fsspec
 import pyarrow
 import pyarrow.parquet
+import xxhash
+from conversations import COLUMNS, Rejected, conversation_as_text
 
 TEXTS, JSON, TABLES = {".txt", ".md", ".py"}, {".json", ".jsonl"}, {".parquet", ".arrow"}
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -48,10 +50,6 @@ LONGEST = 250_000_000  # characters of a row of JSON, which takes several times 
 PLACES = 5  # of rejected rows that are shown, for each reason
 DAMAGED = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, csv.Error)
 DAMAGED += (pyarrow.ArrowException,)
-
-
-class Rejected(Exception):
-    """A row or a file is left out. The arguments: the reason, and perhaps what shows it."""
 
 
 @dataclass
@@ -105,10 +103,11 @@ class Found:
     unread: set = field(default_factory=set)  # columns with values that are not read
     types: dict = field(default_factory=lambda: defaultdict(set))  # of the keys of messages
     first: dict = field(default_factory=dict)  # source: the beginning of its first document
+    lost: Counter = field(default_factory=Counter)  # source: rows and files that became nothing
     digest: bytes = b""  # of all documents
 
     def add(self, later: "Found") -> None:
-        for name in ("counts", "rejected", "undecoded", "damaged", "unread"):
+        for name in ("counts", "rejected", "undecoded", "damaged", "unread", "lost"):
             getattr(self, name).update(getattr(later, name))
         for reason, places in later.places.items():
             self.places[reason] = (self.places[reason] + places)[:PLACES]
@@ -117,11 +116,14 @@ class Found:
         self.first = later.first | self.first
         self.digest += later.digest
 
+    def hexdigest(self) -> str:
+        return xxhash.xxh3_128_hexdigest(self.digest)
+
 
 def reading(**options) -> SimpleNamespace:
     """How files are read: the flags of tools/prepare-data.py, or their defaults."""
     flags = {"form": "text", "text_column": "text", "subset": None, "encoding": None}
-    flags |= {"delimiter": None, "drop_nulls": False, "skip_bad": False}
+    flags |= {"delimiter": None, "drop_nulls": False, "skip_bad": False, "role": {}}
     return SimpleNamespace(**flags | options)
 
 
@@ -260,29 +262,37 @@ def read_text(file: File, args, found: Found) -> Iterator:
     """What is between <|endoftext|>. The pieces of a long document have the same number."""
     number = 1
     unfinished = ""  # a document that may go on in the next characters of the file
+    has_piece = False  # of this document, which is empty if it has white space alone
     with open_text(file, args, "replace", newline=None) as stream:
         while characters := stream.read(PIECE):
             if undecoded := characters.count("\ufffd") + characters.count("\0"):
                 found.undecoded[file.name] += undecoded
             *documents, unfinished = (unfinished + characters).split(END)
             for document in documents:
-                yield number, {"text": document}
+                yield number, {"text": document if has_piece or document.strip() else ""}
                 number += 1
+                has_piece = False
             while len(unfinished) > PIECE + len(END):  # its last characters may begin an END
                 yield number, {"text": unfinished[:PIECE]}
                 unfinished = unfinished[PIECE:]
-    yield number, {"text": unfinished}
+                has_piece = True
+    yield number, {"text": unfinished if has_piece or unfinished.strip() else ""}
 
 
 def read_json(file: File, args, found: Found) -> Iterator:
-    """A row in each line, or a list of all rows, or rows of several lines each."""
+    """A row in each line, or a list of all rows, or rows of several lines each.
+
+    A line that is a list of messages is a row, too.
+    """
     # Bytes that are not UTF-8 become characters that encode() refuses later, with file and row.
     with open_text(file, args, "surrogateescape", newline="\n") as stream:
         begun = False
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST), ""), 1):
             if line.isspace():
                 continue
-            if not begun and (line.lstrip()[0] == "[" or line.strip() == "{"):
+            is_list = not begun and line.lstrip()[0] == "["
+            is_row = is_list and args.form == "messages" and is_conversation(line)
+            if not begun and (is_list or line.strip() == "{") and not is_row:
                 yield from read_values(stream, line)
                 return
             begun = True
@@ -292,6 +302,15 @@ def read_json(file: File, args, found: Found) -> Iterator:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
                 yield number, Rejected("no JSON", error)
+
+
+def is_conversation(line: str) -> bool:
+    """Whether a line is a list of messages, and not the beginning of a list of all rows."""
+    try:
+        first, _ = json.JSONDecoder().raw_decode(line.lstrip()[1:].lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return line.rstrip().endswith("]") and isinstance(first, dict) and {*first} & {"role", "from"}
 
 
 def read_values(stream: io.TextIOWrapper, buffer: str) -> Iterator:
@@ -304,7 +323,7 @@ def read_values(stream: io.TextIOWrapper, buffer: str) -> Iterator:
         position = re.compile(r"[\s,]*").match(buffer, position).end()
         if is_list and buffer[position : position + 1] == "]":
             if buffer[position + 1 :].strip() or stream.read(1000).strip():
-                raise Rejected("something stands behind the list")
+                raise Rejected("something stands behind the list: a row must be an object")
             return
         try:
             value, position = decoder.raw_decode(buffer, position)
@@ -365,7 +384,7 @@ def read_table(file: File, args, found: Found) -> Iterator:
             is_file = head.startswith(b"ARROW1")
             table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source)
             names = table.schema.names
-        wanted = [args.text_column] if args.form == "text" else FORM_COLUMNS
+        wanted = [args.text_column] if args.form == "text" else COLUMNS
         columns = [name for name in names if name in wanted]
         found.unread.update(name for name in names if name not in columns)
         if not columns:
@@ -410,125 +429,19 @@ READERS |= dict.fromkeys(DELIMITERS, read_cells) | dict.fromkeys(TABLES, read_ta
 READERS[".mds"] = read_shards
 
 
-# -- Forms of rows, which become a text or messages ------------------------------------------------
-
-ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT
-PAIRS = [("prompt", "completion"), ("prompt", "response"), ("instruction", "output")]
-FORM_COLUMNS = ["messages", "conversations", "system", "tools", "input", "history"]
-FORM_COLUMNS += [*dict.fromkeys(name for pair in PAIRS for name in pair)]
-to_json = json.JSONEncoder(ensure_ascii=False).encode
-
-
 def text_of(row: object, column: str, found: Found) -> str:
-    """The text of a row, or nothing where it is null."""
+    """The text of a row, or nothing where it is null. No part of it is white space alone."""
     if not isinstance(row, dict):
-        raise Rejected("a row is no object with names", row)
+        raise Rejected("a row must be an object", row)
     if column not in row:
         raise Rejected(f"no text in {column!r}: choose --text-column", f"columns {[*row]}")
     text = row.pop(column)
     found.unread.update(row)
     if not isinstance(text, str | None):
         raise Rejected(f"no text in {column!r}, but a {type(text).__name__}", text)
+    if END in (text or ""):
+        text = END.join(part for part in text.split(END) if part.strip())
     return text or ""
-
-
-def without_nulls(value):
-    """Tables fill missing keys with null, at every depth. In JSON, a null is meant."""
-    if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
-    return [without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
-def parsed(value, name: str, kind=object):
-    """The value of JSON text. Other values stay. It must be of this kind, or null."""
-    try:
-        value = json.loads(value or "null") if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        raise Rejected(f"{name} must be JSON, not this text", value) from None
-    if not isinstance(value, kind | None):
-        raise Rejected(f"{name} must be a {kind.__name__}", value)
-    return value
-
-
-def conversation_of(row: object, found: Found) -> tuple[list[dict], list]:
-    """The messages of a row, and its tools. What is read is removed from the row."""
-    if not isinstance(row, dict):
-        raise Rejected("a row is no object with names", row)
-    system = row.pop("system", None)
-    messages = [message_of({"role": "system", "content": system})] if system else []
-    name = next((name for name in ("messages", "conversations") if name in row), None)
-    pair = next((names for names in PAIRS if row.keys() >= {*names}), None)
-    if name and (row[name] is not None or not pair):  # null in rows of another form
-        messages += [message_of(turn, name) for turn in parsed(row.pop(name), name, list) or []]
-    elif pair and isinstance(row[pair[0]], list):  # two lists of messages, as TRL has them
-        messages += [message_of(turn) | {"weight": 0.0} for turn in row.pop(pair[0])]
-        messages += [message_of(turn) for turn in parsed(row.pop(pair[1]), pair[1], list) or []]
-    elif pair:
-        pairs = parsed(row.pop("history", None), "history", list) or []
-        if not all(isinstance(turn, list) and len(turn) == 2 for turn in pairs):
-            raise Rejected("history must be a list of pairs", pairs)
-        # A cell may be 0, which is false, but is no empty cell.
-        parts = [row.pop(pair[0]), row.pop("input", None) if "output" in pair else None]
-        question = "\n\n".join(str(part) for part in parts if part not in (None, ""))
-        for asked, answer in [*pairs, (question, row.pop(pair[1]))]:
-            messages.append(message_of({"role": "user", "content": asked}))
-            messages.append(message_of({"role": "assistant", "content": answer}))
-    else:
-        raise Rejected(f"no column messages, and none of the pairs {PAIRS}", f"columns {[*row]}")
-    tools = parsed(row.pop("tools", None), "tools", list) or []
-    found.unread.update(key for key, value in row.items() if value is not None)
-    return messages, [parsed(tool, "tools") for tool in tools]
-
-
-def message_of(message, column: str = "the row") -> dict:
-    """A role, a content, and other keys: numbers of `weight` and `train`, text and JSON text."""
-    message = parsed(message, f"a message of {column}", dict) or {}
-    message = {key: value for key, value in message.items() if value not in (None, [])}
-    if "tool_calls" in message:
-        calls = parsed(message["tool_calls"], "tool_calls", list) or []
-        message["tool_calls"] = [parsed(call, "a call of a tool", dict) or {} for call in calls]
-    role = message.pop("from", message.get("role"))
-    content = message.pop("value", message.get("content"))
-    if content is None and "tool_calls" in message:
-        content = ""
-    # A template would write None or a list as text, and the model would learn it.
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise Rejected("role and content of a message must be text, perhaps empty", message)
-    for call in message.get("tool_calls", []):
-        if "function" in call:
-            call["function"] = parsed(call["function"], "the function of a call", dict) or {}
-        function = call.get("function", call)
-        if isinstance(function.get("arguments"), str):  # servers parse this text, too
-            function["arguments"] = parsed(function["arguments"], "arguments") or {}
-    result = {"role": ROLES.get(role, role), "content": content}
-    for key in sorted(message.keys() - result.keys()):
-        value = message[key]
-        if key in ("weight", "train"):
-            if not isinstance(value, int | float) or abs(value) > 1e9:
-                raise Rejected(f"{key} of a message must be a number, or true or false", value)
-            result[key] = float(value)  # 0 and false are the same here
-        else:
-            result[key] = value if isinstance(value, str | bool) else to_json(value)
-    return result
-
-
-def conversation_as_text(row: object, args, found: Found, fills: bool) -> tuple[str, int]:
-    """A conversation as JSON text, and the characters of its contents."""
-    if isinstance(row, dict) and (fills or args.drop_nulls):
-        row = {column: without_nulls(value) for column, value in row.items()}
-    messages, tools = conversation_of(row, found)
-    if not messages:
-        return "", 0
-    roles = [message["role"] for message in messages]
-    found.counts.update(f"messages of {role}" for role in roles)
-    found.counts["conversations without an answer"] += "assistant" not in roles[1:]
-    found.counts["conversations with tools"] += bool(tools)
-    for message in messages:
-        found.counts["calls with null, which is kept"] += "null" in message.get("tool_calls", "")
-        for key, value in message.items():
-            found.types[key].add(type(value).__name__)
-    text = to_json({"messages": messages, "tools": to_json(tools) if tools else None})
-    return text, sum(len(message["content"]) for message in messages)
 
 
 # -- Documents -------------------------------------------------------------------------------------
@@ -553,6 +466,7 @@ def encoded_documents(file: File, args, found: Found) -> Iterator[tuple[int, byt
             if not args.skip_bad:
                 sys.exit(f"error: {file.name}: {reason}")
             found.damaged[file.name] = reason
+            found.lost[file.source] += 1
             return
         found.counts["rows"] += number != before
         before = number
@@ -563,13 +477,14 @@ def encoded_documents(file: File, args, found: Found) -> Iterator[tuple[int, byt
                 text, characters = conversation_as_text(row, args, found, file.kind in TABLES)
                 pieces = [(text.encode(), characters)]
             else:
-                text = text_of(row, args.text_column, found)
+                column = "text" if file.kind in TEXTS else args.text_column
+                text = text_of(row, column, found)
                 texts = [text[i : i + PIECE] for i in range(0, len(text) or 1, PIECE)]
                 pieces = [(piece.encode(), len(piece)) for piece in texts]
         except UnicodeEncodeError:
-            reject(found, f"{file.name}:{number}", "not UTF-8, or half a character")
+            reject(found, file, number, "not UTF-8, or half a character")
         except Rejected as error:
-            reject(found, f"{file.name}:{number}", *error.args)
+            reject(found, file, number, *error.args)
         else:
             for piece, characters in pieces:
                 yield number, piece, characters
@@ -581,9 +496,11 @@ def documents_of(file: File, args, found: Found) -> Iterator[tuple[int, str, int
         yield number, data.decode(), characters
 
 
-def reject(found: Found, place: str, reason: str, *shown) -> None:
+def reject(found: Found, file: File, number: int, reason: str, *shown) -> None:
     found.rejected[reason] += 1
+    found.lost[file.source] += 1
     if len(found.places[reason]) < PLACES:
+        place = f"{file.name}:{number}"
         found.places[reason].append(place + "".join(f": {str(value)[:80]}" for value in shown))
 
 

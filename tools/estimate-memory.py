@@ -1040,7 +1040,7 @@ def parse_args(argv=None) -> argparse.Namespace:
 
 def check(config, args) -> None:
     """Refuses what the chapters would refuse."""
-    check_length(config.get_text_config(), args.seq_length)
+    check_length(config, args.seq_length)
     for method in METHODS.values():
         group = method.group(args)
         if group and all(count % group for count in args.devices):

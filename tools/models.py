@@ -69,19 +69,30 @@ def load_chapter(number: int):
 
 
 def load_config(name: str):
-    """The config of a model: a name in `models.json` or on the Hub, a folder, or a config.json."""
-    from transformers import AutoConfig
+    """The config of a model: a name in `models.json` or on the Hub, a folder, or a config.json.
 
+    Of a model with parts for images or sound, it is the config of the text model inside.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    values = None
     if os.path.isfile(name):
         values = json.loads(Path(name).read_text())
     elif name in STORED and not os.path.isdir(name):
         values = dict(STORED[name])
+    if values:
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
     else:
-        return AutoConfig.from_pretrained(name)
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+        config = AutoConfig.from_pretrained(name)
+    for found in (config.get_text_config(), config):
+        if type(found) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return found
+    fail(f"{name} is no plain decoder of text: choose another model")
 
 
 def check_length(config, seq_length: int) -> None:
+    if seq_length < 2:
+        fail(f"--seq-length {seq_length} leaves no token to predict: give 2 or more")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and seq_length > longest:
         fail(f"--seq-length {seq_length} is more than the model's {longest} positions")

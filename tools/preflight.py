@@ -32,6 +32,7 @@ from unittest import mock
 import datasets
 import documents
 import pandas
+import pyarrow
 import tokenizers
 import torch
 import torch.distributed as dist
@@ -56,6 +57,7 @@ FILES = 200  # files whose bytes are looked at, evenly over all files
 BYTES = 10_000_000  # of each of these files
 ROWS = 1_000_000  # of CSV files
 SMALL = 300e6  # parameters of a model that this tool computes with
+READ = 20e9  # bytes of weights that this tool reads, evenly over all tensors
 NAMES_SHOWN = 5
 H100 = 400e12  # FLOPs per second, as in tools/estimate-scaling.py
 
@@ -268,8 +270,11 @@ def check_documents(splits, args, report: Report) -> list[str]:
     return texts
 
 
-def check_conversations(documents, args, chapter, report: Report) -> None:
-    """Of chapters 16 and 17: how many answers fit, and which tokens of a sample have a loss."""
+def check_conversations(documents, count: int, args, chapter, report: Report) -> None:
+    """Of chapters 16 and 17: how many answers fit, and which tokens of a sample have a loss.
+
+    `documents` are some of the `count` conversations, or all of them.
+    """
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
@@ -288,7 +293,7 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
         report.fact("not read", f"columns, and keys of messages: {some(keys)}")
     found = chapter.tokenize(batch, tokenizer, args.template_options, args.seq_length)
     answers = f"with {sum(found['answers']):,} answers"
-    report.fact("conversations", f"{len(documents):,}; looked at {len(chosen):,}, {answers}")
+    report.fact("conversations", f"{count:,}; looked at {len(chosen):,}, {answers}")
     roles = Counter(message["role"] for messages in conversations for message in messages)
     report.fact("messages", ", ".join(f"{number:,} of {role}" for role, number in roles.items()))
     first = [f"{message['role']}: {message['content'][:60]!r}" for message in conversations[0]]
@@ -304,13 +309,22 @@ def check_conversations(documents, args, chapter, report: Report) -> None:
     if not texts:
         sys.exit("error: no answer fits (raise -s), or no message has the role 'assistant'")
     lengths = [len(ids) if args.packing else args.seq_length for ids, _ in texts]
-    report.tokens = len(documents) * sum(lengths) / len(chosen)
+    report.tokens = count * sum(lengths) / len(chosen)
+    contents = tokenizer(texts_in(conversations), add_special_tokens=False)["input_ids"]
+    warn_of_special_tokens(contents, tokenizer, "contents of messages", report)
     tokens = zip(*texts[0], strict=True)
     marked = ""
     for is_answer, part in itertools.groupby(tokens, key=lambda pair: pair[1] >= 0):
         text = tokenizer.decode([token for token, _ in part])
         marked += f"«{text}»" if is_answer else text
     report.fact("«...» has a loss", repr(marked))
+
+
+def texts_in(conversations: list[list[dict]]) -> list[str]:
+    """What a template may write: contents, thoughts, and calls of tools as JSON text."""
+    messages = itertools.chain.from_iterable(conversations)
+    values = [v for m in messages for key, v in m.items() if key not in ("role", "weight", "train")]
+    return [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
 
 
 # -- Tokens ----------------------------------------------------------------------------------------
@@ -330,7 +344,8 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
     size = sum(len(text.encode()) for text in texts)
     per = f"{len(tokens) / len(texts):,.0f} per document, {len(tokens) / size:.2f} per byte"
     report.fact("tokens", per)
-    report.tokens = report.documents * len(tokens) / len(texts)
+    count = min(report.documents, getattr(args, "max_documents", None) or report.documents)
+    report.tokens = count * len(tokens) / len(texts)
     start = tokenizer.decode(tokens[: args.seq_length])
     report.fact("the first sample", repr(start[:200] + ("..." if len(start) > 200 else "")))
 
@@ -339,11 +354,7 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
         report.warn(f"documents begin with {tokenizer.bos_token} twice: remove it from the text")
     if not adds_end and any(ids[-2:] == [end, end] for ids in documents):
         report.warn(f"documents end with {tokenizer.eos_token} twice: remove it from the text")
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    inside = Counter(t for ids in documents for t in ids[1:-1] if t in special)
-    if inside:
-        names = [f"{tokenizer.convert_ids_to_tokens(t)} ({n:,} times)" for t, n in inside.items()]
-        report.warn(f"texts contain special tokens: {some(names)}: remove those that are not meant")
+    warn_of_special_tokens([ids[1:-1] for ids in documents], tokenizer, "texts", report)
     unknown = tokens.count(tokenizer.unk_token_id)
     if unknown and tokenizer.unk_token_id != end:
         share = f"{unknown / len(tokens):.1%} of the tokens are {tokenizer.unk_token}, unknown"
@@ -356,6 +367,20 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
         report.warn(f"{both}: a text with one of the others ends the run")
     check_ends(tokenizer, config, args, report)
     check_class(texts, tokenizer, args, report)
+
+
+def warn_of_special_tokens(texts: list[list[int]], tokenizer, whose: str, report: Report) -> None:
+    """Such text becomes the token itself, which may end a document or an answer."""
+    special = {*tokenizer.all_special_ids}
+    for token, added in tokenizer.added_tokens_decoder.items():
+        # Some that begin a turn are not marked. Tags and white space may be a part of the text.
+        if added.special or re.search(r"[|\uff5c]", added.content):
+            special.add(token)
+    inside = Counter(token for ids in texts for token in ids if token in special)
+    if inside:
+        names = [f"{tokenizer.convert_ids_to_tokens(t)} ({n:,} times)" for t, n in inside.items()]
+        found = f"{whose} contain special tokens: {some(names)}"
+        report.warn(f"{found}: remove those that are not meant")
 
 
 def check_class(texts: list[str], tokenizer, args, report: Report) -> None:
@@ -510,6 +535,35 @@ def check_files(args, report: Report) -> None:
     if names & used and names - used:
         read = f"not read, because {some(used)} is there: are they older?"
         report.warn(f"{some(names - used)} in {folder}: {read}")
+    check_values([path for path in paths if path.name in used] or paths, report)
+
+
+def check_values(paths: list[Path], report: Report) -> None:
+    """Is every number of the weights finite? A sum with NaN or infinity in it is not."""
+    step = math.ceil(sum(path.stat().st_size for path in paths) / READ)
+    wrong = []
+    for path in paths:
+        with tensors_in(path) as (names, tensor_of):
+            for name in list(names)[::step]:
+                tensor = tensor_of(name)
+                if tensor.is_floating_point() and not tensor.sum(dtype=torch.float32).isfinite():
+                    wrong.append(name)
+    if step > 1:
+        report.fact("read", f"the numbers of one tensor in {step}")
+    if wrong:
+        what = "NaN or infinity, so that the loss is NaN"
+        report.error(f"the files have {what}: {some(wrong)}: choose another -m")
+
+
+@contextmanager
+def tensors_in(path: Path):
+    """The names of the tensors of a file, and what reads one of them."""
+    if path.suffix == ".bin":
+        tensors = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+        yield tensors, tensors.get
+    else:
+        with safe_open(path, "pt") as file:
+            yield file.keys(), file.get_tensor
 
 
 def check_small(args, report: Report) -> None:
@@ -561,13 +615,17 @@ def check_resume(args, checkpoint: Path, chapter, report: Report) -> None:
         tell(f"{change}: keep it, or choose another -e")
 
 
+def devices_of(args) -> int:
+    """The devices of all nodes. Each node has as many as this one, or 8."""
+    if hasattr(args, "device"):  # chapter 1
+        return 1
+    nodes = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return nodes * (torch.cuda.device_count() or 8)
+
+
 def check_length_of_run(args, parameters: int, report: Report) -> float:
     """Tokens, steps, learning rate, time and checkpoints. Returns the GB that the run writes."""
-    devices = torch.cuda.device_count() or 8
-    if dist.is_initialized():
-        devices *= dist.get_world_size()  # one process of each node
-    if hasattr(args, "device"):  # chapter 1
-        devices = 1
+    devices = devices_of(args)
     together = [getattr(args, f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "context")]
     shares = max(1, devices // math.prod(together))
     global_batch = shares * args.batch_size * args.gradient_accumulation_steps
@@ -581,8 +639,9 @@ def check_length_of_run(args, parameters: int, report: Report) -> float:
         epochs = f"{steps * global_batch / max(1, per_epoch):.2f} epochs"
         report.fact("dataset", f"{about}; the run reads {epochs}")
     tokens = (steps or 0) * global_batch * args.seq_length
-    batch = f"{global_batch:,} samples of {args.seq_length:,} tokens"
-    report.fact("steps", f"{steps or 0:,} of {batch} on {devices} devices: {tokens:,} tokens")
+    batch = f"{global_batch:,} samples of {args.seq_length:,} tokens on {devices} devices"
+    known = f"{steps:,} of {batch}: {tokens:,} tokens" if steps is not None else f"? of {batch}"
+    report.fact("steps", known)
     report.fact(
         "learning rate", f"{args.lr:g}, {args.lr_scheduler}, {args.warmup_steps} to warm up"
     )
@@ -591,7 +650,7 @@ def check_length_of_run(args, parameters: int, report: Report) -> float:
         rates = "from scratch, GPT-3 had a warm-up, and 6e-4 for 125M parameters, 2e-4 for 1.3B"
         report.warn(f"the default --lr and --warmup-steps are for fine-tuning: {rates}")
     speed, source = speed_of_run(args, parameters, devices)
-    if speed:
+    if speed and steps is not None:
         hours = f"{tokens / speed / 3600:,.1f} h at {speed:,.0f} tokens/s"
         report.fact("time", f"{hours}, {source}")
     checkpoint = 0.0 if hasattr(args, "lora_rank") else 12e-9 * parameters  # adapters are small
@@ -651,9 +710,8 @@ def check_machine(args, parameters: int, chapter, report: Report) -> None:
 def check_memory(args, report: Report) -> None:
     """By tools/estimate-memory.py."""
     gb = torch.cuda.mem_get_info()[1] / 1e9 if torch.cuda.is_available() else 80
-    devices = dist.get_world_size() if dist.is_initialized() else torch.cuda.device_count() or 8
     command = [sys.executable, REPOSITORY / "tools" / "estimate-memory.py", "--no-compile"]
-    command += ["-m", args.model_name, "--gpu-memory", f"{gb:.0f}", "--devices", devices]
+    command += ["-m", args.model_name, "--gpu-memory", f"{gb:.0f}", "--devices", devices_of(args)]
     command += ["-s", args.seq_length, "-b", args.batch_size, "--dtype", args.dtype or "bf16"]
     command += ["--activation-checkpointing"] if args.activation_checkpointing else []
     names = ["shard_size", "tensor_parallel", "pipeline_parallel", "context_parallel", "lora_rank"]
@@ -750,12 +808,13 @@ def look_at_folder(report_file: Path, args, report: Report):
     if rejected or facts["damaged"] or facts["undecoded"]:
         what = [*facts["rejected"], *facts["damaged"], *facts["undecoded"]]
         report.warn(f"left out, or not decoded: {rejected:,} rows: {some(what)}: see {report_file}")
-    files = evenly(sorted(folder.glob("train-*.parquet")), 10)
-    tables = [parquet.ParquetFile(file).read_row_group(0) for file in files]
+    report.documents = rows["train"]
+    files = [parquet.ParquetFile(file) for file in sorted(folder.glob("train-*.parquet"))]
+    row_groups = [(file, n) for file in files for n in range(file.num_row_groups)]
+    found = pyarrow.concat_tables(file.read_row_group(n) for file, n in evenly(row_groups, 10))
     if hasattr(args, "text_column"):
-        texts = [text for table in tables for text in table["text"].to_pylist()]
-        return evenly(texts, SAMPLE)
-    return datasets.Dataset(tables[0])
+        return evenly(found["text"].to_pylist(), SAMPLE)
+    return datasets.Dataset(found)
 
 
 def look_at_data(args, chapter, report: Report) -> list[str] | None:
@@ -767,7 +826,7 @@ def look_at_data(args, chapter, report: Report) -> list[str] | None:
             found = look_at_folder(report_file, args, report)
             if not has_conversations:
                 return found
-            check_conversations(found, args, chapter, report)
+            check_conversations(found, report.documents, args, chapter, report)
             return None
     files = find_files(args, chapter.READERS, report)
     if files and not report.errors:
@@ -786,7 +845,7 @@ def look_at_data(args, chapter, report: Report) -> list[str] | None:
     if files and all(sizes) and not {size, real_size} & {sum(sizes), *sizes}:
         sys.exit(f"error: `datasets` has cached an older content: `touch` the files: {some(files)}")
     if has_conversations:
-        check_conversations(splits["train"], args, chapter, report)
+        check_conversations(splits["train"], len(splits["train"]), args, chapter, report)
         return None
     texts = check_documents(splits, args, report)
     check_csv(files, splits["train"], args.text_column, report)
@@ -800,6 +859,10 @@ def look_at_rows(args, chapter, report: Report) -> None:
         return
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     rows = chapter.MdsRows(args, tokenizer)
+    files = [Path(shard.dirname, shard.raw_data.basename) for shard in rows.shards]
+    if any(shard.zip_data for shard in rows.shards) and not all(map(Path.exists, files)):
+        remedy = "upload it and give its address, or write rows without --compression"
+        sys.exit(f"error: {args.dataset_name} has compressed rows, not for a folder: {remedy}")
     tokens = rows.read(0)
     count, shards = sum(rows.sizes), len(rows.sizes)
     report.fact("rows", f"{count:,} of {args.seq_length} tokens, in {shards:,} shards")

@@ -41,14 +41,15 @@ import duckdb
 import numpy
 import pyarrow
 import xxhash
+from conversations import ROLES, plain, to_json
 from documents import (
     PLACES,
+    TEXTS,
     File,
     Found,
     encoded_documents,
     find_files,
     guess_encoding,
-    to_json,
 )
 from pyarrow import parquet
 from rows import write_mds
@@ -61,8 +62,10 @@ CHUNK = 500_000  # bytes of documents that the first pass holds in memory; large
 GROUP = 4_000_000  # characters of a row group of the result; the tool holds one in memory
 GROUPS = 128  # of a file, which has a few hundred MB
 TASK = 64_000_000  # bytes of the small files that one worker reads together
+REASONS = 20  # for rejected rows that are shown; report.json has all
 SAMPLE = 4_000_000  # characters of each source that --dry-run reads
 MEMORY = "600MB"  # of DuckDB
+MODEL = "meta-llama/Llama-3.2-1B"
 DEMO = {
     "sources": [f"{sysconfig.get_path('stdlib')}/[a-z]*.py"],
     "model_name": f"{REPOSITORY}/models/tiny-llama",
@@ -113,7 +116,7 @@ def read_task(files: list[File], args, output: Path | None, bar=NO_BAR) -> Found
     with pyarrow.ipc.new_stream(str(output or os.devnull), COLUMNS) as writer:
         for group in groups(rows, lambda row: len(row[4]) + 100, CHUNK):
             columns = [*zip(*group, strict=True)]
-            digest.update(b"".join(columns[3]))
+            digest.update(repr(columns[:2]).encode() + b"".join(columns[3]))
             writer.write_batch(pyarrow.record_batch(columns, COLUMNS))
     found.digest = digest.digest()
     return found
@@ -131,6 +134,7 @@ def rows_of(files: list[File], args, found: Found, bar) -> Iterator[tuple]:
         for row, data, characters in encoded_documents(file, args, found):
             if not data:
                 found.counts["empty"] += 1
+                found.lost[file.source] += file.kind not in TEXTS
                 continue
             digest = xxhash.xxh3_128_digest(data, seed=args.seed)
             piece = piece + 1 if row == before else 0
@@ -376,10 +380,16 @@ def old_report(args, facts: dict) -> dict:
         old = {name: report["facts"][name] for name in facts}
     except (OSError, ValueError, KeyError, TypeError):
         sys.exit(f"error: this tool has not written {args.output}: choose another -o")
-    if old != facts and not args.check and not args.overwrite:
-        changed = [entry["source"] for entry in facts["sources"] if entry not in old["sources"]]
-        what = ", ".join(changed[:PLACES]) or "the flags or the sources"
-        sys.exit(f"error: {what} changed since {args.output} was made: --overwrite replaces it")
+    if args.check or args.overwrite:
+        return report
+    flags = {name: value for name, value in facts["flags"].items() if value or name in old["flags"]}
+    changed = [name for name in flags if flags[name] != old["flags"].get(name)]
+    names = [f"--{name.replace('form', 'as').replace('_', '-')}" for name in changed]
+    what = f"different flags ({', '.join(names)})" if names else ""
+    if [entry["source"] for entry in old["sources"]] != args.sources:
+        what = "different sources"
+    if what:
+        sys.exit(f"error: {args.output} was made with {what}: --overwrite replaces it")
     return report
 
 
@@ -433,13 +443,13 @@ def report_of(found: Found, facts: dict, left_out: Counter, files: list[File], a
         "files left out": dict(left_out),
         "columns left out": sorted(map(str, found.unread)),
         "shares": {},
-        "digest": xxhash.xxh3_128_hexdigest(found.digest),
+        "digest": found.hexdigest(),
         "versions": versions | {"duckdb": duckdb.__version__},
     }
 
 
-def check_rejected(report: dict, args) -> None:
-    """Ends the tool if more than 1 % of the rows or characters are bad."""
+def check_rejected(report: dict, found: Found, args) -> None:
+    """Ends the tool if a source has become nothing, or if more than 1 % of all is bad."""
     counts = report["counts"]
     rejected = sum(entry["rows"] for entry in report["rejected"].values())
     what = ""
@@ -450,6 +460,10 @@ def check_rejected(report: dict, args) -> None:
     if what and not args.skip_bad:
         show(report, args)
         sys.exit(f"error: {what}, or go on with --skip-bad")
+    lost = [args.sources[n] for n, count in found.lost.items() if count and n not in found.first]
+    if lost:
+        show(report, args)
+        sys.exit(f"error: nothing is left of {', '.join(lost[:PLACES])}: the lines above say why")
 
 
 def show(report: dict, args) -> None:
@@ -463,7 +477,7 @@ def show(report: dict, args) -> None:
         print("files left out: " + ", ".join(f"{count:,} {why}" for why, count in others.items()))
     if report["columns left out"]:
         print("columns left out: " + ", ".join(report["columns left out"]))
-    for reason, entry in report["rejected"].items():
+    for reason, entry in [*report["rejected"].items()][:REASONS]:
         print(f"rejected: {entry['rows']:,} rows: {reason}: {'; '.join(entry['places'])[:300]}")
     for file, reason in [*report["damaged"].items(), *report["undecoded"].items()][:PLACES]:
         print(f"warning: {file}: {reason}")
@@ -472,9 +486,25 @@ def show(report: dict, args) -> None:
     if "rows" in report:
         rows = ", ".join(f"{count:,} rows in {split}" for split, count in report["rows"].items())
         print(f"{args.output}: {rows}; {report['seconds']:.0f} s")
-        script = "more/16-chat" if args.form == "messages" else "01-single-gpu"
-        name, output = shlex.quote(args.output.name), shlex.quote(str(args.output))
-        print(f"Train on it: python {script}/train-llm.py -d {output} -e {name}")
+        if not args.mds:
+            chapter = "more/16-chat" if args.form == "messages" else "01-single-gpu"
+            print(training(chapter, args, args.output))
+
+
+def training(chapter: str, args, data, *flags) -> str:
+    """The command that trains on the folder, on one device."""
+    start = "torchrun --standalone --nproc-per-node 1" if chapter.startswith("more") else "python"
+    flags = ["-d", data, "-e", args.output.name, *flags]
+    flags += ["-m", args.model_name] if args.model_name != MODEL else []
+    return f"Train on it: {start} {chapter}/train-llm.py {shlex.join(map(str, flags))}"
+
+
+def show_rows(args) -> None:
+    """How chapter 10 trains on the rows of --mds. It takes compressed ones from an address only."""
+    data = f"s3://BUCKET/{args.output.name}" if args.compression else args.output
+    is_held_out = any(args.output.glob("validation-*"))
+    flags = ["--eval-dataset", args.output] if is_held_out else ["--eval-freq", 0]
+    print(training("more/10-mds-shards", args, data, "-s", args.seq_length, *flags))
 
 
 # -- All together ----------------------------------------------------------------------------------
@@ -489,20 +519,26 @@ def prepare(args) -> None:
         print(f"A dry run: at most {SAMPLE / 1e6:.0f} MB of a source; nothing was written")
         return
     old = old_report(args, facts)
-    if old.get("facts") == facts and not args.check and not args.overwrite:
+    if args.check or (old and not args.overwrite):
+        # Files may be copied or touched, so only their content tells whether they changed.
+        is_same = not args.check and old["facts"] == facts
+        is_same = is_same or read_all(files, args, None).hexdigest() == old.get("digest")
+        if args.check:
+            print(f"{args.output} has {'the same' if is_same else 'other'} documents")
+            sys.exit(not is_same)
+        if not is_same:
+            before = old["facts"]["sources"]
+            changed = [entry["source"] for entry in facts["sources"] if entry not in before]
+            what = " or ".join(changed[:PLACES]) or "this tool"
+            sys.exit(f"error: {what} changed since {args.output} was made: --overwrite replaces it")
         print(f"Nothing has changed: {args.output} has these files already, with these flags")
         return
-    if args.check:
-        report = report_of(read_all(files, args, None), facts, left_out, files, args)
-        is_same = report["digest"] == old.get("digest")
-        print(f"{args.output} has {'the same' if is_same else 'other'} documents")
-        sys.exit(not is_same)
     with new_folder(args.output) as folder:
         work = folder / "work"
         work.mkdir()
         found = read_all(files, args, work)
         report = report_of(found, facts, left_out, files, args)
-        check_rejected(report, args)
+        check_rejected(report, found, args)
         if not report["counts"].get("documents"):
             sys.exit("error: there is no document to train on")
         report["rows"] = write_splits(work, folder, args, found.types, report)
@@ -525,6 +561,14 @@ def percent(text: str) -> float:
     return value
 
 
+def role(text: str) -> tuple[str, str]:
+    """bing=assistant: one of the five roles, or the name itself, which a template may know."""
+    name, _, role = text.partition("=")
+    if not name or role not in {*ROLES, name}:
+        raise argparse.ArgumentTypeError(f"give NAME={'|'.join(ROLES)}, or NAME=NAME to keep it")
+    return plain(name), role
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -534,6 +578,7 @@ def parse_args() -> argparse.Namespace:
     add("-o", "--output", type=Path, required=True, help="the folder to write")
     add("--as", dest="form", choices=["text", "messages"], default="text", help="what rows become")
     add("--text-column", default="text", help="of tables and JSON")
+    add("--role", type=role, action="append", default=[], help="such as bing=assistant")
     add("--subset", help="configuration name on the Hub")
     add("--encoding", help="of all files, such as cp1252; by default UTF-8, or by their mark")
     add("--delimiter", help="between the cells of .csv (a comma) and .tsv (a tab)")
@@ -550,7 +595,7 @@ def parse_args() -> argparse.Namespace:
     add("--check", action="store_true", help="reads all, and compares with the folder")
     add("--overwrite", action="store_true", help="replaces an older folder of this tool")
     add("--mds", action="store_true", help="also writes rows of tokens, for chapter 10")
-    add("-m", "--model-name", default="meta-llama/Llama-3.2-1B", help="whose tokenizer")
+    add("-m", "--model-name", default=MODEL, help="whose tokenizer")
     add("-s", "--seq-length", type=int, default=1024, help="tokens of a row")
     add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
     add("--compression", choices=["zstd", "gz", "bz2"], help="of rows for slow networks")
@@ -559,6 +604,7 @@ def parse_args() -> argparse.Namespace:
     if "--demo" in sys.argv[1:]:
         parser.set_defaults(**DEMO)
     args = parser.parse_args()
+    args.role = dict(args.role)
     args.sources = args.sources or DEMO["sources"] * args.demo
     if not args.sources:
         parser.error("give one or more sources")
@@ -590,6 +636,7 @@ def main() -> None:
         if args.mds and not args.dry_run and not args.check:
             with locked(args.output):
                 write_mds(args)
+            show_rows(args)
     except KeyboardInterrupt:
         sys.exit("\nStopped: nothing was written")
     except BrokenProcessPool:

@@ -396,6 +396,11 @@ class Run(transformers.TrainerCallback):
         if args.fsdp and not any(isinstance(p, DTensor) for p in model.parameters()):
             tell = say if args.device.type == "cpu" else fail
             tell("parallel=fsdp, but nothing is sharded: on CPUs, the Trainer runs DDP instead")
+        # The Trainer has put the special tokens of the tokenizer into the settings of generation.
+        # Transformers refuses to save changed settings that it doubts, such as a temperature
+        # without sampling. It sees a change by this hash.
+        settings = model.generation_config
+        settings._original_object_hash = hash(settings)
         if args.should_save:
             parameters = json.dumps(self.parameters, indent=2)
             Path(args.output_dir, "parameters.json").write_text(parameters)

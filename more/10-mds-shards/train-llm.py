@@ -218,7 +218,7 @@ def main():
                 options = {"use_cache": False, "num_items_in_batch": labels_per_rank}
                 outputs = model(input_ids=input_ids.clamp(min=0), labels=input_ids, **options)
                 loss = outputs.loss
-                # MDS: The routers of a mixture have a loss per pass, so these must add up to a mean.
+                # MDS: The routers' loss of a mixture comes once per pass, so add up to its mean.
                 if getattr(outputs, "aux_loss", None) is not None:
                     loss -= (1 - 1 / accumulation) * model.router_aux_loss_coef * outputs.aux_loss
             with timed("backward", times, wait):

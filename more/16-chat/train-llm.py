@@ -205,7 +205,7 @@ def main():
                 # So each answer token of the global batch counts the same.
                 outputs = model(**batch, num_items_in_batch=tokens_per_rank, use_cache=False)
                 loss = outputs.loss
-                # CHAT: The routers of a mixture have a loss per pass, so these must add up to a mean.
+                # CHAT: The routers' loss of a mixture comes once per pass, so add up to its mean.
                 if getattr(outputs, "aux_loss", None) is not None:
                     loss -= (1 - 1 / accumulation) * model.router_aux_loss_coef * outputs.aux_loss
             with timed("backward", times, wait):

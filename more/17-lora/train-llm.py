@@ -210,7 +210,7 @@ def main():
                 # So each answer token of the global batch counts the same.
                 outputs = model(**batch, num_items_in_batch=tokens_per_rank, use_cache=False)
                 loss = outputs.loss
-                # CHAT: Routers of a mixture of experts have a loss in each pass: add up to its mean.
+                # CHAT: The routers' loss of a mixture comes once per pass, so add up to its mean.
                 if getattr(outputs, "aux_loss", None) is not None:
                     loss -= (1 - 1 / accumulation) * model.router_aux_loss_coef * outputs.aux_loss
             with timed("backward", times, wait):
