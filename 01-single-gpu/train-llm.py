@@ -68,6 +68,8 @@ def main():
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
         sys.exit(f"error: there is no folder {args.model_name}")
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
     train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents form one row of tokens, which is cut into samples. No sample needs padding.
     train_samples = len(train_tokens) // args.seq_length

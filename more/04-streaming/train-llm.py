@@ -88,6 +88,8 @@ def main():
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
         sys.exit(f"error: there is no folder {args.model_name}")
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
     # STREAM: Each rank reads and tokenizes its own text, so no rank prepares text for others.
     documents, eval_tokens = load_documents(args, tokenizer)
     if args.eval_freq and len(eval_tokens) < args.seq_length:
@@ -132,7 +134,7 @@ def main():
         dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
-        parameters = setup | describe_run(model, optimizer, device, train_samples=None)  # STREAM
+        parameters = setup | describe_run(model, optimizer, device, None)  # STREAM: no number
         run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
     # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.

@@ -100,6 +100,8 @@ def main():
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
         sys.exit(f"error: there is no folder {args.model_name}")
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
     # MDS: No rank waits for another rank here, because the rows are tokens already.
     train_rows = MdsRows(args, tokenizer)
     train_samples = sum(train_rows.sizes)
@@ -601,7 +603,7 @@ def load_eval_tokens(args, tokenizer):
     elif os.path.isdir(name.split("/")[0]):
         sys.exit(f"error: there is no folder {name}")
     else:  # a dataset on the Hub
-        splits = load_dataset(name, args.eval_dataset_subset)
+        splits = load_dataset(name, args.eval_dataset_subset)  # MDS: the same
     eval_split = splits.get("validation") or splits.get("test") or splits["train"]
     documents = tokenize_split(eval_split.take(args.eval_documents), tokenizer, args.text_column)
     ids = chain.from_iterable(document["input_ids"] for document in documents)

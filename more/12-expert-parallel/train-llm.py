@@ -90,6 +90,8 @@ def main():
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
         sys.exit(f"error: there is no folder {args.model_name}")
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
     # DDP: One rank per node fills the cache; then the others read it. Nodes may share the cache.
     corpus = [args.dataset_name, args.dataset_subset, args.text_column, args.model_name]
     if LOCAL_RANK == 0:
