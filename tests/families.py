@@ -119,8 +119,8 @@ def compare(chapter, chapter_1, folder: Path, flags: list) -> list[str]:
     sys.argv = ["train-llm.py", "-m", str(folder), "--seed", "5", "--dtype", "fp32", *flags]
     args = chapter.parse_args()
     plain = chapter_1.load_model(args, checkpoint=None)
-    outline = chapter.load_model(args, torch.device("cpu"))
-    model = chapter.build_model(args, torch.device("cpu"), outline)
+    outline = chapter.load_model(args, torch.device("cpu"), checkpoint=None)
+    model = chapter.build_model(args, torch.device("cpu"), outline, checkpoint=None)
     weights = {name: x.full_tensor().detach() for name, x in model.named_parameters()}
     wrong = same(weights, {name: x.detach() for name, x in plain.named_parameters()}, "weight")
     wrong += same(dict(model.named_buffers()), dict(plain.named_buffers()), "buffer")

@@ -68,8 +68,8 @@ def measure(chapter, folder: Path, quiet: bool = False) -> None:
         sys.argv = ["train-llm.py", "-m", str(folder), "--dtype", "fp32", *more]
         args = chapter.parse_args()
         with Peak() as peak:
-            outline = chapter.load_model(args, CPU)
-            model = chapter.build_model(args, CPU, outline)
+            outline = chapter.load_model(args, CPU, checkpoint=None)
+            model = chapter.build_model(args, CPU, outline, checkpoint=None)
         sizes = [x.numel() * x.element_size() for x in model.parameters()]
         units = [model.model.layers[0], model.get_input_embeddings()]
         unit = max(sum(4 * x.numel() for x in part.parameters()) for part in units)

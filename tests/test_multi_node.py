@@ -169,14 +169,14 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
         assert steps == [f"rank-{rank}/step-{step:08d}" for step in (6, 9)]
     assert not (disks[1] / "metrics.jsonl").exists()
     # One node dies before it has saved the last step; its folder stays incomplete
-    (disks[1] / "rank-1" / "step-00000009").rename(disks[1] / "rank-1" / "incomplete")
+    (disks[1] / "rank-1" / "step-00000009").rename(disks[1] / "rank-1" / "incomplete-0")
     resumed = on_disk_0(train(*flags, **options))
     assert "Continuing from runs/run/rank-0/step-00000006" in resumed.output
     assert exact(resumed.records) == records
     assert "Already complete" in train(*flags, **options).output
 
     # Killed in the first save, which only rank 0 has completed: the run begins anew
-    for rank, left in enumerate(("step-00000003", "incomplete")):
+    for rank, left in enumerate(("step-00000003", "incomplete-0")):
         for folder in (disks[rank] / f"rank-{rank}").iterdir():
             shutil.rmtree(folder)
         (disks[rank] / f"rank-{rank}" / left).mkdir()
@@ -359,7 +359,7 @@ def test_training_goes_on_while_files_are_written(train, trainer):
     assert sorted(p.name for p in folder.glob("step-*")) == plain.checkpoints
     for name in plain.checkpoints:
         assert_same_checkpoint(folder / name, plain.folder / name)
-    assert not (folder / "incomplete").exists()
+    assert not [*folder.glob("incomplete-*")]
 
 
 def test_a_thread_that_cannot_write(train):

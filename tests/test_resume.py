@@ -167,7 +167,7 @@ def watched_sync(opened):
     sync(opened)
 
 def watched_rename(path, target):
-    if path.name == "incomplete":
+    if path.name.startswith("incomplete-"):
         sizes = {file.resolve(): file.stat().st_size for file in [path, *path.rglob("*")]}
         on_disk = sizes.items() <= synced.items()
         print("\\nnamed", pathlib.Path(target).name, on_disk, flush=True)
@@ -188,22 +188,6 @@ def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer):
     """A killed process cannot show a missing sync. Chapters 2 to 10: test_quick.py"""
     result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=WATCH_DISK)
     assert_synced(result.output, ["step-00000001", "step-00000002", "final"])
-
-
-def test_links_in_place_of_folders(trainer):
-    """People move checkpoints to another disk. The run goes on, and keeps the link."""
-    flags = ["--ckpt-freq", 1, "--keep-checkpoints", 1, "--lr-scheduler", "constant"]
-    run = trainer("--max-steps", 2, *flags)
-    moved = trainer.folder / "moved"
-    moved.mkdir()
-    for name in ("step-00000002", "final"):
-        (run.folder / name).rename(moved / name)
-        (run.folder / name).symlink_to(moved / name)
-    run = trainer("--max-steps", 4, *flags)
-    assert "Continuing from" in run.output
-    assert run.checkpoints == ["step-00000002", "step-00000004"]
-    assert not (run.folder / "final").is_symlink()
-    assert (moved / "step-00000002" / "state.json").exists()
 
 
 def test_two_runs_of_one_name(trainer):

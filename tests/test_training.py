@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import LLAMA, resume, write_model
-from runner import CHAPTER_1, CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, outcome
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from runner import CHAPTER_1, CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load, outcome
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 METRICS = {
     "step",
@@ -196,20 +196,34 @@ def test_second_beta_of_adam(trainer):
         assert {group["betas"] for group in state["optimizer"]["param_groups"]} == {(0.9, beta)}
 
 
-# Options, and the rates of 12 steps after 2 of warm-up, as parts of --lr
+# The rates of 12 steps after 2 of warm-up, as parts of --lr
 SCHEDULES = {
-    "cosine_with_restarts": ("{num_cycles: 2}", [1, 0.9045, 0.6545, 0.3455, 0.0955] * 2),
-    "warmup_stable_decay": (
-        "{num_decay_steps: 4, decay_type: linear}",
-        [1] * 7 + [0.75, 0.5, 0.25],
-    ),
+    "cosine": (2, [1, 0.9045, 0.6545, 0.3455, 0.0955] * 2),
+    "constant": (1, [1] * 10),
+    "wsd": (1, [1] * 10),
 }
+
+
+def test_rates_are_those_of_transformers():
+    """To the last bit, where both have the same curve."""
+    chapter = load(CHAPTER_1)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    for name, warmup in {"cosine": 0, "linear": 3, "constant": 0}.items():
+        args = SimpleNamespace(lr=3e-5, warmup_steps=warmup, lr_scheduler=name, lr_cycles=1)
+        scheduler = get_scheduler(name, torch.optim.SGD([weight], lr=1.0), warmup, 40)
+        expected = [args.lr * scheduler.lr_lambdas[0](step) for step in range(40)]
+        assert [chapter.learning_rate(step, 40, args) for step in range(40)] == expected
+    wsd = SimpleNamespace(lr=1.0, warmup_steps=10, lr_scheduler="wsd", lr_cycles=1)
+    rates = [chapter.learning_rate(step, 110, wsd) for step in range(110)]
+    assert rates[:10] == [step / 10 for step in range(10)]
+    assert rates[10:101] == [1.0] * 91
+    assert rates[101:] == pytest.approx([left / 10 for left in range(9, 0, -1)])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_with_options(trainer, schedule):
-    options, rates = SCHEDULES[schedule]
-    flags = ["--lr-scheduler", schedule, "--lr-scheduler-options", options, "--lr", 1e-3]
+    cycles, rates = SCHEDULES[schedule]
+    flags = ["--lr-scheduler", schedule, "--lr-cycles", cycles, "--lr", 1e-3]
     flags += ["--warmup-steps", 2, "--eval-freq", 0, "--max-steps", 12, "--ckpt-freq", 6]
     whole = trainer(*flags, name="whole")
     expected = [1e-3 * rate for rate in [0, 0.5, *rates]]

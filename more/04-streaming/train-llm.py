@@ -475,7 +475,7 @@ def open_splits(name, subset):
     elif os.path.isdir(name.split("/")[0]):
         sys.exit(f"error: there is no folder {name}")
     else:  # a dataset on the Hub
-        splits = load_dataset(name, subset)
+        splits = load_dataset(name, subset)  # STREAM: the same
     return splits
 
 
