@@ -5,6 +5,7 @@
 - `changes.diff` of each chapter: what it changes in the one that it continues;
 - `changed` in its `chapter.toml`, the limit of these lines of code, where they have become fewer;
 - the table of a page, between `<!-- written by ... -->` and `<!-- end -->`;
+- on the first page, `[78 changed lines](02-ddp/changes.diff)`;
 - the diffs of the short scripts, on their page and on the first page.
 
 A test fails where one of these files says something else.
@@ -16,7 +17,9 @@ import io
 import re
 import sys
 import tokenize
+from collections.abc import Iterable
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -102,10 +105,11 @@ def number(name: str) -> str:
     return str(int(name[:2]))
 
 
-def table_of_chapters() -> str:
+def table_of_chapters(names: Iterable[str], top: str = "") -> str:
+    """`top` leads from the page to the top folder."""
     rows = []
-    for name, script in SCRIPTS.items():
-        folder = script.parent.relative_to(REPOSITORY)
+    for name in names:
+        folder = f"{top}{SCRIPTS[name].parent.relative_to(REPOSITORY)}"
         row = [f"[`{name}`]({folder}/README.md)", FACTS[name]["for"], "", ""]
         if name in CONTINUES:
             diff = f"[{changed_code_lines(name)}]({folder}/changes.diff)"
@@ -127,7 +131,11 @@ def table_of_losses() -> str:
     return table("chapters | losses", cells)
 
 
-TABLES = {"README.md": table_of_chapters, "docs/demos.md": table_of_losses}
+TABLES = {
+    "README.md": lambda: table_of_chapters(islice(SCRIPTS, 3)),
+    "docs/chapters.md": lambda: table_of_chapters(SCRIPTS, top="../"),
+    "docs/demos.md": table_of_losses,
+}
 
 
 def with_table(page: str, table: str) -> str:
@@ -138,16 +146,25 @@ def with_table(page: str, table: str) -> str:
     return text
 
 
+def with_counts(page: str) -> str:
+    """The first page with the numbers in its text: [78 changed lines](02-ddp/changes.diff)."""
+
+    def new_count(match: re.Match) -> str:
+        return f"[{changed_code_lines(match[1])} changed lines]({match[1]}/changes.diff)"
+
+    return re.sub(r"\[\d+ changed lines\]\((\S+?)/changes\.diff\)", new_count, page)
+
+
 # -- Files -----------------------------------------------------------------------------------------
 
 
 def texts() -> dict[Path, str]:
     """What each file should say."""
     found = {}
-    for name in ("README.md", "docs/demos.md", "learn/in-short/README.md"):
+    for name in (*TABLES, "learn/in-short/README.md"):
         page = REPOSITORY / name
         if page.exists():  # a test has chapters without pages
-            text = with_diffs(page.read_text())
+            text = with_counts(with_diffs(page.read_text()))
             found[page] = with_table(text, TABLES[name]()) if name in TABLES else text
     for name, before in CONTINUES.items():
         script, facts = SCRIPTS[name], SCRIPTS[name].with_name("chapter.toml")

@@ -302,8 +302,9 @@ def test_a_new_chapter(tmp_path):
     """What a tool writes has it at once, and the tests of its list exist."""
     load(REPOSITORY / "maintain" / "damages.py").copy_repository(tmp_path)
     done = python(tmp_path / "maintain/new-chapter.py", 99, "two-words", "--continues", "02")
-    row = "| [`99-two-words`](more/99-two-words/README.md) | TODO | 2 | [0](more/99-two-words/"
-    assert row in (tmp_path / "README.md").read_text()
+    folder = "../more/99-two-words"
+    row = f"| [`99-two-words`]({folder}/README.md) | TODO | 2 | [0]({folder}/changes.diff) |"
+    assert row in (tmp_path / "docs" / "chapters.md").read_text()
     assert ", 99 | as in chapter 1 |" in (tmp_path / "docs" / "demos.md").read_text()
     assert python(tmp_path / "maintain" / "write-tables.py").stdout == ""
     for test in re.findall(r"^    test_(\w+\.py::\w+)", done.stdout, re.MULTILINE):

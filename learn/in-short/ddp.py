@@ -88,4 +88,5 @@ for step, batch in enumerate(islice(loader, STEPS), start=1):
 
 if rank == 0:
     model.module.save_pretrained(output)
+del model  # DDP's wrapper must be gone before its process group
 dist.destroy_process_group()
