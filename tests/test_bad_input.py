@@ -81,7 +81,7 @@ def files(tmp_path_factory):
     (folder / "empty.jsonl").touch()
     pointer = save_weights(write_model(folder / "pointer", **LLAMA)) / "model.safetensors"
     pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4200000\n")
-    tied = save_weights(write_model(folder / "two-heads", **LLAMA, tie_word_embeddings=True))
+    tied = save_weights(write_model(folder / "two-heads", **LLAMA | {"tie_word_embeddings": True}))
     tensors = load_file(tied / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})

@@ -400,7 +400,7 @@ def load_model(args, device, checkpoint):
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
     except Exception as error:  # each format of files has its own errors
         sys.exit(f"error: the model {source} cannot be loaded: {error}")
-    hook.remove()
+    hook.remove()  # LOAD: the model is complete
     if info["missing_keys"]:  # Transformers fills these tensors with random numbers
         sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
     if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
