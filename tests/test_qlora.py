@@ -1,0 +1,5 @@
+"""Chapter 22: TODO."""
+
+
+def test_todo():
+    raise AssertionError("TODO")
