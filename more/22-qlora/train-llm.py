@@ -48,7 +48,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import register_parametrization
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -386,7 +386,8 @@ def compute_buffers(model, device):
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # Transformers then draws no random weights
     for module in model.modules():
-        if not parametrize.is_parametrized(module):  # QLORA: a property has nothing to fill
+        # QLORA: Only modules with buffers. Others could draw a weight, which now is a property.
+        if [*module.buffers(recurse=False)]:
             model._init_weights(module)
     for buffer in model.buffers():
         buffer.data = buffer.to(device)
@@ -541,7 +542,7 @@ def quantize_layers(model, args, device):
         module.weight.data = module.weight.data.to(DTYPES[args.dtype])
         # QLORA 3: PyTorch now stores what right_inverse() returns: two frozen parameters, which
         # FSDP shards like all others. `module.weight` is a property, computed by forward().
-        parametrize.register_parametrization(module, "weight", four_bits, unsafe=True)
+        register_parametrization(module, "weight", four_bits, unsafe=True)
         # QLORA 4: Autograd would keep the 16-bit weights of all layers for the backward pass.
         # checkpoint() keeps the codes, and computes the weights a second time.
         module.forward = partial(
