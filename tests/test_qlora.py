@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import kept_bytes, resume, save_uneven_weights, write_model
-from runner import CHAPTER_17, CHAPTER_22, load
+from runner import CHAPTER_17, CHAPTER_22, REPOSITORY, load
 from safetensors.torch import load_file
 from test_chat import BATCH, SIZE, flags_for
 from test_equal import (
@@ -198,6 +198,21 @@ def test_codes_and_scales(qlora):
     block[0, :3] = torch.tensor([1.0, -1.0, 0.44])
     codes, _ = four_bits.right_inverse(block)
     assert codes[0, :2].tolist() == [15 * 16 + 0, 12 * 16 + 7]
+
+
+def test_the_table_by_hand_is_the_same(qlora):
+    """learn/by-hand/nf4.py computes the numbers from quantiles."""
+    text = (REPOSITORY / "learn" / "by-hand" / "nf4.py").read_text()
+    names = {"torch": torch}
+    exec(text[text.index("def make_table") : text.index("table = make_table")], names)
+    table = names["make_table"]()
+    assert torch.equal(table, torch.tensor(NUMBERS))
+    weight = weights_to_try()["bf16"]
+    expected = qlora.FourBits("cpu").right_inverse(weight)
+    codes, scales = names["quantize"](weight, table)
+    assert torch.equal(codes, expected[0])
+    assert torch.equal(scales, expected[1])
+    assert torch.equal(names["dequantize"](codes, scales, table), rounded(weight))
 
 
 def test_bits_are_those_of_bitsandbytes(qlora):
