@@ -408,7 +408,7 @@ def load_model(args, checkpoint):
     """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
     # LORA 2: Frozen weights never change, so they are stored in the compute precision.
     # FSDP would cast them to it anyway, so the results are the same, with half of the memory.
-    # QLORA: Here they are first read in the type of their files (QLORA 5), and cast later.
+    # QLORA: Here they are first read in the type of their files (QLORA 1), and cast later.
     options = {"dtype": "auto", "attn_implementation": args.attention}
     if checkpoint:  # FSDP: only shapes and settings, because dcp.load() reads its weights
         config = AutoConfig.from_pretrained(checkpoint)
@@ -434,8 +434,8 @@ def load_model(args, checkpoint):
     if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
         sys.exit(f"error: {source} has a head of its own: set tie_word_embeddings to false there")
     add_adapters(model, args)  # LORA: the same as in the sharded model
-    # QLORA 5: Transformers only maps files whose type it keeps, so a weight is read when it is
-    # quantized. Rank 0 never holds the 16-bit model, and sends the one in 4 bits.
+    # QLORA 1: Files that need no cast are only mapped, so each matrix is read when quantized.
+    # Rank 0 never holds the 16-bit model, and sends the one in 4 bits.
     quantize_layers(model, args, device="cpu")
     return model
 
@@ -497,8 +497,8 @@ def add_adapters(model, args):
             parameter.data = parameter.data.float()
 
 
-# QLORA 1: A code of 4 bits names one of 16 numbers. Weights are about normal, so these numbers are
-# quantiles of a normal distribution. The table is NF4, that of the QLoRA paper and of bitsandbytes.
+# QLORA 2: A code of 4 bits names one of 16 numbers, with more of them where weights are: near 0.
+# They are quantiles of a normal distribution: NF4, from the QLoRA paper and as in bitsandbytes.
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635]
 NF4 += [-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725]
 NF4 += [0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941]
@@ -517,8 +517,8 @@ class FourBits(torch.nn.Module):
         self.pairs = torch.cartesian_prod(table, table).to(device)
 
     def right_inverse(self, weight):
-        # QLORA 2: The scale of a block is its largest weight, which bf16 has exactly. Blocks lie
-        # within rows and FSDP cuts between rows, so a rank has the scales of its codes.
+        # QLORA 3: A block's scale is its largest weight, which bf16 stores exactly.
+        # Blocks lie within rows, and FSDP cuts between rows, so a rank has the scales of its codes.
         blocks = weight.float().unflatten(-1, (-1, BLOCK))
         scales = blocks.abs().amax(-1, keepdim=True)
         borders = self.borders.to(weight.device)
@@ -540,11 +540,10 @@ def quantize_layers(model, args, device):
         if not is_linear or module.weight.requires_grad or module.weight.shape[-1] % BLOCK:
             continue  # no matrix, or A or B, or rows that are no whole blocks
         module.weight.data = module.weight.data.to(DTYPES[args.dtype])
-        # QLORA 3: PyTorch now stores what right_inverse() returns: two frozen parameters, which
-        # FSDP shards like all others. `module.weight` is a property, computed by forward().
+        # QLORA 4: The weight becomes a property, which forward() computes from codes and scales.
+        # PyTorch stores these two of right_inverse() as frozen parameters, and FSDP shards them.
         register_parametrization(module, "weight", four_bits, unsafe=True)
-        # QLORA 4: Autograd would keep the 16-bit weights of all layers for the backward pass.
-        # checkpoint() keeps the codes, and computes the weights a second time.
+        # QLORA 5: Autograd would keep all 16-bit weights, so the backward pass computes them again.
         module.forward = partial(
             torch.utils.checkpoint.checkpoint,
             module.forward,
