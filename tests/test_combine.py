@@ -71,7 +71,7 @@ def test_the_command(tmp_path):
     (line,) = re.findall(r"conflicts at lines (\d+): edit them\. a schedule", output)
     lines = (tmp_path / "open" / "train-llm.py").read_text().splitlines()
     assert lines[int(line) - 1] == "<<<<<<< chapter 04"
-    for wrong in (["05"], ["05", "22"], ["05", "17", "-o", REPOSITORY / "03-fsdp"]):
+    for wrong in (["05"], ["05", "99"], ["05", "17", "-o", REPOSITORY / "03-fsdp"]):
         assert combine(*wrong)[0] == 2
 
 
