@@ -38,9 +38,7 @@ RECORD = REPOSITORY / "benchmarks" / "records" / "combining.md"
 PAGE = REPOSITORY / "docs" / "combining.md"
 REFUSED = ("wrong", "never")
 # Parts of a script in which the order of additions does not matter: lines of one of these forms
-UNORDERED = re.compile(
-    r"(MUST_STAY|MAY_CHANGE) \+=|    add\(\"--|    \"\w+\": |    (if|parser\.error)"
-)
+UNORDERED = re.compile(r"MUST_STAY \+=|    add\(\"--|    \"\w+\": |    (if|parser\.error)")
 
 
 # -- What is known about a pair --------------------------------------------------------------------

@@ -592,12 +592,14 @@ def check_resume(args, checkpoint: Path, chapter, report: Report) -> None:
         report.error(f"{checkpoint} has no {file.name}, so it is too old: choose another -e")
         return
     before = json.loads(file.read_text())
-    flags = {name: x for name, x in args.as_dict().items() if name not in chapter.MAY_CHANGE}
+    flags = args.as_dict()
     flags["dtype"] = args.dtype or before["dtype"]  # by default, the device decides
     for name in [name for name in flags if flags[name] != before.get(name)]:
-        tell = report.error if name in chapter.MUST_STAY else report.warn
         change = f"{name} was {before.get(name)}, and is {flags[name]} now"
-        tell(f"{change}: keep it, or choose another -e")
+        if name in chapter.MUST_STAY:
+            report.error(f"{change}: keep it, or choose another -e")
+        else:
+            report.warn(change)
 
 
 def devices_of(args) -> int:

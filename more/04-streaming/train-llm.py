@@ -617,9 +617,6 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 MUST_STAY = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 # STREAM: These decide what the rows are, too, and which rank reads them.
 MUST_STAY += ["packing", "shuffle_window", "max_documents", "dp_size", "files"]
-# These may change silently. All others may change, too, with a warning.
-MAY_CHANGE = ["config", "save_dir", "device", "num_epochs", "max_steps", "batch_size", "eval_freq"]
-MAY_CHANGE += ["log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
 
 
 def open_run(args, setup):
@@ -645,7 +642,7 @@ def open_run(args, setup):
                 change = "the text or the tokenizer has changed"
             if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
-            if now != before.get(name) and name not in MAY_CHANGE:
+            if now != before.get(name):
                 say(f"warning: {change}")
     return run_folder, checkpoint, state
 
@@ -902,6 +899,7 @@ def parse_args():
     args = parser.parse_args()
     if min(args.lr, args.weight_decay, args.max_grad_norm) < 0 or not 0 <= args.adam_beta2 < 1:
         parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1")
+    args.pop("config")  # its flags are in `args`
     return args
 
 
@@ -910,6 +908,8 @@ if __name__ == "__main__":
         main()
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
+    except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
+        sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
     # DDP: RuntimeError: another rank has failed, and this one has waited for it
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         if training_has_begun:

@@ -671,13 +671,6 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 # A resumed run must keep these: they decide the model, samples, their order and precision.
 MUST_STAY = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 MUST_STAY += ["shuffle_window"]  # MDS: the order of the rows
-# These may change silently. All others may change, too, with a warning.
-MAY_CHANGE = ["config", "save_dir", "device", "num_epochs", "max_steps", "batch_size", "eval_freq"]
-MAY_CHANGE += ["log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
-# NODES: Any number of nodes may continue a run, in another format, and under another name.
-MAY_CHANGE += ["shard_size", "global_batch_size", "checkpoint_format", "async_checkpoint"]
-MAY_CHANGE += ["resume_dir", "skip_optimizer"]
-MAY_CHANGE += ["local_cache", "cache_limit"]  # MDS: where the shards are
 
 RANK_FOLDER = f"rank-{RANK}"  # NODES: this rank's checkpoints, with --checkpoint-format local
 
@@ -725,7 +718,7 @@ def open_run(args, setup):
                 change = "the text or the tokenizer has changed"
             if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
-            if now != before.get(name) and name not in MAY_CHANGE:
+            if now != before.get(name):
                 say(f"warning: {change}")
     return run_folder, checkpoint, state
 
@@ -1135,6 +1128,7 @@ def parse_args():
     args = parser.parse_args()
     if min(args.lr, args.weight_decay, args.max_grad_norm) < 0 or not 0 <= args.adam_beta2 < 1:
         parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1")
+    args.pop("config")  # its flags are in `args`
     if WORLD_SIZE % args.shard_size:  # NODES: all copies have equally many ranks
         parser.error(f"--shard-size {args.shard_size} does not divide the {WORLD_SIZE} ranks")
     if args.resume_dir and not args.skip_optimizer and not args.experiment_name:
@@ -1147,6 +1141,8 @@ if __name__ == "__main__":
         main()
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
+    except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
+        sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
     # DDP: RuntimeError: another rank has failed, and this one has waited for it
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         if training_has_begun:

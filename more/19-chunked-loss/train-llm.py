@@ -104,7 +104,10 @@ def main():
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
     # With -e, a run continues from its newest checkpoint, if its setup is still the same.
-    setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": hash_of(train_tokens)}
+    # Above 100 million tokens, the hash has 1,000 pieces, since reading all would take minutes.
+    begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
+    tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
+    setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
     # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
     setups = gather(setup | {"step of the checkpoint": state.step})
@@ -473,10 +476,7 @@ def load_tokens(args, tokenizer):
         if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
         options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
-        try:
-            splits = datasets.load_dataset(reader, data_files=name, **options)
-        except datasets.exceptions.DatasetGenerationError as error:
-            sys.exit(f"error: {name}: {error.__cause__}: let tools/prepare-data.py read it")
+        splits = datasets.load_dataset(reader, data_files=name, **options)
     elif os.path.isdir(name.split("/")[0]):
         sys.exit(f"error: there is no folder {name}")
     else:  # a dataset on the Hub
@@ -530,15 +530,6 @@ def sample_order(seed, epoch, train_samples):
     return np.concatenate([this_epoch, next_epoch])
 
 
-def hash_of(tokens):
-    """Of all tokens. Above 100 million, of their number and of 1,000 pieces of 64 KB."""
-    pieces = tokens.chunks
-    if len(tokens) > 100e6:
-        pieces = [tokens.slice(n, 16384) for n in range(0, len(tokens), len(tokens) // 1000)]
-        pieces.append(pyarrow.array([len(tokens)]))
-    return Hasher.hash_bytes(map(np.asarray, pieces))
-
-
 def read_batch(tokens, indices, args, device):
     """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
     samples = [tokens.slice(i * args.seq_length, args.seq_length).to_numpy() for i in indices]
@@ -572,9 +563,6 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 
 # A resumed run must keep these: they decide the model, samples, their order and precision.
 MUST_STAY = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
-# These may change silently. All others may change, too, with a warning.
-MAY_CHANGE = ["config", "save_dir", "device", "num_epochs", "max_steps", "batch_size", "eval_freq"]
-MAY_CHANGE += ["log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
 
 
 def open_run(args, setup):
@@ -600,7 +588,7 @@ def open_run(args, setup):
                 change = "the text or the tokenizer has changed"
             if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
-            if now != before.get(name) and name not in MAY_CHANGE:
+            if now != before.get(name):
                 say(f"warning: {change}")
     return run_folder, checkpoint, state
 
@@ -851,6 +839,7 @@ def parse_args():
     args = parser.parse_args()
     if min(args.lr, args.weight_decay, args.max_grad_norm) < 0 or not 0 <= args.adam_beta2 < 1:
         parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1")
+    args.pop("config")  # its flags are in `args`
     return args
 
 
@@ -859,6 +848,8 @@ if __name__ == "__main__":
         main()
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
+    except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
+        sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
     # DDP: RuntimeError: another rank has failed, and this one has waited for it
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         if training_has_begun:

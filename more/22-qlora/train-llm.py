@@ -115,7 +115,10 @@ def main():
     answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
 
     # With -e, a run continues from its newest checkpoint, if its setup is still the same.
-    setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": hash_of(train_tokens)}
+    # Above 100 million tokens, the hash has 1,000 pieces, since reading all would take minutes.
+    begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
+    tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
+    setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
     # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
     setups = gather(setup | {"step of the checkpoint": state.step})
@@ -595,10 +598,7 @@ def load_samples(args, tokenizer):
         if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
         options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
-        try:
-            splits = datasets.load_dataset(reader, data_files=name, **options)
-        except datasets.exceptions.DatasetGenerationError as error:
-            sys.exit(f"error: {name}: {error.__cause__}: let tools/prepare-data.py read it")
+        splits = datasets.load_dataset(reader, data_files=name, **options)
     elif os.path.isdir(name.split("/")[0]):
         sys.exit(f"error: there is no folder {name}")
     else:  # a dataset on the Hub
@@ -799,15 +799,6 @@ def sample_order(seed, epoch, train_samples):
     return np.concatenate([this_epoch, next_epoch])
 
 
-def hash_of(tokens):
-    """Of all tokens. Above 100 million, of their number and of 1,000 pieces of 64 KB."""
-    pieces = tokens.chunks
-    if len(tokens) > 100e6:
-        pieces = [tokens.slice(n, 16384) for n in range(0, len(tokens), len(tokens) // 1000)]
-        pieces.append(pyarrow.array([len(tokens)]))
-    return Hasher.hash_bytes(map(np.asarray, pieces))
-
-
 def model_inputs(batch, device):
     """The tensors of a batch on `device`, and those that FlashAttention needs."""
     if "position_ids" in batch:
@@ -866,10 +857,6 @@ def evaluate(model, eval_set, args, device, dp_rank, dp_size):  # DDP: each rank
 MUST_STAY = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 MUST_STAY += ["base_hash", "lora_rank", "lora_alpha", "lora_targets"]  # LORA: A and B fit to them
 MUST_STAY += ["template_hash", "template_options", "packing"]  # CHAT: samples depend on them
-# These may change silently. All others may change, too, with a warning.
-MAY_CHANGE = ["config", "save_dir", "device", "num_epochs", "max_steps", "batch_size", "eval_freq"]
-MAY_CHANGE += ["log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
-MAY_CHANGE += ["chat_template"]  # CHAT: the name of a file, whose content template_hash stands for
 
 
 def open_run(args, setup):
@@ -895,7 +882,7 @@ def open_run(args, setup):
                 change = "the text or the tokenizer has changed"
             if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
-            if now != before.get(name) and name not in MAY_CHANGE:
+            if now != before.get(name):
                 say(f"warning: {change}")
     return run_folder, checkpoint, state
 
@@ -1161,6 +1148,7 @@ def parse_args():
     args = parser.parse_args()
     if min(args.lr, args.weight_decay, args.max_grad_norm) < 0 or not 0 <= args.adam_beta2 < 1:
         parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1")
+    args.pop("config")  # its flags are in `args`
     # LORA: This demo begins where another demo has ended.
     if args.model_name == DEMO["model_name"] and not os.path.exists(args.model_name):
         sys.exit("error: first run the demo of chapter 3, whose model this demo continues")
@@ -1176,6 +1164,8 @@ if __name__ == "__main__":
         main()
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
+    except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
+        sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
     # DDP: RuntimeError: another rank has failed, and this one has waited for it
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         if training_has_begun:
