@@ -22,7 +22,6 @@ import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import partial
 from glob import escape, glob
 from itertools import chain, islice
@@ -284,7 +283,7 @@ def main():
         if run_log:
             run_log.comet.end()
         say(f"Done: the model is in {run_folder / 'final'}")
-    wait_for_all()  # DDP: until rank 0 has written
+    gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -720,13 +719,6 @@ def join_process_group():
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
-
-
-def wait_for_all():
-    """A barrier that waits up to a day, because one rank may read or write a large model."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    dist.barrier(group)
-    dist.destroy_process_group(group)  # closes its connections to the other ranks
 
 
 def gather(value):

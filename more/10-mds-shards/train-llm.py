@@ -25,7 +25,6 @@ import time
 from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import cache, lru_cache, partial
 from glob import escape, glob
 from itertools import chain, islice
@@ -305,7 +304,7 @@ def main():
         if run_log:
             run_log.comet.end()
         say(f"Done: the model is in {run_folder / 'final'}")
-    wait_for_all()  # DDP: until rank 0 has written
+    gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -927,13 +926,6 @@ def set_time_limit(limit):
     for group in dist.distributed_c10d._world.pg_map:
         if group is not patient_group:
             dist.distributed_c10d._set_pg_timeout(limit, group)
-
-
-def wait_for_all():
-    """A barrier that waits up to a day, because one rank may read or write a large model."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    dist.barrier(group)
-    dist.destroy_process_group(group)  # closes its connections to the other ranks
 
 
 def gather(value, group=None):

@@ -20,7 +20,6 @@ import sysconfig
 import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import lru_cache
 from glob import escape, glob
 from itertools import pairwise
@@ -92,14 +91,7 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: One rank per node fills the cache; then the others read it. Nodes may share the cache.
-    corpus = [args.dataset_name, args.dataset_subset, args.text_column, args.model_name]
-    if LOCAL_RANK == 0:
-        with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{Hasher.hash(corpus)}.lock"):
-            train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
-    wait_for_all()
-    if LOCAL_RANK > 0:
-        train_tokens, eval_tokens = load_tokens(args, tokenizer)
+    train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
     # All documents form one row of tokens, which is cut into samples. No sample needs padding.
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
@@ -266,7 +258,7 @@ def main():
         if run_log:
             run_log.comet.end()
         say(f"Done: the model is in {run_folder / 'final'}")
-    wait_for_all()  # DDP: until rank 0 has written
+    gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -611,6 +603,10 @@ def tokenize_split(documents, tokenizer, column):
         return pyarrow.chunked_array([], pyarrow.int32())
     if column not in documents.column_names:
         sys.exit(f"error: no column {column!r}: choose --text-column of {documents.column_names}")
+    # DDP: The first rank or job tokenizes this corpus, and the others then find it in the cache.
+    corpus = Hasher.hash([documents._fingerprint, tokenizer.name_or_path, column])
+    lock = FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{corpus}.lock")
+    lock.acquire()
     tokenized = documents.map(
         tokenize,
         batched=True,
@@ -618,6 +614,7 @@ def tokenize_split(documents, tokenizer, column):
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
     )
+    lock.release()
     # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
     tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
     say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
@@ -777,13 +774,6 @@ def join_process_group():
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
-
-
-def wait_for_all():
-    """A barrier that waits up to a day, because one rank may read or write a large model."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    dist.barrier(group)
-    dist.destroy_process_group(group)  # closes its connections to the other ranks
 
 
 def gather(value):

@@ -20,7 +20,6 @@ import sys
 import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from functools import lru_cache, partial
 from glob import escape, glob
 from pathlib import Path
@@ -97,13 +96,9 @@ def main():
     if not tokenizer.chat_template:
         sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
     args.template_hash = Hasher.hash(tokenizer.chat_template)
-    # DDP: One rank per node fills the cache; then the others read it. Nodes may share the cache.
+    # DDP: The first rank or job prepares these samples, and the others then find them in the cache.
     corpus = [args.dataset_name, args.dataset_subset, args.template_hash, args.model_name]
-    if LOCAL_RANK == 0:
-        with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{Hasher.hash(corpus)}.lock"):
-            train_set, eval_set = load_samples(args, tokenizer)
-    wait_for_all()
-    if LOCAL_RANK > 0:
+    with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{Hasher.hash(corpus)}.lock"):
         train_set, eval_set = load_samples(args, tokenizer)
     # CHAT: Views of all token ids, without a copy. They include padding.
     columns = [samples.data.column("input_ids") for samples in (train_set, eval_set)]
@@ -296,7 +291,7 @@ def main():
         if run_log:
             run_log.comet.end()
         say(f"Done: the adapters are in {run_folder / 'final'}")  # LORA: not the model
-    wait_for_all()  # DDP: until rank 0 has written
+    gather(None)  # DDP: waits until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -966,13 +961,6 @@ def join_process_group():
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
-
-
-def wait_for_all():
-    """A barrier that waits up to a day, because one rank may read or write a large model."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    dist.barrier(group)
-    dist.destroy_process_group(group)  # closes its connections to the other ranks
 
 
 def gather(value):
