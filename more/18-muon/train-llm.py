@@ -20,6 +20,7 @@ import sysconfig
 import time
 from collections import defaultdict
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import lru_cache
 from glob import escape, glob
 from pathlib import Path
@@ -112,8 +113,7 @@ def main():
 
     # Model and optimizer.
     # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
-    whole = load_model(args, checkpoint) if RANK == 0 else None
-    model = build_model(args, device, whole, checkpoint)
+    model = build_model(args, device, checkpoint)
     vocab_size = model.config.get_text_config().vocab_size
     if max(tokenizer.get_vocab().values()) >= vocab_size:  # then the text must not use such tokens
         largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
@@ -246,13 +246,13 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                whole.save_pretrained(folder, state_dict=weights)  # `model` has FSDP's class
+                model.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         if run_log:
             run_log.comet.end()
         say(f"Done: the model is in {run_folder / 'final'}")
-    gather(None)  # DDP: waits until rank 0 has written
+    wait_for_all()  # DDP: until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -262,10 +262,9 @@ def main():
 # -- Model and optimizer ---------------------------------------------------------------------------
 
 
-def build_model(args, device, whole, checkpoint):
+def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
     # FSDP 5: Make and shard a model of meta tensors, which have shapes and take no memory.
-    # Then rank 0 sends the values. Those of a checkpoint are read later, by dcp.load.
     config = AutoConfig.from_pretrained(checkpoint or args.model_name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -274,10 +273,10 @@ def build_model(args, device, whole, checkpoint):
     # FSDP: No autocast, as FSDP casts weights. Transformers computes norms, softmax, loss in fp32.
     shard_model(model, args, device)
     compute_buffers(model, device)
-    if not checkpoint:
-        send_weights(whole, model)
-    if RANK == 0:
-        model.generation_config = whole.generation_config  # for save_checkpoint()
+    if checkpoint:  # FSDP: dcp.load() reads its weights later
+        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint)
+    else:
+        send_weights(args, model)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
@@ -329,27 +328,22 @@ def compute_buffers(model, device):
         buffer.data = buffer.to(device)
 
 
-def send_weights(whole, model):
+def send_weights(args, model):
     """Fills the shards of all ranks with the values of rank 0's whole model."""
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None
     wait_for_all()  # until rank 0 has read its files
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     weights = whole.state_dict() if RANK == 0 else {}
     dcp_state.set_model_state_dict(model, weights, options=options)
     if RANK == 0:
-        whole.to("meta")  # frees its weights. To save final/, the rest of it is enough
+        model.generation_config = whole.generation_config  # rank 0 saves it
 
 
 def load_model(args, checkpoint):
     """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
     # fp32, because bf16 numbers near 0.02 are 1e-4 apart: an update by --lr, 3e-5, would be lost.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
-    if checkpoint:  # FSDP: only shapes and settings, because dcp.load() reads its weights
-        config = AutoConfig.from_pretrained(checkpoint)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **options)
-        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint)
-        return model
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
@@ -716,12 +710,12 @@ def new_folder(folder):
     """Yields a temporary folder, and renames it once every file is on the disk."""
     # FSDP: All ranks write into the folder, but only rank 0 makes and renames it. Each save uses a
     # new name, because on a shared disk, another node may still see the folder of the last save.
-    temporary = folder.with_name(gather(f"incomplete-{os.urandom(4).hex()}")[0])
+    temporary = folder.with_name(f"incomplete-{os.urandom(4).hex()}")
     if RANK == 0:
         for leftover in folder.parent.glob("incomplete-*"):  # of killed runs
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir()
-    dist.barrier()
+    temporary = gather(temporary)[0]
     if not all(gather(temporary.exists())):
         sys.exit(f"error: not all ranks see {temporary}: put --save-dir on a shared disk")
     yield temporary
@@ -770,6 +764,13 @@ def join_process_group():
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
+
+
+def wait_for_all():
+    """A barrier that waits up to a day, because rank 0 may read or write a large model."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    dist.barrier(group)
+    dist.destroy_process_group(group)  # closes its connections to the other ranks
 
 
 def gather(value):

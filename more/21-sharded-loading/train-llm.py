@@ -23,6 +23,7 @@ import time
 import warnings
 from collections import defaultdict
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import lru_cache
 from glob import escape, glob
 from pathlib import Path
@@ -119,9 +120,7 @@ def main():
 
     # Model and optimizer.
     # LOAD 1: Each rank goes through all weights, one after the other, and keeps its rows of each.
-    # The weights of `outline` are meta tensors, with these rows as an attribute.
-    outline = load_model(args, device, checkpoint)
-    model = build_model(args, device, outline, checkpoint)
+    model = build_model(args, device, checkpoint)
     vocab_size = model.config.get_text_config().vocab_size
     if max(tokenizer.get_vocab().values()) >= vocab_size:  # then the text must not use such tokens
         largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
@@ -254,15 +253,15 @@ def main():
         checkpoint = run_folder / f"step-{state.step:08d}"
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                outline.save_pretrained(folder, state_dict={})  # LOAD: all files but the weights
+                model.save_pretrained(folder, state_dict={})  # LOAD: all files but the weights
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
             gather(None)  # LOAD: save_pretrained() also removes files of weights, so others wait
-            save_layers(outline, checkpoint, folder)
+            save_layers(model, checkpoint, folder)
         if run_log:
             run_log.comet.end()
         say(f"Done: the model is in {run_folder / 'final'}")
-    gather(None)  # DDP: waits until rank 0 has written
+    wait_for_all()  # DDP: until rank 0 has written
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -272,10 +271,9 @@ def main():
 # -- Model and optimizer ---------------------------------------------------------------------------
 
 
-def build_model(args, device, outline, checkpoint):
+def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
     # FSDP 5: Make and shard a model of meta tensors, which have shapes and take no memory.
-    # LOAD: Then the rows of this rank become its shards. Those of a checkpoint are read later.
     config = AutoConfig.from_pretrained(checkpoint or args.model_name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -284,9 +282,10 @@ def build_model(args, device, outline, checkpoint):
     # FSDP: No autocast, as FSDP casts weights. Transformers computes norms, softmax, loss in fp32.
     shard_model(model, args, device)
     compute_buffers(model, device)
-    if not checkpoint:
-        fill_shards(outline, model)  # LOAD: nothing is sent
-    model.generation_config = outline.generation_config  # LOAD: on all ranks
+    if checkpoint:  # FSDP: dcp.load() reads its weights later
+        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint)
+    else:
+        fill_shards(args, model, device)  # LOAD: nothing is sent
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
@@ -339,26 +338,23 @@ def compute_buffers(model, device):
 
 
 @torch.no_grad()
-def fill_shards(outline, model):
-    """Fills the shards with the rows that `outline` has kept."""
+def fill_shards(args, model, device):
+    """Fills the shards with the rows that each rank keeps of all weights."""
+    # LOAD: The weights of `outline` are meta tensors, with the rows of this rank as an attribute.
+    outline = load_model(args, device, checkpoint=None)
     wait_for_all()  # until all ranks have read their files
     for name, weight in model.named_parameters():
         # LOAD 3: The shard of this rank has the same rows, so nothing is sent.
         source = outline.get_parameter(name)
         weight.to_local().copy_(source.rows)
         del source.rows  # LOAD: frees the rows at once, before those of the next weight are copied
+    model.generation_config = outline.generation_config  # rank 0 saves it
 
 
 def load_model(args, device, checkpoint):
     """A model of meta tensors, and the rows of this rank: of pretrained weights or random ones."""
     # fp32, because bf16 numbers near 0.02 are 1e-4 apart: an update by --lr, 3e-5, would be lost.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
-    if checkpoint:  # FSDP: only shapes and settings, because dcp.load() reads its weights
-        config = AutoConfig.from_pretrained(checkpoint)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, **options)
-        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint)
-        return model
 
     def keep_rows(module, name, weight):
         if weight.is_meta:
@@ -604,12 +600,12 @@ def sharded_state(model, saved_parts):
     return saved_parts | {"model": weights, "optimizer": moments}
 
 
-def save_layers(outline, checkpoint, folder):
+def save_layers(model, checkpoint, folder):
     """Writes the weights of a checkpoint as other programs want them: whole, with an index."""
     layers = defaultdict(dict)
-    for name, tensor in outline.state_dict().items():
+    for name, tensor in model.state_dict().items():
         # FSDP: A tied weight has two names. Transformers saves one of them.
-        if name not in outline.all_tied_weights_keys:
+        if name not in model.all_tied_weights_keys:
             # LOAD 8: A file has one layer, or one tensor outside of layers, so one fits in memory.
             # LOAD: A tensor of all experts of a layer has its own file, because it is copied below.
             layer = re.match(r".*?\.\d+\.(.*\.experts\.\w+$)?", name)
@@ -620,10 +616,10 @@ def save_layers(outline, checkpoint, folder):
     for number, of_layer in enumerate(layers.values()):
         if number % WORLD_SIZE != RANK:
             continue  # LOAD: another rank writes this layer
-        weights = {name: torch.empty_like(x, device="cpu") for name, x in of_layer.items()}
+        weights = {name: torch.empty(x.shape) for name, x in of_layer.items()}
         dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
         # LOAD: Transformers joins or splits tensors of some families when it reads. Undo this.
-        weights = revert_weight_conversion(outline, weights)
+        weights = revert_weight_conversion(model, weights)
         weights = {name: x.contiguous() for name, x in weights.items()}
         file = f"model-{number + 1:05}-of-{len(layers):05}.safetensors"
         save_file(weights, folder / file, metadata={"format": "pt"})
@@ -639,12 +635,12 @@ def new_folder(folder):
     """Yields a temporary folder, and renames it once every file is on the disk."""
     # FSDP: All ranks write into the folder, but only rank 0 makes and renames it. Each save uses a
     # new name, because on a shared disk, another node may still see the folder of the last save.
-    temporary = folder.with_name(gather(f"incomplete-{os.urandom(4).hex()}")[0])
+    temporary = folder.with_name(f"incomplete-{os.urandom(4).hex()}")
     if RANK == 0:
         for leftover in folder.parent.glob("incomplete-*"):  # of killed runs
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir()
-    dist.barrier()
+    temporary = gather(temporary)[0]
     if not all(gather(temporary.exists())):
         sys.exit(f"error: not all ranks see {temporary}: put --save-dir on a shared disk")
     yield temporary
@@ -693,6 +689,13 @@ def join_process_group():
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
+
+
+def wait_for_all():
+    """A barrier that waits up to a day, because rank 0 may read or write a large model."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    dist.barrier(group)
+    dist.destroy_process_group(group)  # closes its connections to the other ranks
 
 
 def gather(value):
