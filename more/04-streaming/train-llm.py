@@ -458,10 +458,10 @@ def open_splits(name, subset):
             sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
         splits = load_dataset("parquet", data_dir=name)  # STREAM: reads no document yet
     elif reader:
-        files = glob(name, recursive=True)
-        if not files:
-            sys.exit(f"error: there are no files for {name}")
-        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+        sizes = [os.path.getsize(file) for file in glob(name, recursive=True)]
+        if not any(sizes):
+            sys.exit(f"error: there are no files for {name}, or they have too little text")
+        if reader == "text" and max(sizes) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
         options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
         splits = load_dataset(reader, data_files=name, **options)  # STREAM: the same
