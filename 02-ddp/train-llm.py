@@ -391,7 +391,7 @@ def tokenize_split(documents, tokenizer, column):
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
     )
-    lock.release()
+    lock.release()  # DDP: now the next one may read it
     # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
     tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
     say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
@@ -471,7 +471,7 @@ def open_run(args, setup):
             if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
             if now != before.get(name):
-                say(f"warning: {change}")
+                say(f"note: {change}")
     return run_folder, checkpoint, state
 
 

@@ -259,7 +259,7 @@ def main():
         if run_log:
             run_log.comet.end()
         say(f"Done: the model is in {run_folder / 'final'}")
-    wait_for_all()  # DDP: until rank 0 has written
+    wait_for_all()  # FSDP: until rank 0 has written, which may take long
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -485,7 +485,7 @@ def tokenize_split(documents, tokenizer, column):
         remove_columns=documents.column_names,  # keep only the token ids
         features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
     )
-    lock.release()
+    lock.release()  # DDP: now the next one may read it
     # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
     tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
     say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
@@ -568,7 +568,7 @@ def open_run(args, setup):
             if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
             if now != before.get(name):
-                say(f"warning: {change}")
+                say(f"note: {change}")
     return run_folder, checkpoint, state
 
 
@@ -647,7 +647,7 @@ def join_process_group():
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
 
 
-def wait_for_all():
+def wait_for_all():  # FSDP: in place of gather(None), which waits half an hour
     """A barrier that waits up to a day, because rank 0 may read or write a large model."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     dist.barrier(group)
