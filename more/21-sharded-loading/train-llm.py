@@ -602,9 +602,11 @@ def sharded_state(model, saved_parts):
 def save_layers(model, checkpoint, folder):
     """Writes the weights of a checkpoint as other programs want them: whole, with an index."""
     layers = defaultdict(dict)
-    for name, tensor in model.state_dict().items():
+    with torch.device("meta"):  # FSDP has changed the class of `model`
+        outline = AutoModelForCausalLM.from_config(model.config)
+    for name, tensor in outline.state_dict().items():
         # FSDP: A tied weight has two names. Transformers saves one of them.
-        if name not in model.all_tied_weights_keys:
+        if name not in outline.all_tied_weights_keys:
             # LOAD 8: A file has one layer, or one tensor outside of layers, so one fits in memory.
             # LOAD: A tensor of all experts of a layer has its own file, because it is copied below.
             layer = re.match(r".*?\.\d+\.(.*\.experts\.\w+$)?", name)
@@ -615,10 +617,10 @@ def save_layers(model, checkpoint, folder):
     for number, of_layer in enumerate(layers.values()):
         if number % WORLD_SIZE != RANK:
             continue  # LOAD: another rank writes this layer
-        weights = {name: torch.empty(x.shape) for name, x in of_layer.items()}
+        weights = {name: torch.empty_like(x, device="cpu") for name, x in of_layer.items()}
         dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
         # LOAD: Transformers joins or splits tensors of some families when it reads. Undo this.
-        weights = revert_weight_conversion(model, weights)
+        weights = revert_weight_conversion(outline, weights)
         weights = {name: x.contiguous() for name, x in weights.items()}
         file = f"model-{number + 1:05}-of-{len(layers):05}.safetensors"
         save_file(weights, folder / file, metadata={"format": "pt"})
