@@ -348,6 +348,8 @@ def fill_shards(args, model, device):
         source = outline.get_parameter(name)
         weight.to_local().copy_(source.rows)
         del source.rows  # LOAD: frees the rows at once, before those of the next weight are copied
+    for name, buffer in outline.named_buffers():
+        model.get_buffer(name).copy_(buffer)
     model.generation_config = outline.generation_config  # rank 0 saves it
 
 
