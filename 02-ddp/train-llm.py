@@ -351,10 +351,10 @@ def load_tokens(args, tokenizer):
             sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
         splits = datasets.load_dataset("parquet", data_dir=name)
     elif reader:
-        files = glob(name, recursive=True)
-        if not files:
-            sys.exit(f"error: there are no files for {name}")
-        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+        sizes = [os.path.getsize(file) for file in glob(name, recursive=True)]
+        if not any(sizes):
+            sys.exit(f"error: there are no files for {name}, or they have too little text")
+        if reader == "text" and max(sizes) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
         options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
         splits = datasets.load_dataset(reader, data_files=name, **options)
@@ -377,8 +377,6 @@ def load_tokens(args, tokenizer):
 
 def tokenize_split(documents, tokenizer, column):
     """All documents of a split as one array of token ids."""
-    if not len(documents):  # an empty file has no columns
-        return pyarrow.chunked_array([], pyarrow.int32())
     if column not in documents.column_names:
         sys.exit(f"error: no column {column!r}: choose --text-column of {documents.column_names}")
     # DDP: The first rank or job tokenizes this corpus, and the others then find it in the cache.
@@ -391,8 +389,9 @@ def tokenize_split(documents, tokenizer, column):
         batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: files are large
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
+        features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
     )
-    lock.release()
+    lock.release()  # DDP: now the next one may read it
     # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
     tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
     say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
@@ -472,7 +471,7 @@ def open_run(args, setup):
             if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
             if now != before.get(name):
-                say(f"warning: {change}")
+                say(f"note: {change}")
     return run_folder, checkpoint, state
 
 

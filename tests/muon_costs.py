@@ -53,7 +53,8 @@ def sharded_model(chapter, args):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     chapter.shard_model(model, args, CPU)
     chapter.compute_buffers(model, CPU)
-    chapter.send_weights(whole, model)
+    chapter.load_model = lambda args, checkpoint: whole
+    chapter.send_weights(args, model)
     return model
 
 

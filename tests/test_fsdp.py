@@ -335,7 +335,7 @@ def test_resume_on_any_number_of_ranks(trainer, dropout_model):
     options = {"processes": 2, "before": in_step(1, decay)} | FSDP
     flags += ["--max-steps", 13, "--weight-decay", 0.5]
     resumed = trainer(*flags, name="same", **options)
-    assert "warning: weight_decay was 0.01, and is 0.5 now" in resumed.output
+    assert "note: weight_decay was 0.01, and is 0.5 now" in resumed.output
     assert "decay 0.5 0.0" in resumed.output
     origin = trainer(*flags, name="dropout", processes=2, **FSDP)
     assert exact(resumed.records) == exact(origin.records)

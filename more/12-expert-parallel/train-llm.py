@@ -252,13 +252,16 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                model.save_pretrained(folder, state_dict=weights)
+                with torch.device("meta"):  # FSDP has changed the class of `model`
+                    whole = AutoModelForCausalLM.from_config(model.config)
+                whole.generation_config = model.generation_config
+                whole.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         if run_log:
             run_log.comet.end()
         say(f"Done: the model is in {run_folder / 'final'}")
-    wait_for_all()  # DDP: until rank 0 has written
+    wait_for_all()  # FSDP: until rank 0 has written, which may take long
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -567,10 +570,10 @@ def load_tokens(args, tokenizer):
             sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
         splits = datasets.load_dataset("parquet", data_dir=name)
     elif reader:
-        files = glob(name, recursive=True)
-        if not files:
-            sys.exit(f"error: there are no files for {name}")
-        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+        sizes = [os.path.getsize(file) for file in glob(name, recursive=True)]
+        if not any(sizes):
+            sys.exit(f"error: there are no files for {name}, or they have too little text")
+        if reader == "text" and max(sizes) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
         options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
         splits = datasets.load_dataset(reader, data_files=name, **options)
@@ -593,8 +596,6 @@ def load_tokens(args, tokenizer):
 
 def tokenize_split(documents, tokenizer, column):
     """All documents of a split as one array of token ids."""
-    if not len(documents):  # an empty file has no columns
-        return pyarrow.chunked_array([], pyarrow.int32())
     if column not in documents.column_names:
         sys.exit(f"error: no column {column!r}: choose --text-column of {documents.column_names}")
     # DDP: The first rank or job tokenizes this corpus, and the others then find it in the cache.
@@ -607,8 +608,9 @@ def tokenize_split(documents, tokenizer, column):
         batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: files are large
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
+        features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
     )
-    lock.release()
+    lock.release()  # DDP: now the next one may read it
     # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
     tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
     say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
@@ -691,7 +693,7 @@ def open_run(args, setup):
             if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
             if now != before.get(name):
-                say(f"warning: {change}")
+                say(f"note: {change}")
     return run_folder, checkpoint, state
 
 
@@ -770,7 +772,7 @@ def join_process_group():
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
 
 
-def wait_for_all():
+def wait_for_all():  # FSDP: in place of gather(None), which waits half an hour
     """A barrier that waits up to a day, because rank 0 may read or write a large model."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     dist.barrier(group)

@@ -290,7 +290,7 @@ def main():
         if run_log:
             run_log.comet.end()
         say(f"Done: the adapters are in {run_folder / 'final'}")  # LORA: not the model
-    wait_for_all()  # DDP: until rank 0 has written
+    wait_for_all()  # FSDP: until rank 0 has written, which may take long
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -507,10 +507,10 @@ def load_samples(args, tokenizer):
             sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
         splits = datasets.load_dataset("parquet", data_dir=name)
     elif reader:
-        files = glob(name, recursive=True)
-        if not files:
-            sys.exit(f"error: there are no files for {name}")
-        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+        sizes = [os.path.getsize(file) for file in glob(name, recursive=True)]
+        if not any(sizes):
+            sys.exit(f"error: there are no files for {name}, or they have too little text")
+        if reader == "text" and max(sizes) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
         options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
         splits = datasets.load_dataset(reader, data_files=name, **options)
@@ -798,7 +798,7 @@ def open_run(args, setup):
             if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
             if now != before.get(name):
-                say(f"warning: {change}")
+                say(f"note: {change}")
     return run_folder, checkpoint, state
 
 
@@ -883,7 +883,7 @@ def join_process_group():
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
 
 
-def wait_for_all():
+def wait_for_all():  # FSDP: in place of gather(None), which waits half an hour
     """A barrier that waits up to a day, because rank 0 may read or write a large model."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     dist.barrier(group)

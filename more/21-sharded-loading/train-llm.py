@@ -261,7 +261,7 @@ def main():
         if run_log:
             run_log.comet.end()
         say(f"Done: the model is in {run_folder / 'final'}")
-    wait_for_all()  # DDP: until rank 0 has written
+    wait_for_all()  # FSDP: until rank 0 has written, which may take long
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -466,10 +466,10 @@ def load_tokens(args, tokenizer):
             sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
         splits = datasets.load_dataset("parquet", data_dir=name)
     elif reader:
-        files = glob(name, recursive=True)
-        if not files:
-            sys.exit(f"error: there are no files for {name}")
-        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+        sizes = [os.path.getsize(file) for file in glob(name, recursive=True)]
+        if not any(sizes):
+            sys.exit(f"error: there are no files for {name}, or they have too little text")
+        if reader == "text" and max(sizes) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
         options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
         splits = datasets.load_dataset(reader, data_files=name, **options)
@@ -492,8 +492,6 @@ def load_tokens(args, tokenizer):
 
 def tokenize_split(documents, tokenizer, column):
     """All documents of a split as one array of token ids."""
-    if not len(documents):  # an empty file has no columns
-        return pyarrow.chunked_array([], pyarrow.int32())
     if column not in documents.column_names:
         sys.exit(f"error: no column {column!r}: choose --text-column of {documents.column_names}")
     # DDP: The first rank or job tokenizes this corpus, and the others then find it in the cache.
@@ -506,8 +504,9 @@ def tokenize_split(documents, tokenizer, column):
         batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: files are large
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
+        features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
     )
-    lock.release()
+    lock.release()  # DDP: now the next one may read it
     # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
     tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
     say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
@@ -590,7 +589,7 @@ def open_run(args, setup):
             if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
             if now != before.get(name):
-                say(f"warning: {change}")
+                say(f"note: {change}")
     return run_folder, checkpoint, state
 
 
@@ -603,9 +602,11 @@ def sharded_state(model, saved_parts):
 def save_layers(model, checkpoint, folder):
     """Writes the weights of a checkpoint as other programs want them: whole, with an index."""
     layers = defaultdict(dict)
-    for name, tensor in model.state_dict().items():
+    with torch.device("meta"):  # FSDP has changed the class of `model`
+        outline = AutoModelForCausalLM.from_config(model.config)
+    for name, tensor in outline.state_dict().items():
         # FSDP: A tied weight has two names. Transformers saves one of them.
-        if name not in model.all_tied_weights_keys:
+        if name not in outline.all_tied_weights_keys:
             # LOAD 8: A file has one layer, or one tensor outside of layers, so one fits in memory.
             # LOAD: A tensor of all experts of a layer has its own file, because it is copied below.
             layer = re.match(r".*?\.\d+\.(.*\.experts\.\w+$)?", name)
@@ -616,10 +617,10 @@ def save_layers(model, checkpoint, folder):
     for number, of_layer in enumerate(layers.values()):
         if number % WORLD_SIZE != RANK:
             continue  # LOAD: another rank writes this layer
-        weights = {name: torch.empty(x.shape) for name, x in of_layer.items()}
+        weights = {name: torch.empty_like(x, device="cpu") for name, x in of_layer.items()}
         dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
         # LOAD: Transformers joins or splits tensors of some families when it reads. Undo this.
-        weights = revert_weight_conversion(model, weights)
+        weights = revert_weight_conversion(outline, weights)
         weights = {name: x.contiguous() for name, x in weights.items()}
         file = f"model-{number + 1:05}-of-{len(layers):05}.safetensors"
         save_file(weights, folder / file, metadata={"format": "pt"})
@@ -691,7 +692,7 @@ def join_process_group():
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
 
 
-def wait_for_all():
+def wait_for_all():  # FSDP: in place of gather(None), which waits half an hour
     """A barrier that waits up to a day, because rank 0 may read or write a large model."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     dist.barrier(group)
