@@ -40,6 +40,11 @@ def test_stored_resolutions():
         assert 1 <= len(COMBINE.read_resolutions(file)) <= 3, file
 
 
+def test_a_pair_with_conflicts_is_stale(monkeypatch):
+    monkeypatch.setattr(COMBINE, "stored_resolutions", lambda *names: [])
+    assert PROVE.is_stale(PROVE.read_proofs()["04+06"])
+
+
 def test_the_page_has_the_table():
     page = COMBINE.PAGE.read_text()
     assert page.endswith(COMBINE.lists()), "run maintain/prove-joins.py"
