@@ -91,6 +91,8 @@ def main():
     args.base_hash = hash_of_base(args.model_name)  # LORA: a checkpoint has A and B alone
     args.base_hash += " in 4 bits"  # QLORA: chapter 17 has other weights under the same adapters
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    if tokenizer.eos_token_id is None:
+        sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
     # CHAT: A base model has no chat template. A file gives it one, or replaces the model's own.
     if args.chat_template:
         tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
