@@ -107,9 +107,10 @@ torch.compile = functools.partial(torch.compile, backend="aot_eager")
 AT_END = """
 import torch.distributed
 
-def tell_and_leave():
-    tell()
-    leave()
+def tell_and_leave(group=None):
+    if group is None:  # all groups
+        tell()
+    leave(group)
 
 leave = torch.distributed.destroy_process_group
 torch.distributed.destroy_process_group = tell_and_leave
@@ -350,6 +351,17 @@ def resume(run, trainer, step: int, *flags, name="resumed", again=None, near=0, 
         assert exact(resumed.records) == exact(run.records)
         assert_same_model(resumed, run)
     return resumed
+
+
+@contextmanager
+def weights_away(folder: Path):
+    """The weights of this model cannot be read meanwhile."""
+    file, elsewhere = folder / "model.safetensors", folder / "elsewhere"
+    file.rename(elsewhere)
+    try:
+        yield
+    finally:
+        elsewhere.rename(file)
 
 
 def assert_opens(run, reference=None) -> None:

@@ -119,8 +119,7 @@ def compare(chapter, chapter_1, folder: Path, flags: list) -> list[str]:
     sys.argv = ["train-llm.py", "-m", str(folder), "--seed", "5", "--dtype", "fp32", *flags]
     args = chapter.parse_args()
     plain = chapter_1.load_model(args, checkpoint=None)
-    outline = chapter.load_model(args, torch.device("cpu"))
-    model = chapter.build_model(args, torch.device("cpu"), outline)
+    model = chapter.build_model(args, torch.device("cpu"), checkpoint=None)
     weights = {name: x.full_tensor().detach() for name, x in model.named_parameters()}
     wrong = same(weights, {name: x.detach() for name, x in plain.named_parameters()}, "weight")
     wrong += same(dict(model.named_buffers()), dict(plain.named_buffers()), "buffer")
@@ -129,9 +128,9 @@ def compare(chapter, chapter_1, folder: Path, flags: list) -> list[str]:
     chapter.dcp.save(content, checkpoint_id=folder / "checkpoint")
     final, expected = folder / "final", folder / "expected"
     if dist.get_rank() == 0:
-        outline.save_pretrained(final, state_dict={})
+        model.save_pretrained(final, state_dict={})
     dist.barrier()
-    chapter.save_layers(outline, folder / "checkpoint", final)
+    chapter.save_layers(model, folder / "checkpoint", final)
     if dist.get_rank() == 0:
         plain.save_pretrained(expected)
         wrong += same(tensors_of(final), tensors_of(expected), "tensor of final/")

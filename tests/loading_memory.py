@@ -68,8 +68,7 @@ def measure(chapter, folder: Path, quiet: bool = False) -> None:
         sys.argv = ["train-llm.py", "-m", str(folder), "--dtype", "fp32", *more]
         args = chapter.parse_args()
         with Peak() as peak:
-            outline = chapter.load_model(args, CPU)
-            model = chapter.build_model(args, CPU, outline)
+            model = chapter.build_model(args, CPU, checkpoint=None)
         sizes = [x.numel() * x.element_size() for x in model.parameters()]
         units = [model.model.layers[0], model.get_input_embeddings()]
         unit = max(sum(4 * x.numel() for x in part.parameters()) for part in units)
@@ -81,12 +80,12 @@ def measure(chapter, folder: Path, quiet: bool = False) -> None:
         chapter.dcp.save(content, checkpoint_id=folder / "checkpoint")
         with Peak() as peak:
             if RANK == 0:
-                outline.save_pretrained(folder / "final", state_dict={})
+                model.save_pretrained(folder / "final", state_dict={})
             dist.barrier()
-            chapter.save_layers(outline, folder / "checkpoint", folder / "final")
+            chapter.save_layers(model, folder / "checkpoint", folder / "final")
         if not quiet:
             report("final/", peak, 0, unit)
-        del outline, model, content
+        del model, content
 
 
 def write(folder: Path, args, layers: int, hidden: int) -> None:

@@ -28,7 +28,9 @@ def compare(chapter, config, dtype: str, cpu_offload: bool) -> list[float]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     chapter.shard_model(model, args, device)
-    chapter.send_weights(deepcopy(whole), model, device)  # it moves its whole model to meta
+    chapter.compute_buffers(model, device)
+    chapter.load_model = lambda args, checkpoint: whole
+    chapter.send_weights(args, model)
     groups = chapter.parameter_groups(model, args)
     optimizer = chapter.Muon(groups, args, device)
     reference = AdamWAndMuon(whole, LR, args.adam_beta2, DECAY)

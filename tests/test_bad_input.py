@@ -7,14 +7,16 @@ import pytest
 from conftest import LLAMA, TINY_LLAMA, assert_one_sentence, save_weights, write_model
 from safetensors.torch import load_file, save_file
 
+RANGES = "--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1"
 # By the parser, with status 2. The flags, a part of the sentence
 FLAGS = {
     "zero batch": (["-b", 0], 'Parser key "batch_size"'),
-    "negative clipping": (["--max-grad-norm", -1], 'Parser key "max_grad_norm"'),
+    "negative clipping": (["--max-grad-norm", -1], RANGES),
+    "unknown schedule": (["--lr-scheduler", "sine"], "invalid choice: 'sine'"),
     "no number": (["--lr", "fast"], 'Parser key "lr"'),
-    "negative rate": (["--lr", -1], 'Parser key "lr"'),
-    "negative decay": (["--weight-decay", -0.1], 'Parser key "weight_decay"'),
-    "moments that never end": (["--adam-beta2", 1], 'Parser key "adam_beta2"'),
+    "negative rate": (["--lr", -1], RANGES),
+    "negative decay": (["--weight-decay", -0.1], RANGES),
+    "moments that never end": (["--adam-beta2", 1], RANGES),
     "switch in place of a text": (["--config", "{tmp}/no.yaml"], 'Parser key "text_column"'),
     "no such device": (["--device", "mps"], "--device: invalid choice: 'mps' (choose from 'cpu')"),
     "slash in the name": (["-e", "a/b"], 'Parser key "experiment_name"'),
@@ -24,15 +26,26 @@ FLAGS = {
 }
 # By chapter 1 itself, or by a library, with status 1
 CASES = {
-    "unknown scheduler": (["--lr-scheduler", "sine"], "sine is not a valid SchedulerType"),
     "unknown attention": (["--attention", "flahs"], 'attn_implementation="flahs"'),
     "no such package": (["--attention", "flash_attention_2"], "the package for FlashAttention2"),
     "missing file": (["-d", "{tmp}/none.txt"], "none.txt"),
     "no such split": (["-d", "{tmp}/numbers.csv:tain"], "such as {tmp}/numbers.csv:train"),
     "no text column": (["-d", "{tmp}/numbers.csv"], "choose --text-column of ['a', 'b']"),
-    "broken JSON": (["-d", "{tmp}/broken.jsonl"], "JSON parse error"),
+    "broken JSON": (["-d", "{tmp}/broken.jsonl"], "let tools/prepare-data.py read the files"),
     "large text": (["-d", "{tmp}/l*.txt"], "a file above 20 MB: let tools/prepare-data.py"),
     "folder of texts": (["-d", "{tmp}"], "tools/prepare-data.py has not written {tmp}"),
+    "no such folder": (["-d", "usr/nowhere"], "there is no folder usr/nowhere"),
+    "no such model": (["-m", "usr/tiny-lama"], "there is no folder usr/tiny-lama"),
+    "an empty file": (["-d", "{tmp}/empty.txt"], "too little text"),
+    "an empty table": (["-d", "{tmp}/empty.jsonl"], "too little text"),
+    "weights that are no weights": (
+        ["-m", "{tmp}/pointer", "--no-from-scratch"],
+        "/pointer cannot be",
+    ),
+    "two heads": (
+        ["-m", "{tmp}/two-heads", "--no-from-scratch"],
+        "set tie_word_embeddings to false",
+    ),
     "too small": (["-d", "{tmp}/small.txt"], "too little text"),
     "no weights": (["--no-from-scratch"], "no file named model.safetensors"),
     "no end of text": (["-m", "{tmp}/endless"], "has no end-of-text token"),
@@ -64,6 +77,14 @@ def files(tmp_path_factory):
     tensors = load_file(lacks)
     tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, lacks, metadata={"format": "pt"})
+    (folder / "empty.txt").touch()
+    (folder / "empty.jsonl").touch()
+    pointer = save_weights(write_model(folder / "pointer", **LLAMA)) / "model.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4200000\n")
+    tied = save_weights(write_model(folder / "two-heads", **LLAMA | {"tie_word_embeddings": True}))
+    tensors = load_file(tied / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+    save_file(tensors, tied / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 

@@ -90,4 +90,4 @@ def test_a_kill_while_saving_loses_nothing(trainer, pretrained, kind):
         for r in (again, whole)
     ]
     assert names[0] == names[1]
-    assert not [*again.folder.glob("**/incomplete")]
+    assert not [*again.folder.glob("**/incomplete-*")]

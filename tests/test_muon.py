@@ -12,7 +12,7 @@ from test_readme import page, section
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-ADAMW = "torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)"
+ADAMW = "torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)"
 INSTEAD = "torch_muon.AdamWAndMuon(model, args.lr, args.adam_beta2, args.weight_decay)"
 
 

@@ -297,14 +297,6 @@ CASES = {
     "NaN": (spoiled(float("nan")), "NaN or infinity, so that the loss is NaN: model.layers.1.mlp"),
     "infinity": (spoiled(-float("inf")), "NaN or infinity, so that the loss is NaN: model.layers"),
     "NaN in .bin": (spoiled(float("nan"), "bin"), "NaN or infinity, so that the loss is NaN: mod"),
-    "a scheduler that needs a metric": (
-        lambda: ["--lr-scheduler", "reduce_lr_on_plateau"],
-        "is no function of the step",
-    ),
-    "a scheduler's option": (
-        lambda: ["--lr-scheduler", "warmup_stable_decay"],
-        "'num_decay_steps'",
-    ),
     "attention of servers": (lambda: ["--attention", "paged|eager"], "cannot train"),
     "no backward pass": (lambda: ["--attention", "flex_attention"], "no backward pass on CPUs"),
     "half of a model": (lambda: ["-m", model(model_type="bart")], "no plain decoder of text"),

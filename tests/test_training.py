@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import LLAMA, resume, write_model
-from runner import CHAPTER_1, CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, outcome
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from runner import CHAPTER_1, CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load, outcome, run_tool
+from test_mds_shards import IMPORTABLE
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 METRICS = {
     "step",
@@ -89,7 +90,7 @@ def test_a_run_from_start_to_end(trainer, model):
     assert again.records == before
     # More steps: the run goes on from where it stood
     more = trainer("--max-steps", 62, *flags)
-    assert "warning" not in more.output
+    assert re.findall("^note: (.*) was", more.output, re.MULTILINE) == ["max_steps"]
     assert more.records[: len(before)] == before
     assert [r["step"] for r in more.records[len(before) :]] == [61, 62, 62]
 
@@ -196,20 +197,34 @@ def test_second_beta_of_adam(trainer):
         assert {group["betas"] for group in state["optimizer"]["param_groups"]} == {(0.9, beta)}
 
 
-# Options, and the rates of 12 steps after 2 of warm-up, as parts of --lr
+# The rates of 12 steps after 2 of warm-up, as parts of --lr
 SCHEDULES = {
-    "cosine_with_restarts": ("{num_cycles: 2}", [1, 0.9045, 0.6545, 0.3455, 0.0955] * 2),
-    "warmup_stable_decay": (
-        "{num_decay_steps: 4, decay_type: linear}",
-        [1] * 7 + [0.75, 0.5, 0.25],
-    ),
+    "cosine": (2, [1, 0.9045, 0.6545, 0.3455, 0.0955] * 2),
+    "constant": (1, [1] * 10),
+    "wsd": (1, [1] * 10),
 }
+
+
+def test_rates_are_those_of_transformers():
+    """To the last bit, where both have the same curve."""
+    chapter = load(CHAPTER_1)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    for name, warmup in {"cosine": 0, "linear": 3, "constant": 0}.items():
+        args = SimpleNamespace(lr=3e-5, warmup_steps=warmup, lr_scheduler=name, lr_cycles=1)
+        scheduler = get_scheduler(name, torch.optim.SGD([weight], lr=1.0), warmup, 40)
+        expected = [args.lr * scheduler.lr_lambdas[0](step) for step in range(40)]
+        assert [chapter.learning_rate(step, 40, args) for step in range(40)] == expected
+    wsd = SimpleNamespace(lr=1.0, warmup_steps=10, lr_scheduler="wsd", lr_cycles=1)
+    rates = [chapter.learning_rate(step, 110, wsd) for step in range(110)]
+    assert rates[:10] == [step / 10 for step in range(10)]
+    assert rates[10:101] == [1.0] * 91
+    assert rates[101:] == pytest.approx([left / 10 for left in range(9, 0, -1)])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules_with_options(trainer, schedule):
-    options, rates = SCHEDULES[schedule]
-    flags = ["--lr-scheduler", schedule, "--lr-scheduler-options", options, "--lr", 1e-3]
+    cycles, rates = SCHEDULES[schedule]
+    flags = ["--lr-scheduler", schedule, "--lr-cycles", cycles, "--lr", 1e-3]
     flags += ["--warmup-steps", 2, "--eval-freq", 0, "--max-steps", 12, "--ckpt-freq", 6]
     whole = trainer(*flags, name="whole")
     expected = [1e-3 * rate for rate in [0, 0.5, *rates]]
@@ -301,36 +316,74 @@ original = torch.optim.AdamW.step
 torch.optim.AdamW.step = step
 CountReads().__enter__()
 """
-# From chapter 2 on, `gather` exchanges a stop signal. It is on the CPU, so no rank waits for a GPU.
-READS = {"01": 0} | dict.fromkeys(["02", "03", "05", "06", "07", "08", "11", "13", "14", "19"], 4)
-READS["12"] = 4 + 4 * 2  # and the sizes of each exchange: four layers, two micro-batches
-READS_FLAGS = {"07": ["-b", 2], "13": ["--pipeline-parallel", 1, "-b", 2]}
-READS_FLAGS["12"] = [
-    "-m",
-    REPOSITORY / "models" / "tiny-mixtral",
-    "--gradient-accumulation-steps",
-    2,
-]
+# FlashAttention's way through Transformers, with a stand-in for the package, which needs a GPU.
+FLASH = """
+import torch
+import transformers.modeling_flash_attention_utils as flash
+from transformers import AttentionInterface
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+
+def function(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    options = {"scale": softmax_scale, "enable_gqa": True}
+    causal = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+    return causal.transpose(1, 2)
+
+def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0):
+    raise AssertionError("no sample is packed")
+
+flash._lazy_imports = lambda *names, **options: (function, varlen, None, None, None)
+AttentionInterface.register("flash_stand_in", flash_attention_forward)
+AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
+"""
+# From chapter 2 on, `all_reduce` exchanges a stop signal on the CPU, so no rank waits for a GPU.
+READS = dict.fromkeys(["02", "03", "05", "06", "07", "08", "11", "13", "14", "18"], 1)
+READS |= {"01": 0, "15": 0, "19": 1, "20": 1, "21": 1}
+READS |= {"04": 5, "10": 5, "16": 2, "17": 2}  # and the number of labels of all ranks
+READS["12"] = 1 + 4 * 2  # and the sizes of each exchange: four layers, two micro-batches
+MODELS = REPOSITORY / "models"
+CHATS = ["-d", f"{MODELS}/tiny-chat/*.jsonl", "-b", 2]
+CHATS += ["--chat-template", MODELS / "tiny-chat/template.jinja"]
+READS_FLAGS = {"07": ["-b", 2], "13": ["--pipeline-parallel", 1, "-b", 2], "14": ["--rank", 4]}
+READS_FLAGS["12"] = ["-m", MODELS / "tiny-mixtral", "--gradient-accumulation-steps", 2]
+READS_FLAGS |= {"16": CHATS, "17": CHATS}
 
 
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=[pytest.mark.rest] * (n > "02")) for n in sorted(READS)]
 )
-def test_no_number_is_read_between_logged_steps(trainer, number):
+def test_no_number_is_read_between_logged_steps(trainer, pretrained, tmp_path, request, number):
     flags = [*trainer.defaults("run"), "--max-steps", 5, "--log-freq", 100, "--eval-freq", 0]
     flags += READS_FLAGS.get(number, [])
     if number == "14":
         flags.remove("--from-scratch")
-        flags += ["--rank", 4]
+    if number == "17":
+        flags += ["-m", pretrained, "--no-from-scratch"]
+    if number == "10":
+        rows = [trainer.dataset, "-o", tmp_path / "rows", "--mds", "-m", pretrained, "-s", 32]
+        run_tool(tmp_path, "prepare-data.py", *rows, before=IMPORTABLE)
+        flags += ["-d", tmp_path / "rows"]
+    if number == "20":
+        request.getfixturevalue("torchao")
     output = trainer.folder / "output.txt"
-    options = {"before": COUNT_READS}
-    processes = 2 if READS[number] else 1
-    kind = partial(Job, processes=2) if processes == 2 else Run
+    options = {"before": IMPORTABLE + COUNT_READS}
+    kind = Run if number == "01" else partial(Job, processes=2)
     run = kind(CHAPTERS_BY_NUMBER[number], flags, output, **options)
     assert run.wait() == 0, run.output
-    first = run.ranks[0] if processes == 2 else run
+    first = run if number == "01" else run.ranks[0]
     reads = [int(count) for count in re.findall(r"^reads (\d+)", first.output, re.MULTILINE)]
     assert reads[1:] == [READS[number]] * 4
+
+
+def test_flash_attention_reads_no_number_either(trainer):
+    """With one sample, Transformers looks for packed texts in each layer."""
+    flags = ["--max-steps", 3, "--eval-freq", 0, "-b", 1, "--log-freq", 100]
+    usual = trainer(*flags, name="usual")
+    flash = trainer(*flags, "--attention", "flash_stand_in", before=FLASH + COUNT_READS)
+    assert flash.column("loss") == pytest.approx(usual.column("loss"), rel=1e-5)
+    reads = [int(count) for count in re.findall(r"^reads (\d+)", flash.output, re.MULTILINE)]
+    assert reads == [0, 0, 0]
 
 
 # -- Attention -------------------------------------------------------------------------------------

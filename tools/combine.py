@@ -38,7 +38,7 @@ RECORD = REPOSITORY / "benchmarks" / "records" / "combining.md"
 PAGE = REPOSITORY / "docs" / "combining.md"
 REFUSED = ("wrong", "never")
 # Parts of a script in which the order of additions does not matter: lines of one of these forms
-UNORDERED = re.compile(r"(LASTING|FREE) \+=|    add\(\"--|    \"\w+\": |    (if|parser\.error)")
+UNORDERED = re.compile(r"MUST_STAY \+=|    add\(\"--|    \"\w+\": |    (if|parser\.error)")
 
 
 # -- What is known about a pair --------------------------------------------------------------------
@@ -117,9 +117,11 @@ def lists() -> str:
         groups[pair.status].setdefault(reason, []).append(pair.name)
     text = "## All pairs\n"
     for status, group in groups.items():
-        lines = [f"- {', '.join(names)}: {reason}\n" for reason, names in group.items()]
+        lines = [f"- {', '.join(names)}: {reason}" for reason, names in group.items()]
         if lines:
-            text += f"\n**{status}**\n\n{''.join(lines)}"
+            options = {"subsequent_indent": "  ", "break_on_hyphens": False}
+            wrapped = [textwrap.fill(line, 150, **options) for line in lines]
+            text += f"\n**{status}**\n\n" + "\n".join(wrapped) + "\n"
     return text
 
 

@@ -45,7 +45,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
-    get_scheduler,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import cached_file
@@ -424,7 +423,6 @@ def check_model(args, chapter, report: Report) -> int:
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     with torch.device("meta"):  # a model without memory for its weights
         model = AutoModelForCausalLM.from_config(config, **options)
-    check_scheduler(args, model)
     check_parameters(model, args, report)
     parameters = model.num_parameters()
     from_scratch = getattr(args, "from_scratch", True)  # chapter 14 always does
@@ -483,19 +481,6 @@ def other_tensors(model):
         is_matrix = (own_name.endswith("weight") and not is_norm) or of_expert
         if parameter.requires_grad and parameter.dim() > 1 and not is_matrix:
             yield re.sub(r"\.\d+\.", ".*.", name)
-
-
-def check_scheduler(args, model) -> None:
-    """Is the learning rate a function of the step, with these options?"""
-    name, options = args.lr_scheduler, args.lr_scheduler_options
-    optimizer = torch.optim.SGD(model.parameters())  # any will do
-    try:
-        scheduler = get_scheduler(name, optimizer, args.warmup_steps, 9, options)
-        scheduler.lr_lambdas[0](0)
-    except AttributeError:
-        sys.exit(f"error: --lr-scheduler {name} is no function of the step: choose another one")
-    except (TypeError, ValueError) as error:
-        sys.exit(f"error: --lr-scheduler {name} --lr-scheduler-options {options}: {error}")
 
 
 def check_head(model, folder: Path, report: Report) -> None:
@@ -607,12 +592,14 @@ def check_resume(args, checkpoint: Path, chapter, report: Report) -> None:
         report.error(f"{checkpoint} has no {file.name}, so it is too old: choose another -e")
         return
     before = json.loads(file.read_text())
-    flags = {name: value for name, value in args.as_dict().items() if name not in chapter.FREE}
+    flags = args.as_dict()
     flags["dtype"] = args.dtype or before["dtype"]  # by default, the device decides
     for name in [name for name in flags if flags[name] != before.get(name)]:
-        tell = report.error if name in chapter.LASTING else report.warn
         change = f"{name} was {before.get(name)}, and is {flags[name]} now"
-        tell(f"{change}: keep it, or choose another -e")
+        if name in chapter.MUST_STAY:
+            report.error(f"{change}: keep it, or choose another -e")
+        else:
+            report.warn(change)
 
 
 def devices_of(args) -> int:

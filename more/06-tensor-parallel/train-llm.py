@@ -9,6 +9,7 @@ weights again. A sample may be too large for one device. Comments with TP 1 to 1
 """
 
 import atexit
+import gc
 import json
 import logging
 import math
@@ -26,7 +27,7 @@ from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # set before imports: idle threads soon sleep
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # before torch: idle CPU threads sleep earlier
 os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")  # this script logs the metrics itself
 os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")  # no long report at the end
 os.environ.setdefault("COMET_GET_OR_ADD_EXPERIMENT_RETRY_TOTAL", "1")  # offline, give up in 20 s
@@ -40,8 +41,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from datasets.fingerprint import Hasher
 from filelock import FileLock
-from jsonargparse.typing import NonNegativeFloat, NonNegativeInt, OpenUnitInterval, PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -49,7 +51,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as tp
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
@@ -60,14 +62,15 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # how many processes there ar
 PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-received_signals = []  # the handler of signals appends to this list, and the loop reads it
+received_signals = []  # the signal handler appends to this list, and the training loop reads it
+training_has_begun = False  # until then, an error is one sentence, without a traceback
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 # TP 1: No rank has whole logits, so cross-entropy must combine parts, forward and backward.
 @tp.loss_parallel()
 def main():
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # a daemon may have no output
+    global training_has_begun
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # shows each line at once
     if RANK > 0:  # DDP: the others would print the same
         sys.stdout = open(os.devnull, "w")
@@ -75,8 +78,8 @@ def main():
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
     args.dtype = args.dtype or ("fp32" if device.type == "cpu" else "bf16")
-    torch.manual_seed(args.seed)  # for all random numbers before the loop
-    transformers.logging.disable_progress_bar()  # Transformers shows one bar per file
+    torch.manual_seed(args.seed)
+    transformers.logging.disable_progress_bar()
     say(f"Device {device}, torch {torch.__version__}, transformers {transformers.__version__}")
 
     # Data.
@@ -86,27 +89,29 @@ def main():
     dp_rank = RANK // args.tensor_parallel
     dp_size = WORLD_SIZE // args.tensor_parallel
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
+    if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
+        sys.exit(f"error: there is no folder {args.model_name}")
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # DDP: The first rank of a node fills the cache, and the others read it. One lock per torchrun.
-    with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/tokenize-{os.getppid()}.lock"):
-        train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
-    # All documents are joined and cut into samples of `seq_length` tokens. So nothing is padding.
+    train_tokens, eval_tokens = load_tokens(args, tokenizer)  # Arrow arrays
+    # All documents form one row of tokens, which is cut into samples. No sample needs padding.
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # With -e, a run continues from its newest checkpoint. open_run() compares the setups.
-    tokens_hash = datasets.fingerprint.Hasher.hash_bytes(map(np.asarray, train_tokens.chunks))
+    # With -e, a run continues from its newest checkpoint, if its setup is still the same.
+    # Above 100 million tokens, the hash has 1,000 pieces, since reading all would take minutes.
+    begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
+    tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
     # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
     setups = gather(setup | {"step of the checkpoint": state.step})
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
-        sys.exit(f"error: ranks differ in {differing}: start all alike, with a shared --save-dir")
+        sys.exit(f"error: ranks differ in {differing}: use the same flags, data and --save-dir")
     samples_left = args.num_epochs * train_samples - state.samples
     total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
@@ -115,51 +120,48 @@ def main():
 
     # Model and optimizer.
     # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
-    whole = load_model(args, checkpoint=None) if RANK == 0 else None  # dcp.load() reads checkpoints
-    model = build_model(args, device, whole)
-    largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
-    if largest >= model.config.vocab_size:
-        sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
+    model = build_model(args, device, checkpoint)
+    vocab_size = model.config.get_text_config().vocab_size
+    if max(tokenizer.get_vocab().values()) >= vocab_size:  # then the text must not use such tokens
+        largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
+        if largest >= vocab_size:
+            sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
-    betas = (0.9, float(args.adam_beta2))  # float(): torch.load() refuses jsonargparse's types
-    optimizer = torch.optim.AdamW(groups, lr=float(args.lr), betas=betas, fused=True)
-    # This scheduler never steps: it only gives the function from a step to its factor of --lr.
-    scheduler = get_scheduler(
-        args.lr_scheduler, optimizer, args.warmup_steps, total_steps, args.lr_scheduler_options
-    )
-    rate_factor = scheduler.lr_lambdas[0]
-    # fp16 rounds gradients below 3e-8 to 0, so multiply the loss, and later divide the gradients.
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
+    # Gradients below 3e-8 are 0 in fp16. The scaler multiplies the loss, and so all gradients.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
-    stateful = {"optimizer": optimizer, "scaler": scaler}  # a checkpoint stores their states
+    saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
         # sharded_state() has the live weights and moments. dcp.load() fills them, not decay or lr.
-        dcp.load(sharded_state(model, stateful), checkpoint_id=checkpoint)
+        dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
-        parameters = setup | describe_run(model, device, train_samples)
+        parameters = setup | describe_run(model, optimizer, device, train_samples)
         run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
     # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
     # DDP: torchrun sends SIGUSR1 only with --signals-to-handle. It kills after --shutdown-timeout.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
-        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` has set SIGHUP to be ignored
+        if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, remember_signal)
 
     # The training loop.
+    training_has_begun = True
+    gc.freeze()  # Python's garbage collector need not look at all that exists by now
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
     logged_time = time.perf_counter()
-    # disable=None: no bar where the output goes to a file
+    # None: a bar only on a terminal
     progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
     stop_signal = 0  # none
-    model.train()  # with dropout, if the model has any
+    model.train()  # turns dropout on, if the model has any
     while state.step < total_steps and not stop_signal:
         step = state.step + 1
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # to exit on NaN before both
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # checks for NaN before both
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -174,12 +176,13 @@ def main():
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
-                epoch, at = divmod(first, train_samples)  # `at`: the place in this epoch
-                indices = sample_order(args.seed, epoch, train_samples)[at : at + args.batch_size]
+                epoch, offset = divmod(first, train_samples)
+                order = sample_order(args.seed, epoch, train_samples)
+                indices = order[offset : offset + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
-                # A cache of keys and values serves generation. In training it only takes memory.
+                # use_cache would keep keys and values, which only generation needs.
                 loss = loss_of(model, input_ids)  # TP: each rank has a part of the tokens
                 loss = loss / accumulation  # the micro-batches of a step then add up to a mean
             with timed("backward", times, wait):
@@ -192,7 +195,7 @@ def main():
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             # FSDP 3: The norm is a DTensor, a part on each rank. full_tensor() joins all parts.
             grad_norm = grad_norm.full_tensor()
-            rate = args.lr * rate_factor(state.step)  # the steps done before this one, so from 0
+            rate = learning_rate(state.step, total_steps, args)
             for group in optimizer.param_groups:
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -204,7 +207,9 @@ def main():
         progress.update()
 
         # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
-        stop_signal = max(gather(max(received_signals, default=0)))
+        received = torch.tensor(max(received_signals, default=0))
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        stop_signal = received.item()
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
             times = times if log_now else {}  # phases of other steps are not measured
             save_now = log_now = True
@@ -230,7 +235,7 @@ def main():
             # NaN ends a run before it saves. In fp16, a step with infinite gradients is skipped.
             norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
             if not math.isfinite(mean_loss) or norm_is_wrong:
-                sys.exit("error: loss or gradient is not finite: lower --lr, raise --warmup-steps")
+                sys.exit("error: loss or gradient is not finite: lower --lr, or check the model")
             loss_sum.zero_()
             logged_step = step
         if eval_now and not stop_signal:
@@ -239,7 +244,7 @@ def main():
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
         if save_now and run_folder:
-            save_checkpoint(args, run_folder, model, tokenizer, stateful, state)
+            save_checkpoint(args, run_folder, model, tokenizer, saved_parts, state)
         if log_now:
             logged_time = time.perf_counter()  # so evaluation and checkpoint do not count
 
@@ -248,11 +253,16 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                whole.save_pretrained(folder, state_dict=weights)  # `model` has FSDP's class
+                with torch.device("meta"):  # FSDP has changed the class of `model`
+                    whole = AutoModelForCausalLM.from_config(model.config)
+                whole.generation_config = model.generation_config
+                whole.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
+        if run_log:
+            run_log.comet.end()
         say(f"Done: the model is in {run_folder / 'final'}")
-    gather(None)  # DDP: a barrier on the CPU, until rank 0 has written
+    wait_for_all()  # FSDP: until rank 0 has written, which may take long
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -316,23 +326,27 @@ def check_plan(args):
         sys.exit(f"error: --seq-length is above the sliding window, {window}: use chapter 3")
 
 
-def build_model(args, device, whole):
+def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
     # FSDP 5: Make and shard a model of meta tensors, which have shapes and take no memory.
-    # Then rank 0 sends the values. A checkpoint is read later, by dcp.load.
-    config = AutoConfig.from_pretrained(args.model_name)
+    config = AutoConfig.from_pretrained(checkpoint or args.model_name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=args.attention
         )
     # FSDP: No autocast, as FSDP casts weights. Transformers computes norms, softmax, loss in fp32.
     shard_model(model, args, device)
-    send_weights(whole, model, device)
+    compute_buffers(model, device)
+    if checkpoint:  # FSDP: dcp.load() reads its weights later
+        model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint)
+    else:
+        send_weights(args, model)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Samples ignore where documents end, so skip Transformers' search for it: it waits for the GPU.
+    # Replace two functions of Transformers, which wait for the GPU to look for packed documents.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     say(f"Attention {model.config._attn_implementation}, {args.dtype}, {len(layers)} layers")
@@ -388,48 +402,71 @@ def shard_model(model, args, device):
     model.to_empty(device="cpu" if args.cpu_offload else device)
 
 
-def send_weights(whole, model, device):
-    """Fills the shards and buffers of all ranks with the values of rank 0's whole model."""
-    # Wait for rank 0 to read its files: up to a day, as the usual limit is 10 to 30 minutes.
-    dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=1)))
+def compute_buffers(model, device):
+    """Fills the buffers that state dicts lack, such as the rotary frequencies, on each rank."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # Transformers then draws no random weights
+    model.apply(model._init_weights)
+    for buffer in model.buffers():
+        buffer.data = buffer.to(device)
+
+
+def send_weights(args, model):
+    """Fills the shards of all ranks with the values of rank 0's whole model."""
+    whole = load_model(args, checkpoint=None) if RANK == 0 else None
+    wait_for_all()  # until rank 0 has read its files
     # FSDP 9: Rank 0 sends one parameter at a time, and each rank keeps its shard of it.
     options = dcp_state.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     weights = whole.state_dict() if RANK == 0 else {}
     dcp_state.set_model_state_dict(model, weights, options=options)
-    # state_dict() leaves some buffers out, such as the rotary frequencies. So send all buffers.
-    for name, buffer in model.named_buffers():
-        source = whole.get_buffer(name) if RANK == 0 else buffer
-        buffer.data = source.to(device)
-        dist.broadcast(buffer, src=0)
     if RANK == 0:
-        model.generation_config = whole.generation_config  # for save_checkpoint()
-        whole.to("meta")  # frees its weights. To save final/, the rest of it is enough
+        model.generation_config = whole.generation_config  # rank 0 saves it
 
 
 def load_model(args, checkpoint):
     """The model in CPU memory. Its weights are those of `checkpoint`, pretrained ones or random."""
-    # Weights in fp32, whatever the files have. AdamW changes a weight by about --lr, such as 3e-5.
-    # A usual weight is 0.02, where bf16 numbers are 1e-4 apart: bf16 would round this change away.
+    # fp32, because bf16 numbers near 0.02 are 1e-4 apart: an update by --lr, 3e-5, would be lost.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # Versions of Transformers draw more or fewer numbers here, so seed and draw all again.
+        # How many random numbers from_config() uses depends on the version. Seed and draw again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
     source = checkpoint or args.model_name
-    model, info = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **options)
+    options["output_loading_info"] = True
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(source, **options)
+    except Exception as error:  # each format of files has its own errors
+        sys.exit(f"error: the model {source} cannot be loaded: {error}")
     if info["missing_keys"]:  # Transformers fills these tensors with random numbers
         sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
+    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+        sys.exit(f"error: {source} has a head of its own: set tie_word_embeddings to false there")
     return model
+
+
+def learning_rate(step, total_steps, args):
+    """The learning rate of a step, counted from 0: a warm-up, then a curve. Add your own."""
+    if step < args.warmup_steps:
+        return args.lr * (step / args.warmup_steps)
+    done = (step - args.warmup_steps) / (total_steps - args.warmup_steps)  # from 0 to 1
+    left = (total_steps - step) / (total_steps - args.warmup_steps)  # from 1 to 0
+    curves = {
+        "constant": 1,
+        "linear": left,
+        "cosine": 0.5 * (1 + math.cos(math.pi * (args.lr_cycles * done % 1))),
+        "wsd": min(1, 10 * left),  # warm-up, stable, decay over the last tenth
+    }
+    return args.lr * curves[args.lr_scheduler]
 
 
 def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
-    decay = {"params": matrices, "weight_decay": float(args.weight_decay)}
+    decay = {"params": matrices, "weight_decay": args.weight_decay}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
 
@@ -450,25 +487,29 @@ EVAL_SAMPLES = 1000  # held-out samples at most, because each evaluation takes t
 
 def load_tokens(args, tokenizer):
     """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
-    name, _, train_split = os.path.expanduser(args.dataset_name).partition(":")  # NAME:SPLIT
+    name, train_split = os.path.expanduser(args.dataset_name), "train"
+    if ":" in name and not glob(name, recursive=True):
+        name, _, train_split = name.rpartition(":")  # NAME:SPLIT
     reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
     if os.path.isdir(name):
         if not glob(f"{escape(name)}/train-*.parquet"):
             sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
         splits = datasets.load_dataset("parquet", data_dir=name)
     elif reader:
-        files = glob(name, recursive=True)
-        if not files:
-            sys.exit(f"error: there are no files for {name}")
-        if reader == "text" and max(map(os.path.getsize, files)) > 20e6:
+        sizes = [os.path.getsize(file) for file in glob(name, recursive=True)]
+        if not any(sizes):
+            sys.exit(f"error: there are no files for {name}, or they have too little text")
+        if reader == "text" and max(sizes) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
         options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
         splits = datasets.load_dataset(reader, data_files=name, **options)
+    elif os.path.isdir(name.split("/")[0]):
+        sys.exit(f"error: there is no folder {name}")
     else:  # a dataset on the Hub
         splits = datasets.load_dataset(name, args.dataset_subset)
-    if (train_split or "train") not in splits:
+    if train_split not in splits:
         sys.exit(f"error: choose a split of {name}, such as {name}:{next(iter(splits))}")
-    train_tokens = tokenize_split(splits.pop(train_split or "train"), tokenizer, args.text_column)
+    train_tokens = tokenize_split(splits.pop(train_split), tokenizer, args.text_column)
     eval_split = splits.get("validation") or splits.get("test")
     if eval_split:
         eval_tokens = tokenize_split(eval_split, tokenizer, args.text_column)
@@ -483,13 +524,19 @@ def tokenize_split(documents, tokenizer, column):
     """All documents of a split as one array of token ids."""
     if column not in documents.column_names:
         sys.exit(f"error: no column {column!r}: choose --text-column of {documents.column_names}")
+    # DDP: The first rank or job tokenizes this corpus, and the others then find it in the cache.
+    corpus = Hasher.hash([documents._fingerprint, tokenizer.name_or_path, column])
+    lock = FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{corpus}.lock")
+    lock.acquire()
     tokenized = documents.map(
         tokenize,
         batched=True,
         batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: files are large
         fn_kwargs={"tokenizer": tokenizer, "column": column},
         remove_columns=documents.column_names,  # keep only the token ids
+        features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
     )
+    lock.release()  # DDP: now the next one may read it
     # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
     tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
     say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
@@ -507,9 +554,10 @@ def tokenize(rows, tokenizer, column):
 
 @lru_cache(maxsize=1)  # computed once per epoch, not per batch
 def sample_order(seed, epoch, train_samples):
-    """Two epochs' orders, as a batch may need both. RandomState draws the same in any NumPy."""
-    generators = [np.random.RandomState((seed, n)) for n in (epoch, epoch + 1)]
-    return np.concatenate([generator.permutation(train_samples) for generator in generators])
+    """The shuffled sample numbers of this epoch and the next: a batch may cross the border."""
+    this_epoch = np.random.RandomState((seed, epoch)).permutation(train_samples)
+    next_epoch = np.random.RandomState((seed, epoch + 1)).permutation(train_samples)
+    return np.concatenate([this_epoch, next_epoch])
 
 
 def read_batch(tokens, indices, args, device):
@@ -545,11 +593,7 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
 # -- Checkpoints -----------------------------------------------------------------------------------
 
 # A resumed run must keep these: they decide the model, samples, their order and precision.
-LASTING = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
-# These may change silently. All others may change, too, with a warning.
-FREE = ["experiment_name", "save_dir", "config", "device", "num_epochs", "max_steps", "batch_size"]
-FREE += ["eval_freq", "log_freq", "ckpt_freq", "keep_checkpoints", "gradient_accumulation_steps"]
-FREE += ["tensor_parallel"]  # TP: a checkpoint fits any number of ranks
+MUST_STAY = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 
 
 def open_run(args, setup):
@@ -571,17 +615,19 @@ def open_run(args, setup):
         before = json.loads((checkpoint / "parameters.json").read_text())
         for name, now in setup.items():
             change = f"{name} was {before.get(name)}, and is {now} now"
-            if now != before.get(name) and name in LASTING:
+            if name == "tokens_hash":
+                change = "the text or the tokenizer has changed"
+            if now != before.get(name) and name in MUST_STAY:
                 sys.exit(f"error: {change}: keep it, or choose another -e")
-            if now != before.get(name) and name not in FREE:
-                say(f"warning: {change}")
+            if now != before.get(name):
+                say(f"note: {change}")
     return run_folder, checkpoint, state
 
 
-def sharded_state(model, stateful):
+def sharded_state(model, saved_parts):
     """The content of a checkpoint: shards by name, and the scaler (dcp calls its state_dict())."""
-    weights, moments = dcp_state.get_state_dict(model, stateful["optimizer"])
-    return stateful | {"model": weights, "optimizer": moments}
+    weights, moments = dcp_state.get_state_dict(model, saved_parts["optimizer"])
+    return saved_parts | {"model": weights, "optimizer": moments}
 
 
 def whole_weights(model):
@@ -594,37 +640,37 @@ def whole_weights(model):
 
 @contextmanager
 def new_folder(folder):
-    """Yields a temporary folder, and renames it when it is complete, since runs may be killed."""
-    temporary = folder.with_name("incomplete")
-    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it.
+    """Yields a temporary folder, and renames it once every file is on the disk."""
+    # FSDP: All ranks write into the folder, but only rank 0 makes and renames it. Each save uses a
+    # new name, because on a shared disk, another node may still see the folder of the last save.
+    temporary = folder.with_name(f"incomplete-{os.urandom(4).hex()}")
     if RANK == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in folder.parent.glob("incomplete-*"):  # of killed runs
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir()
-    dist.barrier()
+    temporary = gather(temporary)[0]
     if not all(gather(temporary.exists())):
         sys.exit(f"error: not all ranks see {temporary}: put --save-dir on a shared disk")
     yield temporary
-    if RANK > 0:
+    if RANK > 0:  # rank 0 does the rest, without a message to the others
         return
     for file in temporary.glob("*.safetensors"):  # safetensors lets only the owner read them
         shutil.copymode(temporary / "tokenizer_config.json", file)
-    for path in [*temporary.rglob("*"), temporary]:  # write all to the disk before the rename
+    for path in [*temporary.rglob("*"), temporary]:
         opened = os.open(path, os.O_RDONLY)
         os.fsync(opened)
         os.close(opened)
-    if folder.is_symlink():  # to a folder on another disk
-        folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
 
 
-def save_checkpoint(args, run_folder, model, tokenizer, stateful, state):
+def save_checkpoint(args, run_folder, model, tokenizer, saved_parts, state):
     """Writes all that an exact resume needs, then removes old checkpoints."""
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
         # FSDP 11: Each rank saves its shards: none has room for all. dcp waits for all ranks.
-        dcp.save(sharded_state(model, stateful), checkpoint_id=folder)
-        if RANK > 0:
-            return  # rank 0 does the rest
+        dcp.save(sharded_state(model, saved_parts), checkpoint_id=folder)
+        if RANK > 0:  # rank 0 does the rest, without a message to the others
+            return
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -651,6 +697,13 @@ def join_process_group():
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
+
+
+def wait_for_all():  # FSDP: in place of gather(None), which waits half an hour
+    """A barrier that waits up to a day, because rank 0 may read or write a large model."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    dist.barrier(group)
+    dist.destroy_process_group(group)  # closes its connections to the other ranks
 
 
 def gather(value):
@@ -694,11 +747,12 @@ def memory_metrics(device):
     }
 
 
-def describe_run(model, device, train_samples):
+def describe_run(model, optimizer, device, train_samples):
     """Facts about model and machine, which are logged once besides the flags."""
     on_gpu = device.type == "cuda"
     return {
         "world_size": WORLD_SIZE,  # DDP: torchrun decides it, so no flag has it
+        "optimizer": type(optimizer).__name__,
         "dataset_samples": train_samples,
         "parameters_total": model.num_parameters(),
         "parameters_trainable": model.num_parameters(only_trainable=True),
@@ -770,11 +824,11 @@ DEMO = {
 
 
 def parse_args():
-    parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags], which --help lists")
+    parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags, see --help]", print_config=None)
     folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
     add = parser.add_argument
     switch = jsonargparse.ActionYesNo(no_prefix="no-")  # --demo and --no-demo
-    add("--config", type=jsonargparse.typing.Path_fr, help="a YAML file; the command line wins")
+    add("--config", action="config", help="a YAML file of flags; later flags win")
     add("-e", "--experiment-name", type=folder_name, help="names the run: saves, resumes, logs it")
     add("--comet-project-name", type=str, default="distributed-training-demo", help="at Comet")
     add("--comet-workspace", type=str, help="workspace at Comet; by default, the account's own")
@@ -788,13 +842,14 @@ def parse_args():
     add("--gradient-accumulation-steps", type=PositiveInt, default=1, help="passes per step")
     add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
     add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
-    add("--lr", type=NonNegativeFloat, default=3e-5, help="peak learning rate")
-    add("--lr-scheduler", type=str, default="cosine", help="LambdaLR of transformers.get_scheduler")
-    add("--lr-scheduler-options", type=dict, help="such as '{num_cycles: 4}'")
+    add("--lr", type=float, default=3e-5, help="peak learning rate")
+    curves = ["cosine", "linear", "constant", "wsd"]
+    add("--lr-scheduler", choices=curves, default="cosine", help="a curve of learning_rate()")
+    add("--lr-cycles", type=PositiveInt, default=1, help="how often cosine falls from the peak")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
-    add("--adam-beta2", type=OpenUnitInterval, default=0.999, help="from scratch: often 0.95")
-    add("--weight-decay", type=NonNegativeFloat, default=0.01, help="for matrices only")
-    add("--max-grad-norm", type=NonNegativeFloat, default=1.0, help="clips gradients; 0: not")
+    add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
+    add("--weight-decay", type=float, default=0.01, help="for matrices only")
+    add("--max-grad-norm", type=float, default=1.0, help="clips gradients; 0: not")
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
     add("--attention", type=str, help="sdpa, flash_attention_2 or another name of Transformers")
@@ -813,12 +868,12 @@ def parse_args():
     node = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     add("--tensor-parallel", type=PositiveInt, default=node, help="ranks that share each layer")
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
-    # Parse three times: for --config, --demo, and all. Flags beat --config, which beats --demo.
-    if config := parser.parse_args().config:
-        parser.default_config_files = [escape(str(config))]  # the parser reads names as patterns
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)
-    args = parser.parse_args().clone(with_meta=False)  # the flags alone
+    args = parser.parse_args()
+    if min(args.lr, args.weight_decay, args.max_grad_norm) < 0 or not 0 <= args.adam_beta2 < 1:
+        parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1")
+    args.pop("config")  # its flags are in `args`
     # TP: All groups have equally many ranks.
     if WORLD_SIZE % args.tensor_parallel:
         parser.error(f"--tensor-parallel must divide the number of ranks, {WORLD_SIZE}")
@@ -828,14 +883,15 @@ def parse_args():
 if __name__ == "__main__":
     try:
         main()
-    except datasets.exceptions.DatasetGenerationError as error:
-        sys.exit(f"error: {error.__cause__}")  # what is wrong in a file
     except torch.OutOfMemoryError:
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
-    except (OSError, ImportError, ValueError) as error:  # a file, a package, or a flag
-        if signal.getsignal(signal.SIGTERM) == remember_signal:  # in the loop, so not a flag
-            raise  # with a traceback
+    except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
+        sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
+    # DDP: RuntimeError: another rank has failed, and this one has waited for it
+    except (OSError, ImportError, ValueError, RuntimeError) as error:
+        if training_has_begun:
+            raise
         sys.exit(f"error: {error}")
     finally:
-        if LOCAL_RANK > 0 and sys.exc_info()[0] and not received_signals:
-            time.sleep(5)  # DDP: until torchrun ends it, so only local rank 0 prints its error
+        if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
+            time.sleep(5)  # DDP: until torchrun ends it, so only local rank 0 prints its sentence
