@@ -136,7 +136,8 @@ def main():
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
     # CHAT 2: Some families of models let a conversation see the one before it, so test the model.
     # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
-    if args.packing and mixes_conversations(model, device):
+    # Not in a resume: the shards are still empty, and the model has passed this test.
+    if args.packing and not checkpoint and mixes_conversations(model, device):
         sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
     # Gradients below 3e-8 are 0 in fp16. The scaler multiplies the loss, and so all gradients.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
