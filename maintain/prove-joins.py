@@ -539,7 +539,10 @@ def main() -> None:
 
 
 def is_stale(proof: Proof) -> bool:
-    """Whether the record lacks the pair, or has it for another script."""
+    """Whether the record lacks the pair, or has it for another script than the one of today."""
+    text, _ = combine.joined(*names_of_chapters(proof))
+    if combine.carry.conflicts(text):
+        return True
     return hash_of(proof) not in combine.proved_rows().get(proof.name, [])
 
 

@@ -117,9 +117,11 @@ def lists() -> str:
         groups[pair.status].setdefault(reason, []).append(pair.name)
     text = "## All pairs\n"
     for status, group in groups.items():
-        lines = [f"- {', '.join(names)}: {reason}\n" for reason, names in group.items()]
+        lines = [f"- {', '.join(names)}: {reason}" for reason, names in group.items()]
         if lines:
-            text += f"\n**{status}**\n\n{''.join(lines)}"
+            options = {"subsequent_indent": "  ", "break_on_hyphens": False}
+            wrapped = [textwrap.fill(line, 150, **options) for line in lines]
+            text += f"\n**{status}**\n\n" + "\n".join(wrapped) + "\n"
     return text
 
 

@@ -222,6 +222,7 @@ def main():
                 # MDS: The routers' loss of a mixture comes once per pass, so add up to its mean.
                 if getattr(outputs, "aux_loss", None) is not None:
                     loss -= (1 - 1 / accumulation) * model.router_aux_loss_coef * outputs.aux_loss
+                del outputs  # MDS: frees the logits
             with timed("backward", times, wait):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph
@@ -298,7 +299,10 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                model.save_pretrained(folder, state_dict=weights)
+                with torch.device("meta"):  # FSDP has changed the class of `model`
+                    whole = AutoModelForCausalLM.from_config(model.config)
+                whole.generation_config = model.generation_config
+                whole.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         if run_log:

@@ -294,7 +294,10 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                model.save_pretrained(folder, state_dict=weights)
+                with torch.device("meta"):  # FSDP has changed the class of `model`
+                    whole = AutoModelForCausalLM.from_config(model.config)
+                whole.generation_config = model.generation_config
+                whole.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         if run_log:

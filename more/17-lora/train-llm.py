@@ -213,6 +213,7 @@ def main():
                 # CHAT: The routers' loss of a mixture comes once per pass, so add up to its mean.
                 if getattr(outputs, "aux_loss", None) is not None:
                     loss -= (1 - 1 / accumulation) * model.router_aux_loss_coef * outputs.aux_loss
+                del outputs  # CHAT: frees the logits
             with timed("backward", times, wait):
                 scaler.scale(loss).backward()
             loss_sum += loss.detach()  # the number alone, without its graph

@@ -348,6 +348,8 @@ def fill_shards(args, model, device):
         source = outline.get_parameter(name)
         weight.to_local().copy_(source.rows)
         del source.rows  # LOAD: frees the rows at once, before those of the next weight are copied
+    for name, buffer in outline.named_buffers():
+        model.get_buffer(name).copy_(buffer)
     model.generation_config = outline.generation_config  # rank 0 saves it
 
 
@@ -394,7 +396,10 @@ def load_model(args, device, checkpoint):
     hook.remove()  # LOAD: the model is complete
     if info["missing_keys"]:  # Transformers fills these tensors with random numbers
         sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
-    if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
+    # LOAD: Transformers cannot compare meta tensors, so compare the rows of this rank.
+    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
+    tied_rows = [[model.get_parameter(name).rows for name in tie] for tie in ties.items()]
+    if not all(torch.equal(*rows) for rows in tied_rows):
         sys.exit(f"error: {source} has a head of its own: set tie_word_embeddings to false there")
     return model
 
@@ -602,9 +607,11 @@ def sharded_state(model, saved_parts):
 def save_layers(model, checkpoint, folder):
     """Writes the weights of a checkpoint as other programs want them: whole, with an index."""
     layers = defaultdict(dict)
-    for name, tensor in model.state_dict().items():
+    with torch.device("meta"):  # FSDP has changed the class of `model`
+        outline = AutoModelForCausalLM.from_config(model.config)
+    for name, tensor in outline.state_dict().items():
         # FSDP: A tied weight has two names. Transformers saves one of them.
-        if name not in model.all_tied_weights_keys:
+        if name not in outline.all_tied_weights_keys:
             # LOAD 8: A file has one layer, or one tensor outside of layers, so one fits in memory.
             # LOAD: A tensor of all experts of a layer has its own file, because it is copied below.
             layer = re.match(r".*?\.\d+\.(.*\.experts\.\w+$)?", name)
@@ -615,10 +622,10 @@ def save_layers(model, checkpoint, folder):
     for number, of_layer in enumerate(layers.values()):
         if number % WORLD_SIZE != RANK:
             continue  # LOAD: another rank writes this layer
-        weights = {name: torch.empty(x.shape) for name, x in of_layer.items()}
+        weights = {name: torch.empty_like(x, device="cpu") for name, x in of_layer.items()}
         dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
         # LOAD: Transformers joins or splits tensors of some families when it reads. Undo this.
-        weights = revert_weight_conversion(model, weights)
+        weights = revert_weight_conversion(outline, weights)
         weights = {name: x.contiguous() for name, x in weights.items()}
         file = f"model-{number + 1:05}-of-{len(layers):05}.safetensors"
         save_file(weights, folder / file, metadata={"format": "pt"})
