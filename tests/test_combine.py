@@ -102,3 +102,21 @@ def test_a_sample_trains_as_it_should(tmp_path, monkeypatch):
         proof.trials = [trial for trial in proof.trials if trial.ranks == 2]
     found = dict(PROVE.prove(chosen, tmp_path))
     assert [row for row in found.values() if not isinstance(row, PROVE.Row)] == []
+
+
+@pytest.mark.rest
+def test_the_loss_of_routers_counts_once_in_a_step(tmp_path, monkeypatch):
+    """Also where a stored resolution has the lines of chapters 4 and 10 that see to it."""
+    monkeypatch.setattr(PROVE, "STEPS", 2)
+    models = PROVE.equal.MODELS
+    has_loss = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    monkeypatch.setitem(models, "mixtral routers", models["mixtral"] | has_loss)
+    copies = {"04": [], "10": ["--shard-size", "1"]}
+    flags = {"04+11": ["--context-parallel", "1"], "04+08-03": ["--compress", "dct", "--keep", "1"]}
+    flags["10+11"] = [*flags["04+11"], *copies["10"]]
+    proofs = []
+    for name, own in flags.items():
+        trial = PROVE.Trial(2, own, name[:2], 2, copies[name[:2]])
+        proofs.append(PROVE.Proof(name, name[:2], "mixtral routers", [trial]))
+    found = dict(PROVE.prove(proofs, tmp_path))
+    assert [row for row in found.values() if not isinstance(row, PROVE.Row)] == []
