@@ -185,6 +185,19 @@ def test_equal_to_chapter_17(tmp_path, request, conversations, job):
         assert "GB in fp32" in lines[1]
 
 
+# The model of this rank has an instance of the class, and rank 0's whole model had another one.
+COUNT_MODELS = """
+import gc, torch
+
+def freeze():
+    parts = [x for x in gc.get_objects() if type(x).__name__ == "FourBits"]
+    print("\\nmodels in 4 bits:", len(parts), flush=True)
+    freeze_all()
+
+freeze_all, gc.freeze = gc.freeze, freeze
+"""
+
+
 def test_one_job(tmp_path, conversations):
     """On two ranks: bits and bytes, losses of chapter 17, a resume, and files of another type."""
     more = ["--dtype", "bf16", "--ckpt-freq", 1]
@@ -211,7 +224,9 @@ def test_one_job(tmp_path, conversations):
     other = changed("other", "-m", f"{tmp_path}/in fp32", "--max-steps", "1")
     (tmp_path / "other").mkdir()
     cases = [original, of_17, resumed, other]
-    run(tmp_path, "job", cases, 2)
+    job = run(tmp_path, "job", cases, 2, before=COUNT_MODELS)
+    counts = re.findall(r"^models in 4 bits: (\d)", job.ranks[0].output, re.MULTILINE)
+    assert counts[0] == "1"
     found, expected, again, other = (Case(tmp_path / case["name"]) for case in cases)
     assert_equal(expected, found, 0, 0)
     # A begins with other numbers, which PEFT has not rounded to bf16. But B is still 0.

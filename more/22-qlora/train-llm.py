@@ -335,6 +335,7 @@ def build_model(args, device, checkpoint):
         model.generation_config = transformers.GenerationConfig.from_pretrained(checkpoint)
     else:
         send_weights(args, model)
+        gc.collect()  # QLORA: rank 0's whole model, whose layers refer to themselves (QLORA 5)
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
