@@ -134,11 +134,6 @@ def main():
             sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
-    # CHAT 2: Some families of models let a conversation see the one before it, so test the model.
-    # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
-    # Not in a resume: the shards are still empty, and the model has passed this test.
-    if args.packing and not checkpoint and mixes_conversations(model, device):
-        sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
     # Gradients below 3e-8 are 0 in fp16. The scaler multiplies the loss, and so all gradients.
     scaler = torch.amp.GradScaler(device.type, enabled=args.dtype == "fp16")
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
@@ -146,6 +141,10 @@ def main():
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
         # sharded_state() has the live weights and moments. dcp.load() fills them, not decay or lr.
         dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
+    # CHAT 2: Some families of models let a conversation see the one before it, so test the model.
+    # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
+    if args.packing and mixes_conversations(model, device):
+        sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
         parameters = setup | describe_run(model, optimizer, device, train_samples)
