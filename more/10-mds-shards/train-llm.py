@@ -23,10 +23,9 @@ import sysconfig
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from glob import escape, glob
 from itertools import chain, islice
 from pathlib import Path
@@ -50,7 +49,6 @@ import xxhash
 from filelock import FileLock
 from jsonargparse.typing import NonNegativeInt, PositiveInt
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -115,7 +113,12 @@ def main():
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": train_rows.index_hash}
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
     # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
-    files = facts_of_node(args)  # NODES: files of a node may differ, too
+    files = {  # NODES: on the disk of this node
+        "script": Path(__file__).read_text(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "config": AutoConfig.from_pretrained(args.model_name).to_json_string(),
+    }
     setups = gather(setup | files | {"step of the checkpoint": state.step})
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
@@ -253,7 +256,7 @@ def main():
             save_now = log_now = True
         # NODES 2: If a node vanishes, the others give up after 5 minutes, and can start again.
         # The first step, which compiles, evaluations and saves may take PyTorch's 30 minutes.
-        set_time_limit(timedelta(minutes=30 if eval_now or save_now else 5))
+        set_time_limit(model, timedelta(minutes=30 if eval_now or save_now else 5))
         if log_now:
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
             dist.all_reduce(loss_sum, dist.ReduceOp.AVG)
@@ -786,8 +789,7 @@ def new_folder(folder):
         for leftover in folder.parent.glob("incomplete-*"):  # of killed runs
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)  # NODES: also the folder of this rank
-    # NODES: The thread that writes has a group of its own for its messages.
-    names = gather(temporary, writer_group())
+    names = gather(temporary)
     temporary = temporary if is_owner else names[0]
     yield temporary
     if not is_owner:  # NODES: not RANK > 0, because of `local`
@@ -802,21 +804,27 @@ def new_folder(folder):
     temporary.rename(folder)
 
 
-# NODES: It copies tensors to CPU memory. Each checkpoint uses the memory of the one before again.
-STAGER = DefaultStager(
-    StagingOptions(
-        use_pinned_memory=torch.cuda.is_available(),  # a GPU copies to pinned memory fast
-        use_non_blocking_copy=torch.cuda.is_available(),
-        use_shared_memory=False,  # no other process reads it
-        use_async_staging=False,  # training goes on after the copy
-    )
-)
-# NODES: A thread writes checkpoints with --async-checkpoint. The list has the one in progress.
-THREAD = ThreadPoolExecutor(max_workers=1)
-unfinished = []
+class CheckpointWriter(dcp.FileSystemWriter):
+    """Writes into a temporary folder, which gets its name as soon as all ranks have written."""
+
+    def __init__(self, args, path):
+        self.args = args
+        self.naming = ExitStack()  # NODES: leaves new_folder() later, perhaps in a thread
+        super().__init__(self.naming.enter_context(new_folder(path)))
+
+    def finish(self, metadata, results):  # NODES: DCP calls it after all ranks have written
+        super().finish(metadata, results)
+        self.naming.close()
+        if self.args.checkpoint_format == "local":
+            dist.barrier(writer_group())  # NODES: old ones may go when all ranks have the new one
+        for old in sorted(self.path.parent.glob("step-????????"))[: -self.args.keep_checkpoints]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
-@cache  # the first call makes the group
+unfinished = []  # NODES: the checkpoint that a thread is writing, with --async-checkpoint
+
+
+@lru_cache  # the first call makes the group
 def writer_group():
     """All ranks, for messages of the thread that writes, since training sends others meanwhile."""
     return dist.new_group(backend="gloo")
@@ -829,52 +837,36 @@ def wait_for_checkpoint():
 
 
 def save_checkpoint(args, run_folder, model, tokenizer, saved_parts, state):
-    """Collects all that an exact resume needs, and writes it, here or in a thread."""
+    """Writes all that an exact resume needs, then removes old checkpoints."""
     # NODES 8: One checkpoint at a time, so a killed run loses one checkpoint at most.
     wait_for_checkpoint()
     path = run_folder / f"step-{state.step:08d}"  # names that sort by step
     parts = sharded_state(model, saved_parts, full=args.checkpoint_format == "full")
-    parts["scaler"] = saved_parts["scaler"].state_dict()  # NODES: its numbers, not the object
-    if args.checkpoint_format == "local":
-        parts = own_shards(parts)
-        path = run_folder / RANK_FOLDER / path.name
-    texts = {"state.json": json.dumps(vars(state), indent=2)}
-    if RANK == 0:
-        texts["parameters.json"] = (run_folder / "parameters.json").read_text()
-    texts = gather(texts)[0]  # NODES: with `local`, each rank writes those of rank 0
-    if RANK == 0:
-        texts["metrics.jsonl"] = (run_folder / "metrics.jsonl").read_text()
-    if args.async_checkpoint:
-        # NODES 9: Copy all that training changes, and train on. A thread writes the copies.
-        parts = STAGER.stage(parts)
-        writing = THREAD.submit(write_checkpoint, args, path, parts, texts, model, tokenizer)
-        unfinished.append(writing)
-    else:
-        write_checkpoint(args, path, parts, texts, model, tokenizer)
-
-
-def write_checkpoint(args, path, parts, texts, model, tokenizer):
-    """Writes a checkpoint, then removes old checkpoints."""
-    if torch.cuda.is_available():
-        torch.cuda.set_device(LOCAL_RANK)  # NODES: a new thread begins with GPU 0
+    parameters = gather((run_folder / "parameters.json").read_text() if RANK == 0 else None)[0]
     is_local = args.checkpoint_format == "local"
-    with new_folder(path) as folder:
-        if args.checkpoint_format == "shard":
-            # FSDP 11: Each rank saves its shards: none has room for all. dcp waits for all ranks.
-            dcp.save(parts, checkpoint_id=folder, process_group=writer_group())
-        elif RANK == 0 or is_local:
-            dcp.save(parts, checkpoint_id=folder, no_dist=True)  # NODES: without other ranks
-        if RANK > 0 and not is_local:  # NODES: rank 0 does the rest, or with `local`, every rank
-            return
+    if is_local:
+        path = run_folder / RANK_FOLDER / path.name
+        parts = own_shards(parts)
+    writer = CheckpointWriter(args, path)
+    folder = writer.path
+    if RANK == 0:
+        shutil.copy(run_folder / "metrics.jsonl", folder)
+    if RANK == 0 or is_local:  # NODES: with `local`, all ranks have all other files
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        for name, text in texts.items():
-            (folder / name).write_text(text)
-    if is_local:
-        dist.barrier(writer_group())  # NODES: all ranks have the new checkpoint, so old ones may go
-    for old in sorted(path.parent.glob("step-????????"))[: -args.keep_checkpoints]:
-        shutil.rmtree(old, ignore_errors=True)
+        (folder / "state.json").write_text(json.dumps(vars(state), indent=2))
+        (folder / "parameters.json").write_text(parameters)
+    # FSDP 11: Each rank saves its shards: none has room for all. dcp waits for all ranks.
+    options = {"storage_writer": writer, "process_group": writer_group()}
+    options["no_dist"] = args.checkpoint_format != "shard"  # NODES: without other ranks
+    if args.checkpoint_format == "full" and RANK > 0:
+        return
+    if args.async_checkpoint:
+        # NODES 9: Copy all that training changes, and train on. A thread writes the copies.
+        unfinished.append(dcp.async_save(parts, **options))
+    else:
+        dcp.save(parts, **options)
 
 
 # -- Timer, metrics, logs, small helpers -----------------------------------------------------------
@@ -882,8 +874,6 @@ def write_checkpoint(args, path, parts, texts, model, tokenizer):
 
 def join_process_group():
     """Meets the other ranks, and returns the device of this rank."""
-    if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
-        sys.exit(f"error: start it as torchrun --standalone --nproc-per-node 2 {sys.argv[0]}")
     # NODES: A shell may still have RANK and WORLD_SIZE of an earlier job. Nobody else would come.
     hint = f"RANK is {RANK} of WORLD_SIZE {WORLD_SIZE}, and others are missing. Alone? Unset both."
     waiting = threading.Timer(60, print, [hint], {"file": sys.stderr})
@@ -893,25 +883,14 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # NODES: After a restart, torchrun's store still has the keys of dead ranks, and the nodes count
-    # restarts differently. So rank 0 draws a new prefix for all keys of this attempt. The others
-    # cannot trust an old key to get it, so each writes a random key under "rank N", and rank 0
-    # writes the prefix under this key.
-    if RANK == 0:
-        prefix = os.urandom(16).hex()
-        others = [f"rank {rank}" for rank in range(1, WORLD_SIZE)]
-        for other in others:
-            store.delete_key(other)  # a dead rank may have asked
-        for other in others:
-            answer_key = store.get(other).decode()  # waits until the rank has written
-            store.set(answer_key, prefix)
-    else:
-        answer_key = os.urandom(16).hex()
-        while not store.check([answer_key]):  # until rank 0 has answered
-            store.set(f"rank {RANK}", answer_key)  # again, as rank 0 may delete an early one
-            time.sleep(0.1)
-        prefix = store.get(answer_key).decode()
-    store = dist.PrefixStore(prefix, store)
+    # DDP: Ranks meet in torchrun's store. It keeps old keys over a restart, so add a prefix.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+        # NODES: Each torchrun counts its own restarts, so the ranks would use different prefixes.
+        may_restart = int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > 0
+        if may_restart and int(os.environ["GROUP_WORLD_SIZE"]) > 1:  # several torchruns
+            remedy = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d"
+            sys.exit(f"error: restarts on several nodes need {remedy}")
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE)
@@ -926,30 +905,18 @@ def wait_for_all():  # FSDP: in place of gather(None), which waits half an hour
     dist.destroy_process_group(group)  # closes its connections to the other ranks
 
 
-def set_time_limit(limit):
-    """How long a rank waits for the others, in all process groups but one."""
-    patient_group = writer_group()  # NODES: of the thread, in which a rank may write for long
-    for group in dist.distributed_c10d._world.pg_map:
-        if group is not patient_group:
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+def set_time_limit(model, limit):
+    """How long a rank waits for the others, in the messages of a step."""
+    meshes = {parameter.device_mesh for parameter in model.parameters()}
+    for group in [dist.group.WORLD, *(g for mesh in meshes for g in mesh.get_all_groups())]:
+        group.set_timeout(limit)
 
 
-def gather(value, group=None):
+def gather(value):
     """Every rank gets the values of all, in order of rank. Gloo does it, so no GPU has to wait."""
     values = [None] * WORLD_SIZE
-    dist.all_gather_object(values, value, group)
+    dist.all_gather_object(values, value)
     return values
-
-
-def facts_of_node(args):
-    """Script, versions and config."""
-    return {
-        # NODES: These are files on the disk of this node.
-        "script": Path(__file__).read_text(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "config": AutoConfig.from_pretrained(args.model_name).to_json_string(),
-    }
 
 
 def of_all_ranks(metrics):
