@@ -100,16 +100,16 @@ import os, time
 from pathlib import Path
 import torch.distributed.checkpoint as dcp
 
-def save(*arguments, checkpoint_id=None, **options):
-    if checkpoint_id:
+def save(*arguments, storage_writer=None, **options):
+    if storage_writer:
         saves.append(None)
-        rank_0 = checkpoint_id.parents[1] / "rank-0"
+        rank_0 = storage_writer.path.parents[1] / "rank-0"
         end = time.monotonic() + 20
         while len(saves) > len([*rank_0.glob("step-*")]) and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.5)
         print("\\nrank 0 has", *sorted(path.name for path in rank_0.glob("step-*")))
-    return original(*arguments, checkpoint_id=checkpoint_id, **options)
+    return original(*arguments, storage_writer=storage_writer, **options)
 
 saves = []
 original = dcp.save
