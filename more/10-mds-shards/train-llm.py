@@ -906,7 +906,8 @@ def wait_for_all():  # FSDP: in place of gather(None), which waits half an hour
 
 
 def set_time_limit(model, limit):
-    """How long a rank waits for the others, in the messages of a step."""
+    """How long a rank waits for the others in a step."""
+    # NODES: The groups of the meshes send weights and gradients, and the whole world the rest.
     meshes = {parameter.device_mesh for parameter in model.parameters()}
     for group in [dist.group.WORLD, *(g for mesh in meshes for g in mesh.get_all_groups())]:
         group.set_timeout(limit)
