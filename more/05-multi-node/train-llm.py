@@ -24,7 +24,7 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache
+from functools import cache, lru_cache
 from glob import escape, glob
 from pathlib import Path
 from types import SimpleNamespace
@@ -692,7 +692,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 unfinished = []  # NODES: the checkpoint that a thread is writing, with --async-checkpoint
 
 
-@lru_cache  # the first call makes the group
+@cache  # the first call makes the group
 def writer_group():
     """All ranks, for messages of the thread that writes, since training sends others meanwhile."""
     return dist.new_group(backend="gloo")

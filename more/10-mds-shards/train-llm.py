@@ -23,9 +23,10 @@ import sysconfig
 import threading
 import time
 from collections import OrderedDict, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from glob import escape, glob
 from itertools import chain, islice
 from pathlib import Path
@@ -480,9 +481,9 @@ class MdsRows:
             sys.exit(f"error: {name} lacks rows.json: let tools/prepare-data.py --mds make rows")
         index = Path(folder, "index.json").read_bytes()
         self.index_hash = xxhash.xxh3_64(index).hexdigest()
-        no_split = None  # the shards lie in the folder itself
         shards = json.loads(index)["shards"]
-        self.shards = [reader_from_json(folder, no_split, shard) for shard in shards]
+        # split=None: the shards lie in the folder itself
+        self.shards = [reader_from_json(folder, split=None, obj=shard) for shard in shards]
         self.sizes = tuple(shard.samples for shard in self.shards)
         self.ends = np.cumsum(self.sizes)
         options = {"download_retry": 2, "download_timeout": 60, "keep_zip": False}
@@ -824,7 +825,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
 unfinished = []  # NODES: the checkpoint that a thread is writing, with --async-checkpoint
 
 
-@lru_cache  # the first call makes the group
+@cache  # the first call makes the group
 def writer_group():
     """All ranks, for messages of the thread that writes, since training sends others meanwhile."""
     return dist.new_group(backend="gloo")
