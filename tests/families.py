@@ -38,7 +38,8 @@ GROUPS = {
     16: "mamba_d_head mamba_head_dim chunk_size mamba_chunk_size sliding_window attention_window",
     8: "head_dim q_lora_rank kv_lora_rank v_head_dim linear_key_head_dim linear_value_head_dim"
     " global_head_dim mamba_d_state ssm_state_size index_head_dim swa_head_dim kv_channels",
-    4: "n_head num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim"
+    6: "num_experts num_local_experts n_routed_experts moe_num_experts",
+    4: "n_head qk_rope_head_dim"
     " qk_nope_head_dim rotary_dim linear_num_value_heads num_heads laurel_rank state_size"
     " conv_kernel time_step_rank mamba_n_heads mamba_num_heads index_topk swa_num_attention_heads",
     3: "n_layer num_layers",

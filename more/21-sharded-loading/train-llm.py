@@ -51,10 +51,12 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import MergeModulelist, revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available
 
@@ -119,7 +121,7 @@ def main():
         return
 
     # Model and optimizer.
-    # LOAD 1: Each rank goes through all weights, one after the other, and keeps its rows of each.
+    # LOAD 1: Each rank reads only its rows of each weight, so no rank ever holds the whole model.
     model = build_model(args, device, checkpoint)
     vocab_size = model.config.get_text_config().vocab_size
     if max(tokenizer.get_vocab().values()) >= vocab_size:  # then the text must not use such tokens
@@ -339,75 +341,63 @@ def compute_buffers(model, device):
 
 @torch.no_grad()
 def fill_shards(args, model, device):
-    """Fills the shards with the rows that each rank keeps of all weights."""
-    # LOAD: The weights of `outline` are meta tensors, with the rows of this rank as an attribute.
-    outline = load_model(args, device, checkpoint=None)
-    wait_for_all()  # until all ranks have read their files
-    for name, weight in model.named_parameters():
-        # LOAD 3: The shard of this rank has the same rows, so nothing is sent.
-        source = outline.get_parameter(name)
-        weight.to_local().copy_(source.rows)
-        del source.rows  # LOAD: frees the rows at once, before those of the next weight are copied
-    for name, buffer in outline.named_buffers():
-        model.get_buffer(name).copy_(buffer)
-    model.generation_config = outline.generation_config  # rank 0 saves it
-
-
-def load_model(args, device, checkpoint):
-    """A model of meta tensors, and the rows of this rank: of pretrained weights or random ones."""
-    # fp32, because bf16 numbers near 0.02 are 1e-4 apart: an update by --lr, 3e-5, would be lost.
-    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    """Fills the shards of this rank with its rows of pretrained weights, or of random ones."""
+    if args.from_scratch:
+        draw_weights(args, model)
+        return
+    # LOAD: Transformers joins or splits some tensors of the files. Of experts, a rank reads whole
+    # ones. Of other tensors, it would read the wrong rows, without an error.
+    for conversion in get_model_conversion_mapping(model):
+        steps = getattr(conversion, "operations", [])  # none: the tensor only has another name
+        if steps and not isinstance(steps[0], MergeModulelist):
+            sys.exit(f"error: the files of {args.model_name} have other tensors: use chapter 3")
+    filled = set()
 
     def keep_rows(module, name, weight):
-        if weight.is_meta:
-            return weight  # of an empty model, or a tied one, whose rows are kept already
-        # LOAD 4: Keep the rows that fully_shard() gives to this rank. The last ones may have fewer.
-        size = math.ceil(len(weight) / WORLD_SIZE)
-        rows = weight.detach()[RANK * size : (RANK + 1) * size]
-        rows = rows.to("cpu" if args.cpu_offload else device, copy=True)
-        meta = torch.nn.Parameter(weight.to("meta"), weight.requires_grad)
-        meta.rows = rows.contiguous()
-        # LOAD: Transformers holds a weight until it has read the next one. So empty it here, but
-        # not a part of a larger memory. From scratch, it is drawn later, and freed then.
-        storage = weight.untyped_storage()
-        is_alone = storage.resizable() and storage.nbytes() == weight.nbytes
-        if is_alone and not args.from_scratch:
-            storage.resize_(0)
-        return meta
+        if isinstance(weight, DTensor):  # not one of the empty model that Transformers makes first
+            # LOAD 3: Copy the rows into the shard, because FSDP has a reference to this memory.
+            shard = module.get_parameter(name)
+            if shard in filled and not torch.equal(shard.to_local(), weight.to_local()):
+                sys.exit("error: the model has a head of its own: set tie_word_embeddings to false")
+            filled.add(shard)
+            weight = shard.copy_(weight)
+        return weight
 
+    # LOAD 4: from_pretrained() asks this method for a sharded model, and gets `model`. Of a weight
+    # that is a DTensor, it then reads only the rows of this rank.
+    transformers.PreTrainedModel.maybe_distribute_model = lambda *_: model
     # LOAD 5: PyTorch calls this hook with each weight that a module gets, and takes its result.
-    # So no module ever has a whole weight.
     hook = register_module_parameter_registration_hook(keep_rows)
-    if args.from_scratch:
-        config = AutoConfig.from_pretrained(args.model_name)
-        model = AutoModelForCausalLM.from_config(config, **options)
-        hook.remove()
-        # How many random numbers from_config() uses depends on the version. Seed and draw again.
-        # LOAD: The hook got the weights before their values, so draw them now.
-        torch.manual_seed(args.seed)
-        draw_weights(model, keep_rows)
-        return model
-    source = args.model_name
+    load_model(args, checkpoint=None)
+    hook.remove()
+    for buffer in model.buffers():
+        buffer.data = buffer.to(device)
+    wait_for_all()  # until all ranks have read their files
+
+
+def load_model(args, checkpoint):
+    """Reads the rows of this rank into the model of chapter 3, which is sharded."""
+    # fp32, because bf16 numbers near 0.02 are 1e-4 apart: an update by --lr, 3e-5, would be lost.
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
+    options["distributed_config"] = {}  # LOAD: else from_pretrained() would not ask (LOAD 4)
+    source = checkpoint or args.model_name
     options["output_loading_info"] = True
     try:
         model, info = AutoModelForCausalLM.from_pretrained(source, **options)
     except Exception as error:  # each format of files has its own errors
         sys.exit(f"error: the model {source} cannot be loaded: {error}")
-    hook.remove()  # LOAD: the model is complete
     if info["missing_keys"]:  # Transformers fills these tensors with random numbers
         sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
-    # LOAD: Transformers cannot compare meta tensors, so compare the rows of this rank.
-    ties = model.get_expanded_tied_weights_keys(all_submodels=True)
-    tied_rows = [[model.get_parameter(name).rows for name in tie] for tie in ties.items()]
-    if not all(torch.equal(*rows) for rows in tied_rows):
-        sys.exit(f"error: {source} has a head of its own: set tie_word_embeddings to false there")
     return model
 
 
-def draw_weights(model, keep_rows):
+def draw_weights(args, model):
     """Draws the random weights of chapter 1 in its order, unit by unit, and keeps the rows."""
-    units = {m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)}
-    units |= {model, model.get_input_embeddings(), model.get_output_embeddings()}
+    with torch.device("meta"):
+        outline = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    units = {m for m in outline.modules() if isinstance(m, GradientCheckpointingLayer)}
+    units |= {outline, outline.get_input_embeddings(), outline.get_output_embeddings()}
+    shards = dict(zip(outline.parameters(), model.parameters(), strict=True))
 
     def draw(module):
         # LOAD 6: Every rank draws all numbers, because each number depends on those before it.
@@ -417,7 +407,7 @@ def draw_weights(model, keep_rows):
                 # place: a tied head, which is drawn later, also changes the embeddings.
                 not_drawn = torch.full_like(weight, math.nan, device="cpu")
                 torch.utils.swap_tensors(weight, torch.nn.Parameter(not_drawn))
-        model._init_weights(module)
+        outline._init_weights(module)
         if module not in units:
             return
         # LOAD 7: Keep the rows of a unit when all of it is drawn, as it may draw its parts again.
@@ -425,9 +415,14 @@ def draw_weights(model, keep_rows):
             if not weight.is_meta:
                 if weight.sum().isnan():
                     sys.exit(f"error: Transformers draws {name} elsewhere: use chapter 3")
-                torch.utils.swap_tensors(weight, keep_rows(module, name, weight))
+                shard = shards[weight]
+                cut = {"device_mesh": shard.device_mesh, "placements": shard.placements}
+                # LOAD: src_data_rank=None: each rank cuts its own copy, and nothing is sent.
+                shard.copy_(distribute_tensor(weight, **cut, src_data_rank=None))
+                torch.utils.swap_tensors(weight, torch.nn.Parameter(weight.to("meta")))
 
-    model.apply(draw)  # calls draw(module) for all modules, those inside of a module first
+    torch.manual_seed(args.seed)
+    outline.apply(draw)  # calls draw(module) for all modules, those inside of a module first
 
 
 def learning_rate(step, total_steps, args):
