@@ -3,6 +3,7 @@
 The model is a Llama or a Mixtral with random weights in bf16. Memory is the peak of `RssAnon` in
 /proc above its value before, which leaves out files that are mapped into memory. `shard_gb` are the
 weights of a rank, and `unit_gb` is the largest layer, the embeddings or the head, all in fp32.
+`read` is how many numbers a rank has read from the files, relative to those that it keeps.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers.distributed.sharding_utils import DtensorShardOperation
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 from models import load_chapter
@@ -55,17 +57,34 @@ class Peak:
         self.taken = self.peak - self.before
 
 
-def report(name: str, peak: Peak, shard: int, unit: int) -> None:
-    memory = [None] * RANKS
-    dist.all_gather_object(memory, peak.taken / 1e9)
+def count_reads() -> list[int]:
+    """How many numbers Transformers reads for each tensor, from now on."""
+    counts = []
+
+    def read(*args, **options):
+        rows = original(*args, **options)
+        counts.append(0 if rows is None else rows.numel())  # None: the expert of another rank
+        return rows
+
+    original = DtensorShardOperation.shard_tensor
+    DtensorShardOperation.shard_tensor = read
+    return counts
+
+
+def report(name: str, peak: Peak, shard: int, unit: int, read: float = 0) -> None:
+    values = [None] * RANKS
+    dist.all_gather_object(values, (peak.taken / 1e9, read))
+    memory, reads = zip(*values, strict=True)
     line = {"what": name, "shard_gb": shard / 1e9, "unit_gb": unit / 1e9, "gb": memory}
+    line["read"] = reads
     if RANK == 0:
         print(json.dumps(line), flush=True)
 
 
-def measure(chapter, folder: Path, quiet: bool = False) -> None:
+def measure(chapter, folder: Path, reads: list[int], quiet: bool = False) -> None:
     for name, more in {"pretrained": [], "from scratch": ["--from-scratch"]}.items():
         sys.argv = ["train-llm.py", "-m", str(folder), "--dtype", "fp32", *more]
+        reads.clear()
         args = chapter.parse_args()
         with Peak() as peak:
             model = chapter.build_model(args, CPU, checkpoint=None)
@@ -73,7 +92,8 @@ def measure(chapter, folder: Path, quiet: bool = False) -> None:
         units = [model.model.layers[0], model.get_input_embeddings()]
         unit = max(sum(4 * x.numel() for x in part.parameters()) for part in units)
         if not quiet:
-            report(name, peak, sum(sizes) // RANKS, unit)
+            own = sum(x.to_local().numel() for x in model.parameters())
+            report(name, peak, sum(sizes) // RANKS, unit, sum(reads) / own)
         if more:
             break
         content = {"model": chapter.dcp_state.get_model_state_dict(model)}
@@ -119,14 +139,15 @@ def main() -> None:
     chapter = load_chapter(21)
     chapter.say = lambda message: None
     dist.init_process_group("gloo")
+    reads = count_reads()
     folders = [tempfile.mkdtemp() if RANK == 0 else None]
     dist.broadcast_object_list(folders)
     folder = Path(folders[0])
     try:
         write(folder / "small", args, 2, 64)
-        measure(chapter, folder / "small", quiet=True)  # imports what is imported late
+        measure(chapter, folder / "small", reads, quiet=True)  # imports what is imported late
         write(folder / "model", args, 3, 512)
-        measure(chapter, folder / "model")
+        measure(chapter, folder / "model", reads)
     finally:
         if RANK == 0:
             shutil.rmtree(folder)

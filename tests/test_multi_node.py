@@ -22,7 +22,7 @@ from conftest import (
     write_documents,
     write_model,
 )
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_5, Run, free_port, load, run_tool
+from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_5, Run, free_port, run_tool
 from safetensors.torch import load_file
 from test_fsdp import FAMILIES, OFF, WATCH, assert_same_checkpoint, told
 from test_torchrun import Forking, ending

@@ -42,7 +42,7 @@ MIXTURE = ["--tied", "--experts", 8, "--vocabulary", 12000]
 
 @pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, MIXTURE), (4, []), (4, MIXTURE)])
 def test_memory(tmp_path, ranks, more):
-    """Start: the shards, and one unit. End: one unit, and one rank's shards of it."""
+    """Start: the shards, and this rank's rows of a unit. From scratch and at the end: a unit, too."""
     script = REPOSITORY / "tests" / "loading_memory.py"
     job = Job(script, more, tmp_path / "memory.txt", ranks)
     assert job.wait() == 0, job.output
@@ -50,9 +50,13 @@ def test_memory(tmp_path, ranks, more):
     assert [line["what"] for line in lines] == ["pretrained", "final/", "from scratch"]
     for line in lines:
         unit = line["unit_gb"]
-        most = line["shard_gb"] + 1.1 * unit
-        if line["what"] == "final/":
-            most = 1.1 * unit * (1 + 1 / ranks)
+        rows = 1.1 * unit / ranks
+        most = rows + 1.1 * unit
+        if line["what"] != "final/":
+            most += line["shard_gb"]
+        if line["what"] == "pretrained":
+            most = line["shard_gb"] + rows
+            assert set(line["read"]) == {1}
         assert max(line["gb"]) < most, line
         assert min(line["gb"]) > line["shard_gb"] * 0.9, line
 

@@ -51,7 +51,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -418,7 +418,7 @@ def draw_weights(args, model):
                 shard = shards[weight]
                 cut = {"device_mesh": shard.device_mesh, "placements": shard.placements}
                 # LOAD: src_data_rank=None: each rank cuts its own copy, and nothing is sent.
-                shard.copy_(distribute_tensor(weight, **cut, src_data_rank=None))
+                shard.copy_(dist.tensor.distribute_tensor(weight, **cut, src_data_rank=None))
                 torch.utils.swap_tensors(weight, torch.nn.Parameter(weight.to("meta")))
 
     torch.manual_seed(args.seed)
