@@ -931,7 +931,8 @@ def loading_table(traces: Traces, devices: int) -> str:
     # and splits it for final/: the tensor and its parts are in memory together.
     joined = 2 * max((4 * math.prod(x) for x in traces.parameters if len(x) == 3), default=0)
     parts = [[x for x in unit if len(x) < 3] for unit in traces.units.values()]
-    sizes = {"start, pretrained": max(joined, 4 * max(map(math.prod, chain(*parts))))}
+    largest = max(joined, 4 * max(map(math.prod, chain(*parts))))
+    sizes = {"start, pretrained": largest / devices}  # a rank reads its rows of one tensor
     sizes["start, from scratch"] = 4 * max(map(numel, traces.units.values()))
     sizes["end, final/"] = max(joined, 4 * max(map(numel, parts)) * (1 + 1 / devices))
     rows = [["CPU memory, GB", "chapter 3, rank 0", "chapter 21, each rank"]]
@@ -974,8 +975,7 @@ LEGEND = f"""
 - chat: chapter 16 with --packing; LoRA: chapter 17 with --lora-rank, also packed
 - 8 bits: chapter 20, with --float8
 - Muon: chapter 18, with --muon. Of its temporary tensors, only the two of the exchange are counted
-- CPU memory of start and end: fp32, without shards, which --cpu-offload keeps there, and without
-  the parts from which mixtures of experts join a tensor
+- CPU memory of start and end: fp32, without shards, which --cpu-offload keeps there
 - In chapters 6, 11 and 13, a batch is that of a group of devices."""
 
 
