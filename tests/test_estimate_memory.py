@@ -232,7 +232,7 @@ def test_output(tmp_path, estimate):
     assert status == 0, text
     loading = re.findall(r"^\| (start|end), .* \| +(\S+) \| +(\S+) \|$", text, re.MULTILINE)
     embeddings = 4e-9 * 2048 * 64
-    sizes = [1, 1, 2, 1, 1, 1.25]  # a tensor, a unit, a unit and the shard of a rank
+    sizes = [1, 1, 2, 0.25, 1, 1.25]  # rows of a tensor, a unit, a unit and the shard of a rank
     for (_, in_3, in_21), size in zip(loading, sizes, strict=True):
         assert (float(in_3), float(in_21)) == (round(4e-9 * count, 4), round(size * embeddings, 4))
     text = re.sub(r"\n\| (CPU memory, GB|start|end).*", "", text)
@@ -290,7 +290,7 @@ def test_loading_of_a_mixture(tmp_path, estimate):
     status, text = estimate(*options.split())
     assert status == 0, text
     sizes = re.findall(r"^\| (?:start|end), .* (\S+) \|$", text, re.MULTILINE)
-    assert sizes == ["0.1342", "0.1133", "0.1342"]
+    assert sizes == ["0.0336", "0.1133", "0.1342"]
 
 
 # -- Figures in the READMEs ------------------------------------------------------------------------
