@@ -69,7 +69,7 @@ def write_rows(documents: Callable, write: Callable, work: Path, args) -> tuple[
             ends = pyarrow.compute.list_flatten(train["stop_tokens"]).unique().to_pylist()
             ends = [token for token in ends if token in tokenizer.added_tokens_decoder]
             facts["stop_tokens"] = ends
-        digest = xxhash.xxh3_128(f"{facts['tokenizer_hash']} {facts['template_hash']}".encode())
+        digest = xxhash.xxh3_128(f"{facts['tokenizer']} {facts['template']}".encode())
         rows = {}
         for split, (file, first, end) in parts.items():
             tables = packed_tables(pool, file, first, end, args)
@@ -90,15 +90,15 @@ def facts_of_rows(tokenizer, args) -> dict:
     """What a training must share with its rows, but for their hash."""
     from datasets.fingerprint import Hasher
 
-    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
-    template = tokenizer.chat_template if args.form == "messages" else None
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    is_chat = args.form == "messages"
     return {
         "command": shlex.join(["python", "tools/prepare-data.py", *sys.argv[1:]]),
-        "seq_length": args.seq_length,
+        "model_name": args.model_name,
+        "length": args.seq_length,
         "packed": args.packing != "none",
-        "tokenizer": args.model_name,
-        "tokenizer_hash": Hasher.hash_bytes(vocabulary.encode()),
-        "template_hash": Hasher.hash_bytes(template.encode()) if template else None,
+        "tokenizer": Hasher.hash(json.dumps(vocabulary)),
+        "template": Hasher.hash(tokenizer.chat_template) if is_chat else None,
         "chat_template": args.chat_template,
         "stop_tokens": [tokenizer.eos_token_id],
     }

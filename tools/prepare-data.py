@@ -3,7 +3,7 @@
     python tools/prepare-data.py "texts/**/*.txt" notes.jsonl.gz -o data/books
     python tools/prepare-data.py data/books data/code --share 70 30 -o data/mixed
     python tools/prepare-data.py HuggingFaceH4/no_robots --as messages --held-out 2% -o data/robots
-    python tools/prepare-data.py "chats/*.jsonl" --as messages --rows -m Qwen/Qwen3-0.6B -o data/chats
+    python tools/prepare-data.py chats/*.jsonl --as messages --rows -m Qwen/Qwen3-0.6B -o data/chats
     python tools/prepare-data.py stories.txt -o data/stories --mds -m openai-community/gpt2 -s 1024
 
 A source is a file, a pattern, a folder, an address, or a dataset on the Hub: NAME or NAME:SPLIT.
@@ -421,13 +421,13 @@ configs:
 tools/prepare-data.py has written this folder: {rows}. `report.json` has the sources and all counts.
 """
 README_OF_ROWS = """
-Chapters 16 and 17 train on these rows of {seq_length:,} tokens{packing}. `rows.json` says the same
-to them.
+Chapters 16 and 17 train on these rows of {length:,} tokens{packing}. They read the same facts in
+`rows.json`.
 
 | | |
 |---|---|
-| tokenizer | of `{tokenizer}`, hash `{tokenizer_hash}` |
-| chat template | hash `{template_hash}` |
+| tokenizer | of `{model_name}`, hash `{tokenizer}` |
+| chat template | hash `{template}` |
 | stop tokens | {stop_tokens} |
 """
 
