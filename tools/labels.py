@@ -51,6 +51,7 @@ def write_rows(documents: Callable, write: Callable, work: Path, args) -> tuple[
 
     `documents(split)` yields arrays with one document, and `write(split, tables)` counts the rows.
     """
+    texts_in.cache_clear()
     tokenizer = load_tokenizer(args)
     facts = facts_of_rows(tokenizer, args)
     if args.form == "messages":
@@ -215,10 +216,14 @@ def tokenize(documents: list[bytes]) -> tuple[int, pyarrow.RecordBatch]:
 
 
 def pieces_of(document: str, tokenizer, size: int) -> list[dict]:
-    """The texts of a document. A long one is cut, because it has no place where it may be."""
+    """The texts of a document: one, or pieces of `size` tokens.
+
+    A piece begins with the last token of the one before, so only the first token of a document has
+    no label.
+    """
     texts = []
     for ids in tokens_of_text(document, tokenizer):
-        for begin in range(0, len(ids), size):
+        for begin in range(0, len(ids) - 1, size - 1):
             piece = ids[begin : begin + size]
             text = new_text() | {"input_ids": piece, "labels": [NO_LABEL, *piece[1:]]}
             texts.append(text | {"answers": int(begin == 0)})
