@@ -3,6 +3,7 @@
 test_labels.py has its rows, which tools/prepare-data.py writes.
 """
 
+import json
 import re
 import shutil
 from itertools import pairwise
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import LLAMA, save_weights, write_model
+from conftest import DEMO_TEMPLATE, LLAMA, TINY_LLAMA, save_weights, write_model
 from runner import CHAPTER_16, load
 from test_equal import OFF, STEPS, Case, described, run, worst
 from transformers import (
@@ -20,6 +21,7 @@ from transformers import (
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     get_scheduler,
 )
 
@@ -89,6 +91,46 @@ def test_the_probe_finds_models_that_mix(chat, find):
 
     model.forward = refuse
     assert chat.mixes_conversations(model, torch.device("cpu"))
+
+
+# -- Rows ------------------------------------------------------------------------------------------
+
+
+def test_rows_of_something_else_are_refused(chat, tmp_path, rows_of_conversations):
+    """In one sentence, with the command that helps."""
+    packed = rows_of_conversations()
+    args = SimpleNamespace(dataset_name=str(packed), model_name="m", seq_length=SIZE)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    train_rows, _, answer_tokens, stop_tokens = chat.load_rows(args, tokenizer)
+    assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()  # as in final/
+    assert stop_tokens == [tokenizer.eos_token_id]
+    samples = samples_of(packed, "train")
+    assert len(answer_tokens) == len(samples)
+    for name, column in train_rows.items():
+        assert column.to_pylist() == torch.cat([row[name] for row in samples]).tolist()
+    facts = json.loads((packed / "rows.json").read_text())
+
+    def refused(sentence: str, **changes) -> None:
+        args = SimpleNamespace(dataset_name=str(packed), model_name="m", seq_length=SIZE)
+        vars(args).update(changes)
+        with pytest.raises(SystemExit, match=f"^error: [^\n]*{re.escape(sentence)}[^\n]*$"):
+            chat.load_rows(args, tokenizer)
+
+    again = f"run `{facts['command']} -m m -s {{}} --overwrite`"
+    refused(f"has another length: {again.format(32)}", seq_length=32)
+    tokenizer.add_tokens(["another"])
+    refused(f"has another tokenizer: {again.format(SIZE)}")
+    tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
+    folder = shutil.copytree(packed, tmp_path / "rows")
+    (folder / "rows.json").write_text(json.dumps(facts | {"chat_template": None}))
+    refused(f"has another template: {again.format(SIZE)}", dataset_name=str(folder))
+    tokenizer.chat_template = DEMO_TEMPLATE.read_text()
+    chat.load_rows(SimpleNamespace(**vars(args) | {"dataset_name": str(folder)}), tokenizer)
+    for file in folder.glob("validation-*"):
+        file.unlink()
+    refused(f"has no held-out rows: {again.format(SIZE)}", dataset_name=str(folder))
+    command = 'python tools/prepare-data.py "x/y" --as messages --rows -m m -s 64 -o data/rows'
+    refused(f"x/y has no rows: first run `{command}`, and then give -d data", dataset_name="x/y")
 
 
 # -- The plain loop --------------------------------------------------------------------------------

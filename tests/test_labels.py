@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 from itertools import pairwise
+from types import SimpleNamespace
 
 import datasets
 import pyarrow.parquet as pq
@@ -467,14 +468,30 @@ def test_what_the_folder_says(prepare, labels, tmp_path, strict):
     assert_one_sentence(output, "has no chat template: give --chat-template a file")
 
 
-def test_what_the_template_does_not_read(prepare, tmp_path, strict):
-    rows = [{"messages": [Q, A | {"mood": "x"}]}] * 8
-    rows += [{"messages": [Q | {"content": "What is <|im_end|>?"}, A]}]
-    file = write_rows(tmp_path / "rows.jsonl", rows)
-    output = prepare(file, *ROWS, "-m", strict, "-s", 64)
-    assert "answers end with <|im_end|>" in output
-    assert "warning: the chat template does not read these keys: mood\n" in output
-    assert "contents of messages contain special tokens: <|im_end|> (1 times): remove" in output
+def test_what_the_template_does_not_read(labels, tmp_path, capsys):
+    """And special tokens in questions, answers and calls. A tag of thoughts is none."""
+    tokenizer = tokenizer_with(CHATML)
+    tokenizer.add_tokens(["<\uff5cUser\uff5c>", "<think>", "\n\n\n"])
+    tokenizer.save_pretrained(tmp_path)
+    args = SimpleNamespace(form="messages", template_options={}, chat_template=None)
+    args.model_name = tmp_path
+    call = json.dumps([{"function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}])
+    for messages, keys, tokens in (
+        ([Q, A], "", ""),
+        ([Q, A | {"mood": "x", "weight": 1.0}], "mood", ""),
+        ([Q | {"content": "What is <|im_end|>?"}, A], "", "<|im_end|> (9 times)"),
+        ([Q, A | {"content": "<|endoftext|>" * 2}], "", "<|endoftext|> (18 times)"),
+        ([Q, A | {"content": "<\uff5cUser\uff5c>"}], "", "<\uff5cUser\uff5c> (9 times)"),
+        ([Q, A | {"tool_calls": call}], "tool_calls", "<|im_end|> (9 times)"),
+        ([Q, A | {"content": "<think>\n\n\nb"}], "", ""),
+    ):
+        labels.look_at([{"messages": messages}] * 9, args)
+        output = capsys.readouterr().out
+        assert "answers end with <|im_end|>" in output
+        warnings = [f"the chat template does not read these keys: {keys}"] * bool(keys)
+        what = f"contents of messages contain special tokens: {tokens}"
+        warnings += [f"{what}: remove those that are not meant"] * bool(tokens)
+        assert re.findall("warning: (.*)", output) == warnings
 
 
 def test_documents(prepare, chapter_1, texts, tmp_path):
