@@ -569,6 +569,7 @@ def read_batch(tokens, indices, args, device):
 @torch.no_grad()
 def evaluate(model, rows, args, device, dp_rank, dp_size):  # DDP: each rank has a share
     """The mean loss over all held-out answers, in nats per token."""
+    # CHAT: Each answer token counts the same here, too.
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
     samples = len(rows["labels"]) // args.seq_length
