@@ -108,7 +108,7 @@ def test_what_the_chapters_allocate(tmp_path, request, method, devices, config, 
     text = ["-d", REPOSITORY / "0*" / "*.py"]
     if method in ("chat", "LoRA"):
         chat = REPOSITORY / "models" / "tiny-chat"
-        length = flags.split()[flags.split().index("-s") + 1] if "-s" in flags else 64
+        length = [64, *re.findall(r"-s (\d+)", flags)][-1]
         text = ["-d", tmp_path / "rows"]
         rows = [chat / "stdlib.jsonl", "--as", "messages", "--rows", "-m", folder, "-s", length]
         rows += ["--chat-template", chat / "template.jinja", "-o", tmp_path / "rows"]

@@ -461,6 +461,12 @@ def test_what_the_folder_says(prepare, labels, tmp_path, strict):
         hashes.add(other["rows_hash"])
         assert (other["chat_template"] is None) == ("--chat-template" not in more)
     assert len(hashes) == 4  # the options are not those of this template
+    for weight in (0, 1):  # equal tokens, and other labels
+        rows = [{"messages": [Q, A | {"weight": weight}, Q, A]}] * 9
+        write_rows(tmp_path / "rows.jsonl", rows)
+        prepare(*flags, "--overwrite")
+        hashes.add(json.loads((tmp_path / "out" / "rows.json").read_text())["rows_hash"])
+    assert len(hashes) == 6
     for more in (["--mds"], ["--packing", "trunc"], ["--template-options", "3"]):
         prepare(*flags, *more, status=2)
     prepare("rows.jsonl", "--as", "messages", "--chat-template", template, status=2)

@@ -339,8 +339,8 @@ AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
 """
 # From chapter 2 on, `all_reduce` exchanges a stop signal on the CPU, so no rank waits for a GPU.
 READS = dict.fromkeys(["02", "03", "05", "06", "07", "08", "11", "13", "14", "18"], 1)
-READS |= {"01": 0, "15": 0, "19": 1, "20": 1, "21": 1}
-READS |= {"04": 5, "10": 5, "16": 2, "17": 2}  # and the number of labels of all ranks
+READS |= {"01": 0, "15": 0, "16": 1, "17": 1, "19": 1, "20": 1, "21": 1}
+READS |= {"04": 5, "10": 5}  # and the number of labels of all ranks
 READS["12"] = 1 + 4 * 2  # and the sizes of each exchange: four layers, two micro-batches
 MODELS = REPOSITORY / "models"
 CHATS = ["-d", MODELS / "tiny-chat" / "rows", "-b", 2, "-s", 256]

@@ -541,9 +541,9 @@ def model_inputs(rows, indices, args, device):
     if "position_ids" in rows:
         # CHAT: FlashAttention joins all samples, and needs the places where conversations begin.
         # They are counted on the CPU, so that Python need not wait for the GPU.
-        positions = read_batch(rows["position_ids"], indices, args, torch.device("cpu")).flatten()
-        places = [*torch.nonzero(positions == 0).flatten().tolist(), len(positions)]
-        places = torch.tensor(places, dtype=torch.int32).to(device, non_blocking=True)
+        positions = read_batch(rows["position_ids"], indices, args, torch.device("cpu")).numpy()
+        places = np.append(np.flatnonzero(positions == 0), positions.size)
+        places = torch.from_numpy(places).int().to(device, non_blocking=True)
         batch |= {"cu_seq_lens_q": places, "cu_seq_lens_k": places}
         batch |= {"max_length_q": args.seq_length, "max_length_k": args.seq_length}
     return batch
