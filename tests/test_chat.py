@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import DEMO_TEMPLATE, LLAMA, TINY_LLAMA, save_weights, write_model
-from runner import CHAPTER_16, load
+from runner import CHAPTER_16, load, run_tool
 from test_equal import OFF, STEPS, Case, described, run, worst
 from transformers import (
     AttentionInterface,
@@ -129,8 +129,9 @@ def test_rows_of_something_else_are_refused(chat, tmp_path, rows_of_conversation
     for file in folder.glob("validation-*"):
         file.unlink()
     refused(f"has no held-out rows: {again.format(SIZE)}", dataset_name=str(folder))
-    command = 'python tools/prepare-data.py "x/y" --as messages --rows -m m -s 64 -o data/rows'
-    refused(f"x/y has no rows: first run `{command}`, and then give -d data", dataset_name="x/y")
+    commands = '`python tools/prepare-data.py "x/y" --as messages --rows -m m -s 64 -o data/rows`'
+    commands += ", and then `train-llm.py -m m -s 64 -d data/rows`"
+    refused(f"x/y has no rows: first run {commands}", dataset_name="x/y")
 
 
 # -- The plain loop --------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def assert_equal(plain, found) -> None:
 # By the ranks: the model, the samples of a rank at a time, and other flags
 CASES = {
     1: [("tied", 12), ("untied", 4, "--no-packing")],
-    2: [("untied", 3, "--compile"), ("tied", 1, "--no-packing", "blank")],
+    2: [("untied", 3, "--compile"), ("tied", 1, "--no-packing", "blank"), ("tied", 6, "text")],
     3: [("tied", 2, "--no-reshard-after-forward"), ("untied", 4, "--cpu-offload")],
     4: [("untied", 3, "--activation-checkpointing"), ("tied", 1, "--no-packing", "blank")],
 }
@@ -233,7 +234,8 @@ def without_labels(rows, folder):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("ranks", CASES)
-def test_each_conversation_alone(chat, tmp_path, rows_of_conversations, ranks):
+def test_each_conversation_alone(chat, tmp_path, rows_of_conversations, dataset, ranks):
+    """And each document of rows of text."""
     cases, plain = [], {}
     for kind, batch, *more in CASES[ranks]:
         folder = tmp_path / kind
@@ -241,11 +243,15 @@ def test_each_conversation_alone(chat, tmp_path, rows_of_conversations, ranks):
             save_weights(write_model(folder, **LLAMA | {"tie_word_embeddings": kind == "tied"}))
         name = f"{kind}-{batch}"
         rows = rows_of_conversations(*[flag for flag in more if flag == "--no-packing"])
+        if "text" in more:
+            rows = tmp_path / "rows-of-text"
+            command = [dataset, "--rows", "-m", TINY_LLAMA, "-s", SIZE, "-o", rows]
+            run_tool(tmp_path, "prepare-data.py", *command)
         if "blank" in more:
             rows = without_labels(rows, tmp_path / f"rows-of-{name}")
         flags = [*flags_for(folder, rows), "--lr", 1e-3]
         flags += ["--gradient-accumulation-steps", BATCH // ranks // batch]
-        flags += [flag for flag in more if flag not in ("blank", "--no-packing")]
+        flags += [flag for flag in more if flag not in ("blank", "text", "--no-packing")]
         plain[name] = plain_loop(chat, folder, rows)
         cases.append(described(tmp_path, name, "16", kind, batch, flags))
     assert_job_is_plain(tmp_path, cases, plain, ranks)

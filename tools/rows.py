@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -104,11 +105,16 @@ def texts_of(folder: Path, first: int) -> Iterator[list[str]]:
 
 def processes(workers: int, begin: Callable, *values) -> Executor:
     """So many processes, each of which first calls `begin`. One is a thread of this process."""
-    options = {"initializer": begin, "initargs": values}
     if workers == 1:
-        return ThreadPoolExecutor(1, **options)
+        return ThreadPoolExecutor(1, initializer=begin, initargs=values)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
+    options = {"initializer": begin_process, "initargs": [begin, *values]}
     return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), **options)
+
+
+def begin_process(begin: Callable, *values) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tool, and it ends its processes
+    begin(*values)
 
 
 def load_tokenizer(name: str) -> None:

@@ -434,8 +434,9 @@ def load_rows(args, tokenizer):
     name = os.path.expanduser(args.dataset_name)
     flags = f"-m {args.model_name} -s {args.seq_length}"
     if not os.path.exists(f"{name}/rows.json"):
-        command = f'python tools/prepare-data.py "{name}" --as messages --rows {flags} -o data/rows'
-        sys.exit(f"error: {name} has no rows: first run `{command}`, and then give -d data/rows")
+        prepare = f'python tools/prepare-data.py "{name}" --as messages --rows {flags} -o data/rows'
+        train = f"{Path(__file__).name} {flags} -d data/rows"
+        sys.exit(f"error: {name} has no rows: first run `{prepare}`, and then `{train}`")
     facts = json.loads(Path(name, "rows.json").read_text())
     # A base model has no chat template, so its rows have one. Servers need it beside the model.
     tokenizer.chat_template = facts["chat_template"] or tokenizer.chat_template
