@@ -123,8 +123,7 @@ def free_port() -> int:
 
 TEXT = f"{REPOSITORY}/more/*/train-llm.py"
 PIPELINE = ["-b", 2, "--gradient-accumulation-steps", 4, "--pipeline-parallel", 2]
-CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "*.jsonl"]
-CHAT += ["--chat-template", REPOSITORY / "models" / "tiny-chat" / "template.jinja", "-s", 256]
+CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "rows", "-s", 256]
 # Ranks, and flags for 8 samples per step; `same` is the row whose losses a chapter must have. Below
 # are the rows of chapters that need nothing special.
 CHAPTERS = {

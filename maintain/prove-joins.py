@@ -127,6 +127,9 @@ def write_data(folder: Path, with_rows: bool) -> None:
         question = {"role": "user", "content": chance.choice(texts)[:20]}
         rows.append({"messages": [question, {"role": "assistant", "content": answer}]})
     conftest.write_rows(folder / "chat.jsonl", rows)
+    flags = [folder / "chat.jsonl", "--as", "messages", "--rows", "-m", conftest.TINY_LLAMA]
+    flags += ["--chat-template", TEMPLATE, "-s", LENGTH, "-o", folder / "chats"]
+    runner.run_tool(folder, "prepare-data.py", *flags)
     if not with_rows:
         return
     flags = [folder / "text.jsonl", "-o", folder / "rows", "-m", conftest.TINY_LLAMA]
@@ -137,7 +140,7 @@ def write_data(folder: Path, with_rows: bool) -> None:
 def data_flags(numbers: set[str], folder: Path) -> list:
     """The flags of the chapter that reads the data."""
     if "16" in numbers:
-        return ["-d", folder / "chat.jsonl", "--chat-template", TEMPLATE]
+        return ["-d", folder / "chats"]
     if numbers & {"04", "10"}:
         held_out = ["--eval-dataset", folder / "text.jsonl", "--eval-documents", 20]
         held_out += ["--shuffle-window", 9]

@@ -53,7 +53,9 @@ def with_links(text: str, name: str, known: set[str], link: Callable[[str], str]
 def copy_pages(folder: Path, site: Path, links: str | None) -> None:
     """Our Markdown pages and their pictures, with the links of a site."""
     names = read_git("ls-files", "--cached", "--others", "--exclude-standard")
-    pages = [name for name in names if name.endswith(".md") and (REPOSITORY / name).exists()]
+    # models/ has data, whose pages a tool has written.
+    own = [name for name in names if name.endswith(".md") and not name.startswith("models/")]
+    pages = [name for name in own if (REPOSITORY / name).exists()]
     pictures = [name for name in names if name.endswith(PICTURES)]
     for name in (*pages, *pictures):
         file = folder / name

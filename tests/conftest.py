@@ -1,5 +1,6 @@
 """Small models, small text, and `train`, which runs a chapter and reads what it wrote."""
 
+import functools
 import importlib.util
 import itertools
 import json
@@ -30,11 +31,12 @@ for name in ("COMET_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE"):
     os.environ.pop(name, None)
 
 import torch  # noqa: E402
-from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Job, Run, load  # noqa: E402
+from runner import CHAPTER_1, CHAPTER_2, REPOSITORY, Job, Run, load, run_tool  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 TINY_LLAMA = REPOSITORY / "models" / "tiny-llama"
+DEMO_TEMPLATE = REPOSITORY / "models" / "tiny-chat" / "template.jinja"
 # mosaicml-streaming imports torchvision for images
 NO_TORCHVISION = importlib.util.find_spec("torchvision") is None
 STAND_IN = REPOSITORY / "tests" / "empty-torchvision"
@@ -212,6 +214,22 @@ def conversations(texts, tmp_path_factory) -> Path:
             messages += [{"role": "assistant", "content": " ".join(words)}]
         rows.append({"messages": messages})
     return write_rows(tmp_path_factory.mktemp("chat") / "chat.jsonl", rows)
+
+
+@pytest.fixture(scope="session")
+def rows_of_conversations(conversations, tmp_path_factory):
+    """Their rows of 64 tokens, as tools/prepare-data.py makes them with these flags."""
+
+    @functools.cache
+    def prepared(*flags) -> Path:
+        output = tmp_path_factory.mktemp("rows") / "rows"
+        more = ["-m", TINY_LLAMA, "-s", 64, "--no-shuffle", "-o", output, *flags]
+        more += [] if "--chat-template" in flags else ["--chat-template", DEMO_TEMPLATE]
+        command = [conversations, "--as", "messages", "--rows", *more]
+        run_tool(output.parent, "prepare-data.py", *command)
+        return output
+
+    return prepared
 
 
 @pytest.fixture

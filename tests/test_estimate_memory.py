@@ -8,7 +8,7 @@ from functools import wraps
 import pytest
 import torch
 from conftest import kept_bytes, save_weights, write_model
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, load
+from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, load, run_tool
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -100,7 +100,7 @@ def test_what_the_chapters_allocate(tmp_path, request, method, devices, config, 
     group = [part for flag in known.flags for part in (flag, size)] if has_size else []
     options = [*map(str, ["-m", folder, "-b", 2, "-s", 64, *flags.split(), *group])]
 
-    own = {"Muon": ["--muon"], "chat": ["--packing"], "8 bits": ["--float8"]}.get(method, [])
+    own = {"Muon": ["--muon"], "chat": ["--rows"], "8 bits": ["--float8"]}.get(method, [])
     args = tool.parse_args([*options, *own, "--device", "cpu"])
     traces = tool.Traces(AutoConfig.from_pretrained(folder), args)
     foretold, moments = tool.step(traces, known, devices, args.batch_size)
@@ -108,7 +108,11 @@ def test_what_the_chapters_allocate(tmp_path, request, method, devices, config, 
     text = ["-d", REPOSITORY / "0*" / "*.py"]
     if method in ("chat", "LoRA"):
         chat = REPOSITORY / "models" / "tiny-chat"
-        text = ["-d", chat / "stdlib.jsonl", "--chat-template", chat / "template.jinja"]
+        length = [64, *re.findall(r"-s (\d+)", flags)][-1]
+        text = ["-d", tmp_path / "rows"]
+        rows = [chat / "stdlib.jsonl", "--as", "messages", "--rows", "-m", folder, "-s", length]
+        rows += ["--chat-template", chat / "template.jinja", "-o", tmp_path / "rows"]
+        run_tool(tmp_path, "prepare-data.py", *rows)
     options += ["--max-steps", 6, "--eval-freq", 0]
     options += known.flags if method == "no reshard" else []
     if method == "LoRA":

@@ -10,7 +10,7 @@ import datasets
 import pytest
 import torch
 from conftest import TINY_LLAMA, replaced
-from runner import CHAPTER_1, CHAPTER_16, REPOSITORY, Job, Run, load
+from runner import CHAPTER_1, REPOSITORY, Job, Run, load
 from safetensors.torch import load_file
 from test_readme import page
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -181,19 +181,20 @@ def plain_local_steps(short, replicas):
 
 
 def plain_chat(short):
-    """One conversation at a time, with the labels of chapter 16."""
+    """One conversation at a time, with the labels of chapter 16's rows."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_LLAMA)
     tokenizer.chat_template = (CHAT / "template.jinja").read_text()
     rows = datasets.load_dataset("json", data_files=f"{CHAT}/stdlib.jsonl", split="train")
-    rows = rows.shuffle(seed=0)[: STEPS * BATCH_SIZE]
-    found = load(CHAPTER_16).tokenize(rows, tokenizer, {}, 256)
+    rows = rows.shuffle(seed=0).select(range(STEPS * BATCH_SIZE))
+    labels = load(REPOSITORY / "tools" / "labels.py")
+    found = labels.texts_of_rows([*rows], tokenizer, {}, 256)
     model = short.first_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0)
     losses, norms = [], []
     for begin in range(0, STEPS * BATCH_SIZE, BATCH_SIZE):
         loss, count = 0, 0
         for n in range(begin, begin + BATCH_SIZE):
-            ids, labels = (torch.tensor(found[name][n]) for name in ("input_ids", "labels"))
+            ids, labels = (torch.tensor(found[n][name]) for name in ("input_ids", "labels"))
             logits = model(ids[None]).logits[0, :-1]
             loss += torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
             count += (labels >= 0).sum()

@@ -41,8 +41,7 @@ for owner, names in {
 """
 STEPS = ["--max-steps", 6, "--ckpt-freq", 1, "--keep-checkpoints", 2, "--eval-freq", 3]
 ROUNDS = ["--replicas", 2, "--shard-size", 1, "--inner-steps", 3]
-CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "stdlib.jsonl"]
-CHAT += ["--chat-template", REPOSITORY / "models" / "tiny-chat" / "template.jinja"]
+CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "rows", "-s", 256]
 POWERSGD = ["--compress", "powersgd", "--min-compress", 600]
 LOCAL, ASYNC = ["--checkpoint-format", "local"], ["--async-checkpoint"]
 # Chapter, processes, flags: one for each way to write a checkpoint
@@ -55,7 +54,7 @@ KINDS = {
     "in a thread": ("05-multi-node", 2, ["--shard-size", 1, *ASYNC]),
     "replicas, own disks, in a thread": ("15-local-steps", 2, [*ROUNDS, *LOCAL, *ASYNC]),
     "momentum": ("18-muon", 2, []),
-    "adapters": ("17-lora", 2, ["-b", 2, "-s", 128, *CHAT]),
+    "adapters": ("17-lora", 2, ["-b", 1, *CHAT]),
 }
 KILLS = 4
 

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
-from conftest import assert_same_model, damaged, exact
+from conftest import DEMO_TEMPLATE, assert_same_model, damaged, exact
 from runner import CHAPTER_17, load
 from safetensors.torch import load_file, save_file
-from test_chat import BATCH, DEMO_TEMPLATE, SIZE, assert_job_is_plain, flags_for, plain_loop
+from test_chat import BATCH, assert_job_is_plain, flags_for, plain_loop
 from test_equal import AGAIN, OFFLOAD, WHOLE, described, write_weights
 from test_fsdp import whole_state
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -88,19 +88,20 @@ def test_what_is_refused(lora, tmp_path, monkeypatch):
 
 @pytest.mark.rest
 @pytest.mark.parametrize("ranks", CASES)
-def test_equal_to_plain_peft(lora, tmp_path, conversations, ranks):
+def test_equal_to_plain_peft(lora, tmp_path, rows_of_conversations, ranks):
+    rows = rows_of_conversations()
     cases, plain = [], {}
     for model, batch, more in CASES[ranks]:
         folder = tmp_path / model
         if not folder.exists():
             write_weights(folder, model)
-        flags = [*flags_for(folder, conversations), "-s", SIZE, "--lr", 1e-3, *more]
+        flags = [*flags_for(folder, rows), "--lr", 1e-3, *more]
         flags += ["--gradient-accumulation-steps", BATCH // ranks // batch]
         name = f"{model}-{batch}"
         cases.append(described(tmp_path, name, "17", model, batch, flags))
         options = {"targets": PATTERN[1]} if more == PATTERN else {}
         adapt = partial(with_adapters, **options)
-        plain[name] = plain_loop(lora, folder, conversations, adapt=adapt)
+        plain[name] = plain_loop(lora, folder, rows, adapt)
     assert_job_is_plain(tmp_path, cases, plain, ranks)
 
 
@@ -170,10 +171,10 @@ def assert_opens(run, base) -> None:
 
 
 @pytest.mark.rest
-def test_types_bytes_and_final(trainer, tmp_path, conversations):
+def test_types_bytes_and_final(trainer, tmp_path, rows_of_conversations):
     base = write_weights(tmp_path / "llama", "llama")
     (base / "generation_config.json").write_text(json.dumps(SAMPLING | {"eos_token_id": 5}))
-    flags = [*flags_for(base, conversations), "-s", SIZE, "--lr", 1e-3, "--dtype", "bf16"]
+    flags = [*flags_for(base, rows_of_conversations()), "--lr", 1e-3, "--dtype", "bf16"]
     flags += ["-b", 2, "--gradient-accumulation-steps", 3, "--max-steps", 6, "--eval-freq", 3]
     flags += ["--ckpt-freq", 3, "--keep-checkpoints", 9]
 

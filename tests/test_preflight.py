@@ -14,10 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import LLAMA, TINY_LLAMA, write_documents, write_model
+from conftest import DEMO_TEMPLATE, LLAMA, TINY_LLAMA, write_documents, write_model
 from runner import CHAPTERS_BY_NUMBER, FACTS, REPOSITORY, Job, load
 from safetensors.torch import load_file, save_file
-from test_chat import DEMO_TEMPLATE
 from test_equal import MODELS
 from test_fsdp import save_weights
 from tokenizers import Tokenizer, processors
@@ -334,73 +333,6 @@ def test_named(look, case):
     assert status == (case not in WARNINGS), output
 
 
-def test_conversations(look):
-    """Roles, what is not read, and the marked answers of the first one."""
-    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    template = ["--chat-template", DEMO_TEMPLATE]
-    rows = [[question, answer | {"mood": "x"}]] * 30 + [[question | {"content": "No"}, answer]]
-    strict = "{% for m in messages if m.content == 'No' %}{{ raise_exception('No.') }}{% endfor %}"
-    Path("strict.jinja").write_text(strict + DEMO_TEMPLATE.read_text())
-    flags = [*jsonl(rows, column="messages"), "--chat-template", "strict.jinja"]
-    status, output = look(*flags, chapter="16")
-    for part in (
-        "columns, and keys of messages: mood",
-        "31 of user, 31 of assistant",
-        "user: 'a', assistant: 'b'",
-        "'User: a\\nAssistant:« b<|endoftext|>»'",
-        "warning: the chat template refuses 1 of them, such as: No.",
-    ):
-        assert part in output
-    assert status == 0, output
-    for messages, part in (
-        ([question, answer | {"role": "model"}], "no conversation has an answer, of the role 'ass"),
-        ("[3]", "a conversation is refused (docs/data.md says why)"),
-    ):
-        flags = [*jsonl([messages], f"{part[0]}.jsonl", "messages"), *template]
-        status, output = look(*flags, chapter="16")
-        assert (status, f"error: {part}" in output) == (1, True), output
-
-
-def test_special_tokens_in_messages(look):
-    """In questions, answers, thoughts and calls. A tag of thoughts is none, nor is white space."""
-
-    def edit(backend, path):
-        backend.add_special_tokens(["<|im_end|>"])
-        backend.add_tokens(["<\uff5cUser\uff5c>", "<think>", "\n\n\n"])
-        edited(path, vocab_size=2100)
-
-    flags = [*tokenizer(edit), "--chat-template", DEMO_TEMPLATE]
-    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    call = json.dumps([{"function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}])
-    for name, changed, tokens in (
-        (
-            "question",
-            [question | {"content": "What is <|im_end|>?"}, answer],
-            "<|im_end|> (9 times)",
-        ),
-        (
-            "answer",
-            [question, answer | {"content": "<|endoftext|>" * 2}],
-            "<|endoftext|> (18 times)",
-        ),
-        (
-            "turn",
-            [question, answer | {"content": "<\uff5cUser\uff5c>"}],
-            "<\uff5cUser\uff5c> (9 times)",
-        ),
-        ("call", [question, answer | {"tool_calls": call}], "<|im_end|> (9 times)"),
-        ("tag", [question, answer | {"content": "<think>\n\n\nb"}], None),
-    ):
-        more = jsonl([changed] * 9, f"{name}.jsonl", "messages")
-        status, output = look(*flags, *more, chapter="16")
-        warnings = [line for line in output.splitlines() if "special tokens" in line]
-        line = (
-            f"  warning: contents of messages contain special tokens: {tokens}: remove those that"
-        )
-        assert [w.startswith(line) for w in warnings] == [True] * bool(tokens), output
-        assert status == 0, output
-
-
 def by_the_tool(monkeypatch, *flags):
     """A folder of tools/prepare-data.py with many groups of rows."""
     prepare = load(TOOL.with_name("prepare-data.py"))
@@ -409,6 +341,41 @@ def by_the_tool(monkeypatch, *flags):
     monkeypatch.setattr(sys, "argv", ["prepare-data.py", *map(str, flags), "-o", "p"])
     prepare.main()
     return ["-d", "p"]
+
+
+def rows_by_the_tool(monkeypatch, *flags):
+    """80 conversations, of which several share a row of 32 tokens."""
+    messages = [{"role": role, "content": "a b"} for role in ("user", "assistant")]
+    file = jsonl([messages] * 80, "chats.jsonl", "messages")[1]
+    more = ["-m", TINY_LLAMA, "-s", 32, "--chat-template", DEMO_TEMPLATE, "--overwrite"]
+    return by_the_tool(monkeypatch, file, "--as", "messages", "--rows", *more, *flags)
+
+
+def test_rows_of_conversations(look, monkeypatch):
+    """What is in them, how long a run is, and what chapter 16 would say of rows and models."""
+    data = rows_by_the_tool(monkeypatch)
+    status, output = look(*data, "-b", 1, chapter="16")
+    assert status == 0, output
+    count = int(re.search(r"rows +(\d+) of 32 tokens: several texts; 1 held out", output)[1])
+    for part in (
+        "a server stops at",
+        "'User: a b\\nAssistant:« a b<|endoftext|>»│User: a b\\n",
+        f"{3 * count // 8} of 8 samples of 32 tokens on 8 devices",
+    ):
+        assert part in output, (part, output)
+    mixing = ["-m", model(**OPT)]
+    for flags, part in (
+        (
+            ["-d", "chats.jsonl"],
+            'chats.jsonl has no rows: first run `python tools/prepare-data.py "',
+        ),
+        ([*data, "-s", 64], "p has another length: run `python tools/prepare-data.py"),
+        ([*data, *mixing], "it mixes the texts of a row: prepare the rows with --no-packing"),
+    ):
+        status, output = look(*flags, chapter="16")
+        assert (status, f"error: {part}" in output) == (1, True), output
+    status, output = look(*rows_by_the_tool(monkeypatch, "--no-packing"), *mixing, chapter="16")
+    assert (status, "79 of 32 tokens: one text and padding" in output) == (0, True), output
 
 
 def test_figures_of_each_form_of_data(look, monkeypatch):
@@ -460,19 +427,6 @@ def test_figures_that_chapters_change(look):
     assert "5 of 8 samples of 32 tokens on 8 devices: 1,280 tokens\n" in output
 
 
-def test_figures_of_conversations(look, monkeypatch):
-    messages = [[{"role": role, "content": "a b"} for role in ("user", "assistant")]] * 160
-    file = jsonl(messages, column="messages")
-    flags = ["--chat-template", DEMO_TEMPLATE, "-b", 1]
-    lines = []
-    for data in (file, by_the_tool(monkeypatch, file[1], "--as", "messages")):
-        _, output = look(*data, *flags, chapter="16")
-        assert "160; looked at " in output
-        lines.append(re.findall(r"  (?:dataset|steps) .*", output))
-    assert lines[0] == lines[1]
-    assert re.search(r"steps +\d\d of 8 samples of 32 tokens on 8 devices", lines[0][1])
-
-
 def test_devices_of_nodes(tool, monkeypatch, tmp_path):
     """Two nodes of 8 devices: one count for the steps and for the memory."""
     with mock.patch.object(sys, "argv", ["train-llm.py", "-m", str(TINY_LLAMA), "-s", "32"]):
@@ -491,9 +445,8 @@ def test_devices_of_nodes(tool, monkeypatch, tmp_path):
         assert command[command.index("--devices") + 1] == str(devices)
 
 
-def test_targets_that_no_layer_has(look, pretrained):
-    messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
-    flags = [*jsonl([messages] * 9, column="messages"), "--chat-template", DEMO_TEMPLATE]
+def test_targets_that_no_layer_has(look, pretrained, monkeypatch):
+    flags = rows_by_the_tool(monkeypatch)
     targets = ["--no-from-scratch", "-m", pretrained, "--lora-targets", "q_proj,v_proj"]
     status, output = look(*flags, *targets, chapter="17")
     assert (status, "q_proj,v_proj not found" in output) == (1, True), output

@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import assert_one_sentence, write_documents, write_rows
-from runner import CHAPTER_16, REPOSITORY, load, outcome, python, run_tool
+from runner import REPOSITORY, load, outcome, python, run_tool
 from test_data import expected, tokenizer, tokens_of  # noqa: F401
 
 TOOL = REPOSITORY / "tools" / "prepare-data.py"
+TINY = REPOSITORY / "models" / "tiny-llama"
 
 
 @pytest.fixture(scope="module")
@@ -298,15 +299,17 @@ def test_separators_make_no_blank_documents(prepared, tmp_path):
 def test_the_command_that_trains(prepared, tmp_path):
     write_documents(tmp_path / "a.jsonl", ["one", "two"])
     write_rows(tmp_path / "chats.jsonl", [{"prompt": "q", "completion": "a"}])
-    start = "torchrun --standalone --nproc-per-node 1 more/16-chat/train-llm.py"
+    trains = "Train on it: python 01-single-gpu/train-llm.py -d out -e out"
+    rows = "Make rows of it: python tools/prepare-data.py out --as messages --rows"
+    chat = "Train on it: torchrun --standalone --nproc-per-node 1 more/16-chat/train-llm.py"
     for flags, command in (
-        (["a.jsonl"], "python 01-single-gpu/train-llm.py -d out -e out"),
-        (["a.jsonl", "-m", "x/y"], "python 01-single-gpu/train-llm.py -d out -e out -m x/y"),
-        (["chats.jsonl", "--as", "messages"], f"{start} -d out -e out"),
-        (["chats.jsonl", "--as", "messages", "-m", "a b"], f"{start} -d out -e out -m 'a b'"),
+        (["a.jsonl"], trains),
+        (["a.jsonl", "-m", "x/y"], f"{trains} -m x/y"),
+        (["chats.jsonl", "--as", "messages", "-m", "a b"], f"{rows} -m 'a b' -s 1024 -o out-rows"),
+        (["a.jsonl", "--rows", "-s", 16, "-m", TINY], f"{chat} -d out -e out -s 16 -m {TINY}"),
     ):
         output, _ = prepared(*flags, "--overwrite")
-        assert output.splitlines()[-1] == f"Train on it: {command}"
+        assert output.splitlines()[-1] == command
 
 
 def test_the_folder_is_whole_or_not_there(prepared, tmp_path):
@@ -646,7 +649,7 @@ def json_text(chance, depth=0) -> str:
 def test_the_template_sees_what_json_says(prepare, tmp_path):
     """Numbers, dates, nulls and repeated keys, in arguments of calls and in schemas of tools."""
     chance = random.Random(0)
-    chat = load(CHAPTER_16)
+    labels = load(REPOSITORY / "tools" / "labels.py")
     lines = []
     for n in range(300):
         values = [json_text(chance) for _ in range(4)]
@@ -659,7 +662,7 @@ def test_the_template_sees_what_json_says(prepare, tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(lines))
     prepare("a.jsonl", "--as", "messages", "--held-out", "10%")
     splits = datasets.load_dataset("parquet", data_dir=str(tmp_path / "out"))
-    found = [chat.conversation_of(row) for split in splits.values() for row in split]
+    found = [labels.conversation_of(row) for split in splits.values() for row in split]
     found.sort(key=lambda conversation: int(conversation[0][0]["content"]))
     for (messages, tools), line in zip(found, lines, strict=True):
         row = json.loads(line)

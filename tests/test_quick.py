@@ -16,6 +16,7 @@ import test_expert_parallel
 import test_pipeline_parallel
 import torch
 from conftest import (
+    DEMO_TEMPLATE,
     NO_TORCHVISION,
     STAND_IN,
     TINY_LLAMA,
@@ -30,7 +31,7 @@ from conftest import (
     write_documents,
 )
 from runner import CHAPTERS_BY_NUMBER, CONTINUES, FACTS, load, run_tool
-from test_chat import DEMO_TEMPLATE, assert_equal, flags_for, plain_loop
+from test_chat import assert_equal, flags_for, plain_loop
 from test_fsdp import OFF
 from test_hf_trainer import STOP, Runs
 from test_lora import with_adapters
@@ -237,11 +238,14 @@ def test_one_job_of_shards(trainer, pretrained, corpus, monkeypatch, chapter):
 
 
 @pytest.mark.parametrize("chapter", ["16-chat", "17-lora"])
-def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
+def test_one_job_of_conversations(
+    trainer, pretrained, conversations, rows_of_conversations, chapter
+):
     """`final/` has the template and the token that ends an answer, as a server needs them."""
     folder = shutil.copytree(pretrained, trainer.folder / "chat-model")
     GenerationConfig(eos_token_id=5).save_pretrained(folder)
-    flags = [*flags_for(folder, conversations), "-s", 64, "-b", 2, "--lr", 1e-3]
+    rows = rows_of_conversations()
+    flags = [*flags_for(folder, rows), "-b", 2, "--lr", 1e-3]
     flags += ["--gradient-accumulation-steps", 3, "--max-steps", 4]
     flags += ["--eval-freq", 2, "--ckpt-freq", 2, "--keep-checkpoints", 9]
 
@@ -254,7 +258,7 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     assert_synced(run.run.ranks[0].output, ["step-00000002", "step-00000004", "final"])
     adapt = with_adapters if chapter == "17-lora" else lambda model: model
     module = load(script_of(chapter))
-    assert_equal(plain_loop(module, folder, conversations, adapt=adapt, steps=4), run)
+    assert_equal(plain_loop(module, folder, rows, adapt, steps=4), run)
     if chapter == "16-chat":
         assert_opens(run)
     else:
@@ -277,18 +281,14 @@ def test_one_job_of_conversations(trainer, pretrained, conversations, chapter):
     if chapter == "16-chat":
         other = trainer.folder / "other.jinja"
         other.write_text("{# another #}" + DEMO_TEMPLATE.read_text())
-        refuse(
-            trainer, chapter, [*flags, "-e", "run", "--chat-template", other], "template_hash was"
-        )
+        flags += ["-d", rows_of_conversations("--chat-template", other)]
+        refuse(trainer, chapter, [*flags, "-e", "run"], "rows_hash was")
     else:
         save_weights(folder, dtype=torch.bfloat16)  # another base in the same folder
         refuse(trainer, chapter, [*flags, "-e", "run"], "base_hash was")
-    refuse(trainer, chapter, ["--no-from-scratch"], "no chat template: give --chat-template")
-    strict = trainer.folder / "strict.jinja"
-    strict.write_text("{{ raise_exception('no system messages') }}")
-    sentence = "a conversation is refused (docs/data.md says why): no system messages"
-    refuse(trainer, chapter, [*flags, "--chat-template", strict], sentence)
-    refuse(trainer, chapter, [*flags, "-s", 4], "too few answers fit, to train on or")
+    refuse(trainer, chapter, [*flags, "-s", 32], "has another length: run `python tools/prepare")
+    sentence = '/chat.jsonl has no rows: first run `python tools/prepare-data.py "'
+    refuse(trainer, chapter, [*flags, "-d", conversations], sentence)
 
 
 # The name of a checkpoint is written when all ranks have written their files.

@@ -339,12 +339,11 @@ AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
 """
 # From chapter 2 on, `all_reduce` exchanges a stop signal on the CPU, so no rank waits for a GPU.
 READS = dict.fromkeys(["02", "03", "05", "06", "07", "08", "11", "13", "14", "18"], 1)
-READS |= {"01": 0, "15": 0, "19": 1, "20": 1, "21": 1}
-READS |= {"04": 5, "10": 5, "16": 2, "17": 2}  # and the number of labels of all ranks
+READS |= {"01": 0, "15": 0, "16": 1, "17": 1, "19": 1, "20": 1, "21": 1}
+READS |= {"04": 5, "10": 5}  # and the number of labels of all ranks
 READS["12"] = 1 + 4 * 2  # and the sizes of each exchange: four layers, two micro-batches
 MODELS = REPOSITORY / "models"
-CHATS = ["-d", f"{MODELS}/tiny-chat/*.jsonl", "-b", 2]
-CHATS += ["--chat-template", MODELS / "tiny-chat/template.jinja"]
+CHATS = ["-d", MODELS / "tiny-chat" / "rows", "-b", 2, "-s", 256]
 READS_FLAGS = {"07": ["-b", 2], "13": ["--pipeline-parallel", 1, "-b", 2], "14": ["--rank", 4]}
 READS_FLAGS["12"] = ["-m", MODELS / "tiny-mixtral", "--gradient-accumulation-steps", 2]
 READS_FLAGS |= {"16": CHATS, "17": CHATS}

@@ -650,7 +650,7 @@ METHODS = [
     Method("expert parallel", 12, ("--expert-parallel",), EXPERTS),
     Method("pipeline × tensor", 13, ("--pipeline-parallel", "--tensor-parallel"), TENSOR),
     Method("sparse low-rank", 14, ("--rank",), LOW_RANK),
-    Method("chat", CHAT, ("--packing",), CHAT),
+    Method("chat", CHAT, ("--rows",), CHAT),
     Method("LoRA", 17, ("--lora-rank",), LORA),
     Method("Muon", MUON, ("--muon",)),
     Method("8 bits", FLOAT8, ("--float8",), FLOAT8),
@@ -972,7 +972,7 @@ LEGEND = f"""
 - pipeline × tensor: chapter 13, the fullest rank, with both flags
 - context parallel: chapter 11; expert parallel: chapter 12, if all ranks get equally many tokens
 - sparse low-rank: chapter 14 with --rank
-- chat: chapter 16 with --packing; LoRA: chapter 17 with --lora-rank, also packed
+- chat: chapter 16, whose rows are packed (--rows); LoRA: 17 with --lora-rank, also packed
 - 8 bits: chapter 20, with --float8
 - Muon: chapter 18, with --muon. Of its temporary tensors, only the two of the exchange are counted
 - CPU memory of start and end: fp32, without shards, which --cpu-offload keeps there
@@ -1011,7 +1011,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--density", type=float, default=0.03, help="of chapter 14: the share of values of S")
     add("--muon", action="store_true", default=None, help="also chapter 18")
     add("--float8", action="store_true", default=None, help="also chapter 20")
-    add("--packing", action="store_true", default=None, help="also chapter 16, packed")
+    add("--rows", action="store_true", default=None, help="also chapter 16, packed")
     add("--lora-rank", type=count, help="also chapter 17: rows of A, and columns of B")
     add("--lora-targets", default="all-linear", help="of chapter 17: or a pattern")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")

@@ -32,7 +32,7 @@ def parse_args() -> argparse.Namespace:
     add("model", help="a run's final/ or step-* folder, another folder, or a Hub id")
     add("--prompt", default="", help="the text to continue")
     add("--chat", action="store_true", help="answer, with the chat template")
-    add("--template-options", type=yaml.safe_load, default={}, help="as in chapter 16")
+    add("--template-options", type=yaml.safe_load, default={}, help="as of prepare-data.py --rows")
     add("--max-new-tokens", type=positive(int), default=200, help="[%(default)s]")
     add("--temperature", type=float, default=0.8, help="0: greedy [%(default)s]")
     add("--top-k", type=int, default=50, help="0: all tokens [%(default)s]")

@@ -31,6 +31,7 @@ from unittest import mock
 
 import datasets
 import documents
+import labels
 import pandas
 import pyarrow
 import tokenizers
@@ -269,63 +270,6 @@ def check_documents(splits, args, report: Report) -> list[str]:
     return texts
 
 
-def check_conversations(documents, count: int, args, chapter, report: Report) -> None:
-    """Of chapters 16 and 17: how many answers fit, and which tokens of a sample have a loss.
-
-    `documents` are some of the `count` conversations, or all of them.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
-    if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
-    elif not tokenizer.chat_template:
-        sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
-    if "messages" not in documents.column_names:
-        remedy = "python tools/prepare-data.py --as messages makes messages of most forms"
-        sys.exit(f"error: no column messages in {some(documents.column_names)}: {remedy}")
-    chosen = documents.select(evenly(range(len(documents)), SAMPLE))
-    batch = chosen[:]
-    stop_token = chapter.find_stop_token(tokenizer, args, batch)
-    conversations = [chapter.conversation_of(row)[0] for row in chapter.rows_of(batch)]
-    keys = {key for messages in conversations for message in messages for key in message}
-    keys -= {"role", "content", "weight", "train", *re.findall(r"\w+", tokenizer.chat_template)}
-    if keys := keys | ({*documents.column_names} - {"messages", "tools"}):
-        report.fact("not read", f"columns, and keys of messages: {some(keys)}")
-    found = chapter.tokenize(batch, tokenizer, args.template_options, args.seq_length)
-    answers = f"with {sum(found['answers']):,} answers"
-    report.fact("conversations", f"{count:,}; looked at {len(chosen):,}, {answers}")
-    roles = Counter(message["role"] for messages in conversations for message in messages)
-    report.fact("messages", ", ".join(f"{number:,} of {role}" for role, number in roles.items()))
-    first = [f"{message['role']}: {message['content'][:60]!r}" for message in conversations[0]]
-    report.fact("the first one", ", ".join(first))
-    report.fact("answers end with", tokenizer.convert_ids_to_tokens(stop_token))
-    if refusals := [reason for reason in found["refusal"] if reason]:
-        what = f"the chat template refuses {len(refusals):,} of them, such as: {refusals[0]}"
-        tell = report.error if len(refusals) > len(chosen) / 20 else report.warn
-        tell(what)
-    texts = [pair for pair in zip(found["input_ids"], found["labels"], strict=True) if len(pair[0])]
-    if left_out := sum(found["answers"]) - sum(map(len, found["stop_tokens"])):
-        report.warn(f"{left_out:,} answers do not fit into {args.seq_length} tokens: raise -s")
-    if not texts:
-        sys.exit("error: no answer fits (raise -s), or no message has the role 'assistant'")
-    lengths = [len(ids) if args.packing else args.seq_length for ids, _ in texts]
-    report.tokens = count * sum(lengths) / len(chosen)
-    contents = tokenizer(texts_in(conversations), add_special_tokens=False)["input_ids"]
-    warn_of_special_tokens(contents, tokenizer, "contents of messages", report)
-    tokens = zip(*texts[0], strict=True)
-    marked = ""
-    for is_answer, part in itertools.groupby(tokens, key=lambda pair: pair[1] >= 0):
-        text = tokenizer.decode([token for token, _ in part])
-        marked += f"«{text}»" if is_answer else text
-    report.fact("«...» has a loss", repr(marked))
-
-
-def texts_in(conversations: list[list[dict]]) -> list[str]:
-    """What a template may write: contents, thoughts, and calls of tools as JSON text."""
-    messages = itertools.chain.from_iterable(conversations)
-    values = [v for m in messages for key, v in m.items() if key not in ("role", "weight", "train")]
-    return [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in values]
-
-
 # -- Tokens ----------------------------------------------------------------------------------------
 
 
@@ -353,7 +297,8 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
         report.warn(f"documents begin with {tokenizer.bos_token} twice: remove it from the text")
     if not adds_end and any(ids[-2:] == [end, end] for ids in documents):
         report.warn(f"documents end with {tokenizer.eos_token} twice: remove it from the text")
-    warn_of_special_tokens([ids[1:-1] for ids in documents], tokenizer, "texts", report)
+    if inside := labels.special_tokens([ids[1:-1] for ids in documents], tokenizer):
+        report.warn(f"texts contain special tokens: {some(inside)}: remove those not meant")
     unknown = tokens.count(tokenizer.unk_token_id)
     if unknown and tokenizer.unk_token_id != end:
         share = f"{unknown / len(tokens):.1%} of the tokens are {tokenizer.unk_token}, unknown"
@@ -366,20 +311,6 @@ def check_tokens(texts: list[str], args, chapter, report: Report) -> None:
         report.warn(f"{both}: a text with one of the others ends the run")
     check_ends(tokenizer, config, args, report)
     check_class(texts, tokenizer, args, report)
-
-
-def warn_of_special_tokens(texts: list[list[int]], tokenizer, whose: str, report: Report) -> None:
-    """Such text becomes the token itself, which may end a document or an answer."""
-    special = {*tokenizer.all_special_ids}
-    for token, added in tokenizer.added_tokens_decoder.items():
-        # Some that begin a turn are not marked. Tags and white space may be a part of the text.
-        if added.special or re.search(r"[|\uff5c]", added.content):
-            special.add(token)
-    inside = Counter(token for ids in texts for token in ids if token in special)
-    if inside:
-        names = [f"{tokenizer.convert_ids_to_tokens(t)} ({n:,} times)" for t, n in inside.items()]
-        found = f"{whose} contain special tokens: {some(names)}"
-        report.warn(f"{found}: remove those that are not meant")
 
 
 def check_class(texts: list[str], tokenizer, args, report: Report) -> None:
@@ -433,7 +364,7 @@ def check_model(args, chapter, report: Report) -> int:
     if hasattr(chapter, "add_adapters"):
         chapter.add_adapters(model, args)  # on the meta device; raises if no layer has this name
     if not dist.is_initialized() or dist.get_rank() == 0:  # only rank 0 can save a model
-        check_small(args, report)
+        check_small(args, chapter, report)
     for name in ("check_plan", "check_model", "split_layers"):
         if hasattr(chapter, name):
             getattr(chapter, name)(args)  # ends with a sentence if the chapter refuses the model
@@ -551,7 +482,7 @@ def tensors_in(path: Path):
             yield file.keys(), file.get_tensor
 
 
-def check_small(args, report: Report) -> None:
+def check_small(args, chapter, report: Report) -> None:
     """A small copy of the model: does a token see later ones, and does a saved copy open again?"""
     config = AutoConfig.from_pretrained(args.model_name)
     with suppress(Exception):  # some configs derive these values
@@ -575,6 +506,11 @@ def check_small(args, report: Report) -> None:
             model.save_pretrained(folder)
             again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             third = again(input_ids=ids, use_cache=False).logits
+    if getattr(args, "packed", False):  # as chapter 16 asks when it has loaded the model
+        name = "transformers.masking_utils.find_packed_sequence_indices"
+        with mock.patch(name, lambda positions: (positions == 0).cumsum(-1)):
+            if chapter.mixes_conversations(again, torch.device("cpu")):
+                report.error("it mixes the texts of a row: prepare the rows with --no-packing")
     if torch.allclose(first, third, atol=1e-5):
         report.fact("small copy", "saved and opened again with equal logits")
     else:
@@ -711,7 +647,7 @@ def check_memory(args, report: Report) -> None:
 
 # Facts that must be equal on all nodes
 COMPARED = ["script", "versions", "files", "documents", "held out", "texts", "tokens", "model"]
-COMPARED += ["the first sample", "conversations", "rows", "the first row"]
+COMPARED += ["the first sample", "rows", "the first row", "«...» has a loss"]
 
 
 def check_nodes(args, report: Report) -> None:
@@ -762,8 +698,7 @@ def load_splits(args, chapter) -> dict:
         mock.patch.object(chapter, "tokenize_split", tokenize_split),
     ):
         try:
-            load_all = getattr(chapter, "load_tokens", None) or chapter.load_samples
-            load_all(args, tokenizer=None)
+            chapter.load_tokens(args, tokenizer=None)
         except SystemExit:
             if not train and splits:
                 sys.exit(f"error: no such split: choose one of {[*splits]} with NAME:SPLIT")
@@ -799,30 +734,22 @@ def look_at_folder(report_file: Path, args, report: Report):
     files = [parquet.ParquetFile(file) for file in sorted(folder.glob("train-*.parquet"))]
     row_groups = [(file, n) for file in files for n in range(file.num_row_groups)]
     found = pyarrow.concat_tables(file.read_row_group(n) for file, n in evenly(row_groups, 10))
-    if hasattr(args, "text_column"):
-        return evenly(found["text"].to_pylist(), SAMPLE)
-    return datasets.Dataset(found)
+    return evenly(found["text"].to_pylist(), SAMPLE)
 
 
 def look_at_data(args, chapter, report: Report) -> list[str] | None:
-    """Returns some texts, for the section about tokens. Conversations have their own."""
-    has_conversations = hasattr(chapter, "texts_of")
+    """Returns some texts, for the section about tokens."""
     name = Path(args.dataset_name).expanduser()
     for report_file in (name / "report.json", name.parent / "report.json"):
         if report_file.exists():
-            found = look_at_folder(report_file, args, report)
-            if not has_conversations:
-                return found
-            check_conversations(found, report.documents, args, chapter, report)
-            return None
+            return look_at_folder(report_file, args, report)
     files = find_files(args, chapter.READERS, report)
     if files and not report.errors:
         size = sum(map(os.path.getsize, files))
         names = some(map(os.path.basename, files))
         report.fact("files", f"{len(files):,}, {size / 1e6:,.1f} MB: {names}")
         check_rows(files, args, report)
-        if not has_conversations:
-            check_names(files, args, report)
+        check_names(files, args, report)
     if report.errors:
         return None
     splits = load_splits(args, chapter)
@@ -831,9 +758,6 @@ def look_at_data(args, chapter, report: Report) -> list[str] | None:
     real_size = sum(map(os.path.getsize, {*map(os.path.realpath, files)}))
     if files and all(sizes) and not {size, real_size} & {sum(sizes), *sizes}:
         sys.exit(f"error: `datasets` has cached an older content: `touch` the files: {some(files)}")
-    if has_conversations:
-        check_conversations(splits["train"], len(splits["train"]), args, chapter, report)
-        return None
     texts = check_documents(splits, args, report)
     check_csv(files, splits["train"], args.text_column, report)
     return texts
@@ -859,6 +783,23 @@ def look_at_rows(args, chapter, report: Report) -> None:
         chapter.load_eval_tokens(args, tokenizer)
 
 
+def look_at_labels(args, chapter, report: Report) -> None:
+    """The rows of chapters 16 and 17, which tools/prepare-data.py has made."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    train_rows, eval_rows, answer_tokens, stop_tokens = chapter.load_rows(args, tokenizer)
+    count, held_out = (len(rows["labels"]) // args.seq_length for rows in (train_rows, eval_rows))
+    kind = "several texts" if args.packed else "one text and padding"
+    report.fact("rows", f"{count:,} of {args.seq_length} tokens: {kind}; {held_out:,} held out")
+    report.tokens = len(train_rows["labels"])
+    report.fact("with a loss", f"{answer_tokens.sum() / report.tokens:.1%} of the tokens")
+    report.fact("a server stops at", some(tokenizer.convert_ids_to_tokens(stop_tokens)))
+    first = {name: rows.slice(0, args.seq_length).to_pylist() for name, rows in train_rows.items()}
+    positions = first.get("position_ids", [0])
+    begins = [n for n, position in enumerate(positions) if position == 0]
+    text = labels.marked(first["input_ids"], first["labels"], begins, tokenizer)
+    report.fact("«...» has a loss", repr(text[:1000] + ("..." if len(text) > 1000 else "")))
+
+
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
@@ -881,10 +822,12 @@ def main() -> None:
     if hasattr(chapter, "MdsRows"):
         with report.section("Rows", f"{data}, which must be rows of tools/prepare-data.py --mds"):
             look_at_rows(args, chapter, report)
+    elif hasattr(chapter, "load_rows"):
+        with report.section("Rows", f"{data}, which must be rows of tools/prepare-data.py --rows"):
+            look_at_labels(args, chapter, report)
     else:
         # Chapter 4 reads while it trains, so look at its documents as chapter 1 does.
-        knows_all = hasattr(chapter, "load_tokens") or hasattr(chapter, "texts_of")
-        first = chapter if knows_all else load_chapter("01")
+        first = chapter if hasattr(chapter, "load_tokens") else load_chapter("01")
         texts = None
         with report.section("Data", data):
             texts = look_at_data(args, first, report)

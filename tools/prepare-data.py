@@ -1,9 +1,9 @@
 """Writes one clean folder out of the texts or conversations that you have. Chapters train on it.
 
     python tools/prepare-data.py "texts/**/*.txt" notes.jsonl.gz -o data/books
-    python tools/prepare-data.py chats/*.jsonl --as messages -o data/chats
     python tools/prepare-data.py data/books data/code --share 70 30 -o data/mixed
     python tools/prepare-data.py HuggingFaceH4/no_robots --as messages --held-out 2% -o data/robots
+    python tools/prepare-data.py chats/*.jsonl --as messages --rows -m Qwen/Qwen3-0.6B -o data/chats
     python tools/prepare-data.py stories.txt -o data/stories --mds -m openai-community/gpt2 -s 1024
 
 A source is a file, a pattern, a folder, an address, or a dataset on the Hub: NAME or NAME:SPLIT.
@@ -14,7 +14,8 @@ The first pass reads the sources into Arrow files of a temporary folder. DuckDB 
 chooses the documents, and sorts their numbers. Then the documents are read in this order from the
 files, which are mapped into memory. With --mds, the folder also gets rows of tokens for chapter 10:
 `tokens`, int32 of shape (seq_length,), with -100 where `--packing` pads. A stop loses one part of
-the rows, and the same command goes on.
+the rows, and the same command goes on. With --rows, the Parquet files have rows of tokens with
+labels instead, for chapters 16 and 17 (labels.py).
 """
 
 import argparse
@@ -41,6 +42,7 @@ import duckdb
 import numpy
 import pyarrow
 import xxhash
+import yaml
 from conversations import ROLES, plain, to_json
 from documents import (
     PLACES,
@@ -51,6 +53,7 @@ from documents import (
     find_files,
     guess_encoding,
 )
+from labels import SHOWN, write_rows
 from pyarrow import parquet
 from rows import write_mds
 from tqdm import tqdm
@@ -58,6 +61,7 @@ from tqdm import tqdm
 from models import REPOSITORY, sync
 
 REPORT = "report.json"
+ROWS = "rows.json"  # what chapters 16 and 17 compare with their flags
 CHUNK = 500_000  # bytes of documents that the first pass holds in memory; larger ones are slower
 GROUP = 4_000_000  # characters of a row group of the result; the tool holds one in memory
 GROUPS = 128  # of a file, which has a few hundred MB
@@ -73,6 +77,7 @@ DEMO = {
     "mds": True,
     "shuffle": False,
 }
+PACKINGS = ["pack", "overflow", "trunc"]
 NO_BAR = tqdm(disable=True)
 ZSTD = {
     "compression": "zstd",
@@ -270,9 +275,17 @@ def write_splits(work: Path, folder: Path, args, types: dict, report: dict) -> d
     with duckdb.connect(work / "documents.duckdb", config=options) as connection:
         connection.register("stored", stored)
         choose(connection, args, report)
+
+        def documents(name: str) -> Iterator[pyarrow.Array]:
+            return in_order(connection, texts, name == "validation", args)
+
+        if args.rows:
+            rows, report["tokens"] = write_rows(
+                documents, lambda name, tables: write_split(name, tables, folder), work, args
+            )
+            return rows
         for name in ("train", "validation"):
-            documents = in_order(connection, texts, name == "validation", args)
-            bar = tqdm(documents, unit=" rows", unit_scale=True, disable=None, desc=name)
+            bar = tqdm(documents(name), unit=" rows", unit_scale=True, disable=None, desc=name)
             row_groups = groups(bar, lambda document: document.total_values_length, GROUP)
             tables = (table_of(pyarrow.concat_arrays(group), types) for group in row_groups)
             rows[name] = write_split(name, tables, folder)
@@ -360,7 +373,8 @@ def locked(folder: Path) -> Iterator[None]:
 def facts_of(files: list[File], args) -> dict:
     """What the result depends on: the flags, and names, sizes and times of the files."""
     others = {"sources", "output", "workers", "dry_run", "check", "overwrite", "skip_bad"}
-    others |= {"mds", "model_name", "seq_length", "packing", "compression", "part_rows", "demo"}
+    others |= {"mds", "compression", "part_rows", "demo"}
+    others |= {"model_name", "seq_length", "packing"} if not args.rows else set()
     facts = {"flags": {name: value for name, value in vars(args).items() if name not in others}}
     facts["sources"] = []
     for number, source in enumerate(args.sources):
@@ -406,6 +420,16 @@ configs:
 
 tools/prepare-data.py has written this folder: {rows}. `report.json` has the sources and all counts.
 """
+README_OF_ROWS = """
+Chapters 16 and 17 train on these rows of {length:,} tokens{packing}. They read the same facts in
+`rows.json`.
+
+| | |
+|---|---|
+| tokenizer | of `{model_name}`, hash `{tokenizer}` |
+| chat template | hash `{template}` |
+| stop tokens | {stop_tokens} |
+"""
 
 
 def write_report(report: dict, folder: Path, name: str) -> None:
@@ -415,6 +439,10 @@ def write_report(report: dict, folder: Path, name: str) -> None:
     digest = xxhash.xxh3_128_hexdigest(text.encode())
     rows = ", ".join(f"{count:,} rows in {split}" for split, count in report["rows"].items())
     page = README.format(digest=digest, splits=splits, name=name, rows=rows)
+    if facts := report.get("tokens"):
+        (folder / ROWS).write_text(json.dumps(facts, indent=2))
+        packing = "" if facts["packed"] else ", each of one text and padding"
+        page += README_OF_ROWS.format_map(facts | {"packing": packing})
     (folder / "README.md").write_bytes(page.encode(errors="replace"))
 
 
@@ -486,9 +514,17 @@ def show(report: dict, args) -> None:
     if "rows" in report:
         rows = ", ".join(f"{count:,} rows in {split}" for split, count in report["rows"].items())
         print(f"{args.output}: {rows}; {report['seconds']:.0f} s")
-        if not args.mds:
-            chapter = "more/16-chat" if args.form == "messages" else "01-single-gpu"
-            print(training(chapter, args, args.output))
+        if "tokens" in report:
+            first = report["tokens"]["first"]
+            end = " ..." if len(first) > SHOWN else ""
+            print(f"the first row, of which «this» has a loss:\n{first[:SHOWN]}{end}")
+            print(training("more/16-chat", args, args.output, "-s", args.seq_length))
+        elif args.form == "messages":
+            flags = ["--as", "messages", "--rows", "-m", args.model_name, "-s", args.seq_length]
+            command = [args.output, *flags, "-o", f"{args.output}-rows"]
+            print(f"Make rows of it: python tools/prepare-data.py {shlex.join(map(str, command))}")
+        elif not args.mds:
+            print(training("01-single-gpu", args, args.output))
 
 
 def training(chapter: str, args, data, *flags) -> str:
@@ -569,6 +605,17 @@ def role(text: str) -> tuple[str, str]:
     return plain(name), role
 
 
+def options(text: str) -> dict:
+    """{enable_thinking: false}: YAML, of which JSON is a part."""
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("give options such as '{enable_thinking: false}'")
+    return json.loads(json.dumps(value, default=str))  # a date is no JSON
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -594,12 +641,16 @@ def parse_args() -> argparse.Namespace:
     add("--dry-run", action="store_true", help="reads some MB of each source, and writes nothing")
     add("--check", action="store_true", help="reads all, and compares with the folder")
     add("--overwrite", action="store_true", help="replaces an older folder of this tool")
+    add("-m", "--model-name", default=MODEL, help="of --rows and --mds: whose tokenizer")
+    add("-s", "--seq-length", type=int, default=1024, help="of --rows and --mds: tokens of a row")
+    add("--rows", action="store_true", help="writes rows of tokens, for chapters 16 and 17")
+    add("--chat-template", type=Path, help="a Jinja file, in place of the model's own template")
+    add("--template-options", type=options, default={}, help="'{enable_thinking: false}'")
     add("--mds", action="store_true", help="also writes rows of tokens, for chapter 10")
-    add("-m", "--model-name", default=MODEL, help="whose tokenizer")
-    add("-s", "--seq-length", type=int, default=1024, help="tokens of a row")
-    add("--packing", choices=["pack", "overflow", "trunc"], default="pack", help="text to rows")
-    add("--compression", choices=["zstd", "gz", "bz2"], help="of rows for slow networks")
-    add("--part-rows", type=int, default=65_536, help="a stop loses at most so many rows")
+    add("--packing", choices=PACKINGS, default="pack", help="of --mds: text to rows")
+    add("--no-packing", action="store_const", dest="packing", const="none", help="one text a row")
+    add("--compression", choices=["zstd", "gz", "bz2"], help="of --mds, for slow networks")
+    add("--part-rows", type=int, default=65_536, help="of --mds: a stop loses at most so many")
     add("--demo", action="store_true", help="the text, tokenizer and rows of the chapters' --demo")
     if "--demo" in sys.argv[1:]:
         parser.set_defaults(**DEMO)
@@ -610,6 +661,15 @@ def parse_args() -> argparse.Namespace:
         parser.error("give one or more sources")
     if min(args.seq_length - 1, args.part_rows) < 1 or (args.mds and args.form == "messages"):
         parser.error("--mds is for text, with at least 2 tokens in a row, and a row in a part")
+    if args.rows and (args.mds or args.packing not in ("pack", "none")):
+        parser.error("--rows knows --no-packing, but not --mds, and none of its --packing")
+    if not args.rows and (args.chat_template or args.template_options or args.packing == "none"):
+        parser.error("--chat-template, --template-options and --no-packing are for --rows")
+    if args.chat_template:
+        try:
+            args.chat_template = args.chat_template.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            parser.error(f"--chat-template: {error}")
     if glob.has_magic(os.path.realpath(args.output)):
         parser.error(f"`datasets` cannot read {args.output}, whose path has one of * ? [")
     try:

@@ -11,9 +11,10 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -57,8 +58,10 @@ def write_mds(args) -> None:
         return
     chapter = load_chapter(4)
     rows, rest = [], place["rest"]
-    with tokenizers(args) as pool, tqdm(unit=" documents", unit_scale=True, disable=None) as bar:
-        for documents in in_order(pool, texts_of(args.output, place["documents"]), args.workers):
+    pool = processes(args.workers, load_tokenizer, args.model_name)
+    with pool, tqdm(unit=" documents", unit_scale=True, disable=None) as bar:
+        texts = texts_of(args.output, place["documents"])
+        for documents in in_order(pool, tokenize, texts, args.workers):
             for ids in filter(None, documents):
                 more, rest = chapter.to_rows(ids, rest, args)
                 rows += more
@@ -100,13 +103,18 @@ def texts_of(folder: Path, first: int) -> Iterator[list[str]]:
                 first = 0
 
 
-def tokenizers(args) -> Executor:
-    """Processes that have a tokenizer each."""
-    options = {"initializer": load_tokenizer, "initargs": [args.model_name]}
-    if args.workers == 1:
-        return ThreadPoolExecutor(1, **options)
+def processes(workers: int, begin: Callable, *values) -> Executor:
+    """So many processes, each of which first calls `begin`. One is a thread of this process."""
+    if workers == 1:
+        return ThreadPoolExecutor(1, initializer=begin, initargs=values)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread in each process
-    return ProcessPoolExecutor(args.workers, multiprocessing.get_context("spawn"), **options)
+    options = {"initializer": begin_process, "initargs": [begin, *values]}
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), **options)
+
+
+def begin_process(begin: Callable, *values) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tool, and it ends its processes
+    begin(*values)
 
 
 def load_tokenizer(name: str) -> None:
@@ -117,20 +125,23 @@ def load_tokenizer(name: str) -> None:
 
 
 def tokenize(texts: list[str]) -> list[list[int]]:
-    """The token ids of each document, as chapter 1 makes them."""
-    documents = []
-    for text in texts:
-        parts = [part for part in text.split("<|endoftext|>") if part]
-        ids = tokenizer(parts, verbose=False)["input_ids"] if parts else []
-        documents.append([token for part in ids for token in [*part, tokenizer.eos_token_id]])
-    return documents
+    """The token ids of each row, in a process that has a tokenizer."""
+    rows = (tokens_of_text(text, tokenizer) for text in texts)
+    return [[token for ids in documents for token in ids] for documents in rows]
 
 
-def in_order(pool: Executor, batches: Iterator[list[str]], workers: int) -> Iterator:
-    """The token ids of each batch. Only some batches wait, or are worked on."""
+def tokens_of_text(text: str, tokenizer) -> list[list[int]]:
+    """The token ids of each document in a text, as chapter 1 makes them."""
+    parts = [part for part in text.split("<|endoftext|>") if part]
+    documents = tokenizer(parts, verbose=False)["input_ids"] if parts else []
+    return [[*ids, tokenizer.eos_token_id] for ids in documents]
+
+
+def in_order(pool: Executor, function: Callable, batches: Iterable, workers: int) -> Iterator:
+    """What the function makes of each batch. Only some batches wait, or are worked on."""
     waiting = deque()
-    for texts in batches:
-        waiting.append(pool.submit(tokenize, texts))
+    for batch in batches:
+        waiting.append(pool.submit(function, batch))
         if len(waiting) > 2 * workers:
             yield waiting.popleft().result()
     for result in waiting:

@@ -90,24 +90,14 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
-    # CHAT: A base model has no chat template. A file gives it one, or replaces the model's own.
-    if args.chat_template:
-        tokenizer.chat_template = Path(args.chat_template).read_text(encoding="utf-8")
-    if not tokenizer.chat_template:
-        sys.exit(f"error: {args.model_name} has no chat template: give --chat-template a file")
-    args.template_hash = Hasher.hash(tokenizer.chat_template)
-    # DDP: The first rank or job prepares these samples, and the others then find them in the cache.
-    corpus = [args.dataset_name, args.dataset_subset, args.template_hash, args.model_name]
-    with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{Hasher.hash(corpus)}.lock"):
-        train_set, eval_set = load_samples(args, tokenizer)
-    # CHAT: Views of all token ids, without a copy. They include padding.
-    columns = [samples.data.column("input_ids") for samples in (train_set, eval_set)]
-    train_tokens, eval_tokens = (pyarrow.compute.list_flatten(column) for column in columns)
+    # CHAT 1: In a row, only the tokens of the answers have labels, so the others have no loss.
+    train_rows, eval_rows, answer_tokens, stop_tokens = load_rows(args, tokenizer)
+    # CHAT: All token ids, also those of the padding
+    train_tokens, eval_tokens = (rows["input_ids"] for rows in (train_rows, eval_rows))
     train_samples = len(train_tokens) // args.seq_length
     if train_samples < global_batch or len(eval_tokens) < args.seq_length:
-        sys.exit("error: too few answers fit, to train on or to hold out: lower -b, or raise -s")
+        sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
-    answer_tokens = train_set.data.column("answer_tokens").to_numpy()  # CHAT: of each sample
 
     # With -e, a run continues from its newest checkpoint, if its setup is still the same.
     # Above 100 million tokens, the hash has 1,000 pieces, since reading all would take minutes.
@@ -130,8 +120,8 @@ def main():
     # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
     # LORA: A resumed run reads the frozen weights again. Its checkpoint replaces A and B alone.
     model = build_model(args, device, checkpoint=None)
-    # CHAT 1: A server has to stop where the base stops, and at the tokens that end the answers.
-    set_stop_tokens(model, tokenizer, train_set)
+    # CHAT 2: A server has to stop where the base stops, and at the tokens that end the answers.
+    add_stop_tokens(model, stop_tokens)
     vocab_size = model.config.get_text_config().vocab_size
     if max(tokenizer.get_vocab().values()) >= vocab_size:  # then the text must not use such tokens
         largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
@@ -146,10 +136,10 @@ def main():
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
         # sharded_state() has the live weights and moments. dcp.load() fills them, not decay or lr.
         dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
-    # CHAT 2: Some families of models let a conversation see the one before it, so test the model.
+    # CHAT 3: Some families of models let a conversation see the one before it, so test the model.
     # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
-    if args.packing and mixes_conversations(model, device):
-        sys.exit("error: this model mixes the conversations of a sample: give --no-packing")
+    if args.packed and mixes_conversations(model, device):
+        sys.exit("error: this model mixes conversations: prepare the rows with --no-packing")
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
         parameters = setup | describe_run(model, optimizer, device, train_samples)
@@ -180,7 +170,7 @@ def main():
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
-        # CHAT 3: The loss is the mean over the N answer tokens of the whole global batch.
+        # CHAT 4: The loss is the mean over the N answer tokens of the whole global batch.
         # Each rank knows the samples of all ranks, so it counts N without a message. FSDP averages
         # the gradients over the ranks, so each rank divides its sum of losses by N / dp_size.
         epoch, at = divmod(state.samples, train_samples)
@@ -202,7 +192,7 @@ def main():
                 order = sample_order(args.seed, epoch, train_samples)
                 indices = order[offset : offset + args.batch_size]
                 # CHAT: Besides token ids, the model gets labels and, if packed, positions.
-                batch = model_inputs(train_set[indices], device)
+                batch = model_inputs(train_rows, indices, args, device)
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
                 # use_cache would keep keys and values, which only generation needs.
@@ -268,7 +258,7 @@ def main():
             loss_sum.zero_()
             logged_step = step
         if eval_now and not stop_signal:
-            eval_loss = evaluate(model, eval_set, args, device, dp_rank, dp_size)  # CHAT: answers
+            eval_loss = evaluate(model, eval_rows, args, device, dp_rank, dp_size)  # CHAT: answers
             say(f"step {step}/{total_steps}  held-out loss {eval_loss:.4f}")
             if run_log:
                 run_log.log(state, {"eval/loss": eval_loss, "eval/perplexity": np.exp(eval_loss)})
@@ -329,8 +319,8 @@ def build_model(args, device, checkpoint):
     # Replace two functions of Transformers, which wait for the GPU to look for packed documents.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
-    if args.packing:
-        # CHAT 4: A token attends only to its own conversation, whose tokens have the same number.
+    if args.packed:
+        # CHAT 5: A token attends only to its own conversation, whose tokens have the same number.
         # Packed, a sample has several, and positions restart where each begins. So count the zeros.
         transformers.masking_utils.find_packed_sequence_indices = lambda p: (p == 0).cumsum(-1)
     # All decoder layers have this class, also without activation checkpointing.
@@ -483,228 +473,81 @@ def parameter_groups(model, args):
 
 # -- Data and evaluation ---------------------------------------------------------------------------
 
-READERS = {".txt": "text", ".md": "text", ".py": "text", ".json": "json", ".jsonl": "json"}
-READERS |= {".csv": "csv", ".parquet": "parquet"}
-# CHAT: A text is a row of token ids. A conversation becomes one text, or several (CHAT 8), and
-# samples are made of texts. All have these columns. `stop_tokens` are the last tokens of the
-# answers that fit into a sample. Only the first text of a conversation has the number of all its
-# `answers`, or a `refusal`, which says why there are none.
-LISTS = ["input_ids", "labels", "position_ids", "stop_tokens"]
-COLUMNS = dict.fromkeys(LISTS, datasets.List(datasets.Value("int32")))
-COLUMNS |= dict.fromkeys(["answer_tokens", "answers"], datasets.Value("int32"))
-COLUMNS |= {"refusal": datasets.Value("string")}
-EVAL_SAMPLES = 1000  # held-out samples at most, because each evaluation takes time
 
-
-# CHAT: Samples, and not tokens, because a conversation cannot be cut anywhere.
-def load_samples(args, tokenizer):
-    """The samples to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
-    name, train_split = os.path.expanduser(args.dataset_name), "train"
-    if ":" in name and not glob(name, recursive=True):
-        name, _, train_split = name.rpartition(":")  # NAME:SPLIT
-    reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
-    if os.path.isdir(name):
-        if not glob(f"{escape(name)}/train-*.parquet"):
-            sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
-        splits = datasets.load_dataset("parquet", data_dir=name)
-    elif reader:
-        sizes = [os.path.getsize(file) for file in glob(name, recursive=True)]
-        if not any(sizes):
-            sys.exit(f"error: there are no files for {name}, or they have too little text")
-        if reader == "text" and max(sizes) > 20e6:
-            sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
-        options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
-        splits = datasets.load_dataset(reader, data_files=name, **options)
-    elif os.path.isdir(name.split("/")[0]):
-        sys.exit(f"error: there is no folder {name}")
-    else:  # a dataset on the Hub
-        splits = datasets.load_dataset(name, args.dataset_subset)
-    if train_split not in splits:
-        sys.exit(f"error: choose a split of {name}, such as {name}:{next(iter(splits))}")
-    train_split = tokenize_split(splits.pop(train_split), tokenizer, args)
-    eval_split = splits.get("validation") or splits.get("test")
-    if eval_split:
-        eval_split = tokenize_split(eval_split, tokenizer, args)
-    else:
-        # CHAT 5: Hold out whole conversations before they are packed, because packing sorts them.
-        # Only conversations with an answer that fits count.
-        # `answers` is above 0 in the first text of each, so this sum is the number of each text's
-        # conversation.
-        numbers = np.cumsum(train_split.data.column("answers").to_numpy() > 0)
-        fitting = np.unique(numbers[train_split.data.column("answer_tokens").to_numpy() > 0])
-        held_out = fitting[-min(max(1, len(fitting) // 100), EVAL_SAMPLES) :]
-        # If no answer fits, main() ends the run.
-        begin = np.searchsorted(numbers, held_out[0]) if len(held_out) else 0
-        eval_split = train_split.select(range(begin, len(train_split)))
-        train_split = train_split.select(range(begin))
-    packing = {"size": args.seq_length, "several": args.packing}
-    # Without positions, a model takes a sample as one text.
-    columns = ["input_ids", "labels"] + ["position_ids"] * args.packing
-    train_set, eval_set = (
-        split.map(pack, batched=True, fn_kwargs=packing).with_format("torch", columns=columns)
-        for split in (train_split, eval_split)
-    )
-    return train_set, eval_set.select(range(min(len(eval_set), EVAL_SAMPLES)))
-
-
-def rows_of(batch):
-    """The rows of a batch, as dictionaries. A batch has a list for each column."""
-    return [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-
-
-def conversation_of(row):
-    """The messages of a row, and its tools or None. Null stands for a key that is not there."""
-    messages = [{k: v for k, v in m.items() if v is not None} for m in row["messages"] or []]
-    for message in messages:
-        if not isinstance(message["content"], str):  # a template would write a list as text
-            raise ValueError("the content of a message is no text")
-        if "tool_calls" in message:  # JSON text, as a table would give all calls the same keys
-            message["tool_calls"] = json.loads(message["tool_calls"])
-    return messages, json.loads(row.get("tools") or "null")
-
-
-def texts_of(messages, tools, tokenizer, options, size):
-    """One or more texts of a conversation, with the answers that fit into `size` tokens."""
-    options = {"tokenize": False, "tools": tools, **options}
-    texts = [new_text()]
-    for n, message in enumerate(messages):
-        has_loss = 0 not in (message.get("weight"), message.get("train"))  # False is 0, too
-        if message["role"] != "assistant" or n == 0 or not has_loss:
-            continue  # an answer needs a prompt
-        # CHAT 6: The answer begins where the prompt ends, because a server sends this prompt.
-        prompt = tokenizer.apply_chat_template(messages[:n], add_generation_prompt=True, **options)
-        whole = tokenizer.apply_chat_template(messages[: n + 1], **options)
-        if not whole.startswith(prompt):
-            raise ValueError(f"an answer does not begin where its prompt ends: {prompt[-60:]!r}")
-        answer = whole[len(prompt) :].rstrip()  # without the line end behind it
-        # CHAT 7: Each is tokenized apart. In one text, a token could have characters of both.
-        # SentencePiece puts a space before a text. So tokenize the answer behind a line end, and
-        # cut off the tokens of both.
-        prompt_ids, line_end, answer_ids = encode([prompt, "\n", "\n" + answer], tokenizer)
-        if answer_ids[: len(line_end)] == line_end:
-            answer_ids = answer_ids[len(line_end) :]
-        else:  # the answer begins with white space, which joins the line end
-            [answer_ids] = encode([answer], tokenizer)
-        texts[0]["answers"] += 1
-        # Whole answers only, because a cut answer does not teach to stop.
-        if len(prompt_ids) + len(answer_ids) > size:
-            continue
-        # CHAT 8: Usually, the tokens of the prompt continue the last text, which then grows.
-        # Some templates change earlier turns, as Qwen3's removes thoughts. Then begin another text.
-        if prompt_ids[: len(texts[-1]["input_ids"])] != texts[-1]["input_ids"]:
-            texts.append(new_text())
-        text = texts[-1]
-        text["labels"] += [-100] * (len(prompt_ids) - len(text["labels"])) + answer_ids
-        text["labels"][0] = -100  # nothing predicts the first token, even if the prompt is empty
-        text["input_ids"] = prompt_ids + answer_ids
-        text["stop_tokens"] += answer_ids[-1:]
-    return texts
-
-
-def new_text(refusal=""):
-    """A text without tokens."""
-    return {"input_ids": [], "labels": [], "stop_tokens": [], "answers": 0, "refusal": refusal}
-
-
-def encode(texts, tokenizer):
-    """The token ids of each text."""
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()  # which the files of a tokenizer may ask for
-    backend.no_padding()
-    # "Fast" does not find the place of each token in its text. The template writes the
-    # begin-of-text token, so the tokenizer must not add another one.
-    return [found.ids for found in backend.encode_batch_fast(texts, add_special_tokens=False)]
-
-
-def tokenize_split(documents, tokenizer, args):
-    """The texts of all conversations of a split."""
-    size = args.seq_length
-    if "messages" not in documents.column_names:
-        sys.exit(f"error: {args.dataset_name} has no messages: let tools/prepare-data.py make them")
-    find_stop_token(tokenizer, args, documents[:100])  # ends the run if no answer is good
-    tokenized = documents.map(
-        tokenize,
-        batched=True,
-        batch_size=32,
-        fn_kwargs={"tokenizer": tokenizer, "options": args.template_options, "size": size},
-        remove_columns=documents.column_names,  # CHAT: COLUMNS take their place
-        features=datasets.Features(COLUMNS),
-    )
-    answers = pyarrow.compute.sum(tokenized.data.column("answers")).as_py()
-    fitting = len(pyarrow.compute.list_flatten(tokenized.data.column("stop_tokens")))
-    say(f"{len(documents):,} conversations, {answers:,} answers: {fitting:,} fit into -s {size}")
-    refused = [reason for reason in tokenized.data.column("refusal").to_pylist() if reason]
-    if refused:
-        say(f"warning: the template refuses {len(refused):,} conversations, as with: {refused[0]}")
-        if len(refused) > len(documents) / 20:
-            sys.exit("error: more than 5 % of the conversations are refused, too many to leave out")
-    return tokenized.with_format("numpy")  # `pack` gets arrays
-
-
-def tokenize(batch, tokenizer, options, size):
-    """Conversations: token ids, and labels, which are -100 except for the tokens of answers."""
-    texts = []
-    for row in rows_of(batch):
-        try:
-            texts += texts_of(*conversation_of(row), tokenizer, options, size)
-        except Exception as error:  # from a template, it may be any
-            texts.append(new_text(refusal=str(error) or repr(error)))
-    for text in texts:
-        labels = text["labels"]
-        text["position_ids"] = np.arange(len(labels))
-        text["answer_tokens"] = len(labels) - labels.count(-100)
-    return {name: [text[name] for text in texts] for name in COLUMNS}
-
-
-def find_stop_token(tokenizer, args, batch):
-    """The token that ends the first good answer of a batch of rows."""
-    found = tokenize(batch, tokenizer, args.template_options, size=math.inf)
-    problem = "no conversation has an answer, of the role 'assistant' and behind a question"
-    for text in rows_of(found):
-        answer_ids = [token for token in text["labels"] if token >= 0]
-        if text["refusal"]:
-            problem = f"a conversation is refused (docs/data.md says why): {text['refusal']}"
-        elif answer_ids and answer_ids == text["stop_tokens"]:  # one token each
-            problem = "the chat template leaves out the answers"
-        elif answer_ids and answer_ids[-1] not in tokenizer.added_tokens_decoder:
-            problem = f"an answer ends with {tokenizer.decode(answer_ids[-9:])!r}, no special token"
-        elif answer_ids:
-            return answer_ids[-1]
-    sys.exit(f"error: {problem}")
-
-
-def set_stop_tokens(model, tokenizer, train_set):
-    """Adds the last tokens of the answers to those at which the base stops."""
-    ends = pyarrow.compute.list_flatten(train_set.data.column("stop_tokens")).unique().to_pylist()
+def add_stop_tokens(model, tokens):
+    """Adds these tokens to those at which the base stops."""
     settings = model.generation_config  # of the files generation_config.json
-    stops = np.atleast_1d(settings.eos_token_id).tolist()  # of a number, a list or None
-    stops = stops + [token for token in ends if token in tokenizer.added_tokens_decoder]
+    stops = np.atleast_1d(settings.eos_token_id).tolist() + tokens  # of a number, a list or None
     settings.eos_token_id = [token for token in dict.fromkeys(stops) if token is not None]
     # Transformers refuses to save changed settings that it doubts, such as those of some bases. By
     # this hash it sees a change.
     settings._original_object_hash = hash(settings)
 
 
-def pack(batch, size, several):
-    """Samples of `size` tokens. Each has one or several whole texts, then padding."""
-    samples = []
-    # CHAT 9: The longest texts come first, each into the fullest sample that has room.
-    for text in sorted(rows_of(batch), key=lambda row: -len(row["labels"])):
-        most = size - len(text["labels"])  # tokens of a sample that has room
-        with_room = [sample for sample in samples if len(sample["labels"]) <= most]
-        if several and with_room:
-            fullest = max(with_room, key=lambda sample: len(sample["labels"]))
-            fullest["answer_tokens"] += text["answer_tokens"]
-            for name in LISTS:
-                fullest[name] = np.append(fullest[name], text[name])
-        elif len(text["labels"]):  # one or more of its answers fit
-            samples.append(text)
-    for sample in samples:
-        padding = size - len(sample["labels"])
-        sample["input_ids"] = np.pad(sample["input_ids"], (0, padding))  # any token
-        sample["labels"] = np.pad(sample["labels"], (0, padding), constant_values=-100)
-        sample["position_ids"] = np.append(sample["position_ids"], np.arange(padding))
-    return {name: [sample[name] for sample in samples] for name in COLUMNS}
+# CHAT: Rows of whole conversations, because a conversation cannot be cut anywhere.
+def load_rows(args, tokenizer):
+    """Rows to train on, held-out rows, the answer tokens of each of the first, and stop tokens."""
+    name = os.path.expanduser(args.dataset_name)
+    flags = f"-m {args.model_name} -s {args.seq_length}"
+    if not os.path.exists(f"{name}/rows.json"):
+        prepare = f'python tools/prepare-data.py "{name}" --as messages --rows {flags} -o data/rows'
+        train = f"{Path(__file__).name} {flags} -d data/rows"
+        sys.exit(f"error: {name} has no rows: first run `{prepare}`, and then `{train}`")
+    facts = json.loads(Path(name, "rows.json").read_text())
+    # A base model has no chat template, so its rows have one. Servers need it beside the model.
+    tokenizer.chat_template = facts["chat_template"] or tokenizer.chat_template
+    vocabulary = sorted(tokenizer.get_vocab().items())
+    now = {"length": args.seq_length, "tokenizer": Hasher.hash(json.dumps(vocabulary))}
+    if facts["template"]:  # documents have none
+        now["template"] = Hasher.hash(tokenizer.chat_template)
+    changed = [fact for fact in now if facts[fact] != now[fact]]
+    if changed or not glob(f"{escape(name)}/validation-*.parquet"):
+        what = f"another {changed[0]}" if changed else "no held-out rows"
+        sys.exit(f"error: {name} has {what}: run `{facts['command']} {flags} --overwrite`")
+    args.rows_hash = facts["rows_hash"]
+    args.packed = facts["packed"]
+    splits = datasets.load_dataset("parquet", data_dir=name)
+    # Without positions, a model takes a row as one text.
+    columns = ["input_ids", "labels"] + ["position_ids"] * args.packed
+    # Views of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
+    train_rows, eval_rows = (
+        {name: pyarrow.compute.list_flatten(splits[split].data.column(name)) for name in columns}
+        for split in ("train", "validation")
+    )
+    answer_tokens = splits["train"].data.column("answer_tokens").to_numpy()
+    return train_rows, eval_rows, answer_tokens, facts["stop_tokens"]
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # CHAT: one pass is not worth compiling
+def mixes_conversations(model, device):
+    """Whether the first conversation of a sample changes the logits of the second one."""
+    ids = np.arange(2, 18)
+    ids = np.append(ids, ids + (np.arange(16) < 8))  # the second sample begins with other tokens
+    rows = {"input_ids": pyarrow.array(ids), "position_ids": pyarrow.array(np.arange(32) % 8)}
+    batch = model_inputs(rows, [0, 1], SimpleNamespace(seq_length=16), device)
+    model.eval()
+    try:
+        logits = model(**batch, use_cache=False).logits
+    except ValueError:  # a model with linear attention refuses several conversations in a sample
+        return True
+    difference = logits[0, 8:] - logits[1, 8:]
+    limit = max(1e-3, 4 * torch.finfo(logits.dtype).eps)  # bf16 rounds to 2 or 3 digits
+    return difference.abs().max() > limit * logits.abs().max()
+
+
+def model_inputs(rows, indices, args, device):
+    """The samples with these indices on `device`, and what FlashAttention needs."""
+    batch = {name: read_batch(rows[name], indices, args, device) for name in rows}
+    if "position_ids" in rows:
+        # CHAT: FlashAttention joins all samples, and needs the places where conversations begin.
+        # They are counted on the CPU, so that Python need not wait for the GPU.
+        positions = read_batch(rows["position_ids"], indices, args, torch.device("cpu")).numpy()
+        places = np.append(np.flatnonzero(positions == 0), positions.size)
+        places = torch.from_numpy(places).int().to(device, non_blocking=True)
+        batch |= {"cu_seq_lens_q": places, "cu_seq_lens_k": places}
+        batch |= {"max_length_q": args.seq_length, "max_length_k": args.seq_length}
+    return batch
 
 
 @lru_cache(maxsize=1)  # computed once per epoch, not per batch
@@ -715,56 +558,35 @@ def sample_order(seed, epoch, train_samples):
     return np.concatenate([this_epoch, next_epoch])
 
 
-def model_inputs(batch, device):
-    """The tensors of a batch on `device`, and those that FlashAttention needs."""
-    if "position_ids" in batch:
-        # CHAT: FlashAttention joins all samples, and needs the places where conversations begin.
-        begins = torch.nonzero(batch["position_ids"].flatten() == 0).flatten()
-        places = torch.cat([begins, torch.tensor([batch["input_ids"].numel()])]).int()
-        batch = batch | {"cu_seq_lens_q": places, "cu_seq_lens_k": places}
+def read_batch(tokens, indices, args, device):
+    """The samples with these indices: int64 of shape (len(indices), seq_length) on `device`."""
+    samples = [tokens.slice(i * args.seq_length, args.seq_length).to_numpy() for i in indices]
+    batch = torch.from_numpy(np.stack(samples))
     if device.type == "cuda":
-        # Python goes on while the GPU copies from pinned memory.
-        batch = {k: v.pin_memory().to(device, non_blocking=True) for k, v in batch.items()}
-    longest = batch["input_ids"].shape[1]
-    return batch | {"max_length_q": longest, "max_length_k": longest}
+        batch = batch.pin_memory()  # the GPU copies from pinned memory, while Python goes on
+    return batch.to(device, non_blocking=batch.is_pinned()).long()  # int64, as the loss wants it
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")  # CHAT: one pass is not worth compiling
-def mixes_conversations(model, device):
-    """Whether the first conversation of a sample changes the logits of the second one."""
-    ids = torch.arange(2, 18).repeat(2, 1)
-    ids[1, :8] += 1  # the second sample has another first conversation
-    batch = {"input_ids": ids, "position_ids": torch.arange(16).repeat(2, 1) % 8}
-    model.eval()
-    try:
-        logits = model(**model_inputs(batch, device), use_cache=False).logits
-    except ValueError:  # a model with linear attention refuses several conversations in a sample
-        return True
-    difference = logits[0, 8:] - logits[1, 8:]
-    limit = max(1e-3, 4 * torch.finfo(logits.dtype).eps)  # bf16 rounds to 2 or 3 digits
-    return difference.abs().max() > limit * logits.abs().max()
-
-
-@torch.no_grad()
-def evaluate(model, eval_set, args, device, dp_rank, dp_size):  # DDP: each rank has a share
+def evaluate(model, rows, args, device, dp_rank, dp_size):  # DDP: each rank has a share
     """The mean loss over all held-out answers, in nats per token."""
+    # CHAT: Each answer token counts the same here, too.
     model.eval()  # no dropout
     loss_sum = torch.zeros((), device=device)
-    samples = len(eval_set)
+    samples = len(rows["labels"]) // args.seq_length
     # DDP 10: Each rank evaluates its share, and a sum over ranks gives the mean over all samples.
     for begin in range(0, samples, dp_size * args.batch_size):
         first = begin + dp_rank * args.batch_size
         indices = range(first, min(first + args.batch_size, samples))
         # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
         # A rank without a batch evaluates sample 0, with weight 0.
-        batch = model_inputs(eval_set[indices or [0]], device)
-        # CHAT 10: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
+        batch = model_inputs(rows, indices or [0], args, device)
+        # CHAT 6: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
         loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
         loss_sum += loss * bool(indices)
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
     model.train()  # dropout on again
-    return loss_sum.item() / pyarrow.compute.sum(eval_set.data.column("answer_tokens")).as_py()
+    return loss_sum.item() / (rows["labels"].to_numpy() >= 0).sum()
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
@@ -772,7 +594,7 @@ def evaluate(model, eval_set, args, device, dp_rank, dp_size):  # DDP: each rank
 # A resumed run must keep these: they decide the model, samples, their order and precision.
 MUST_STAY = ["model_name", "tokens_hash", "seq_length", "seed", "dtype"]
 MUST_STAY += ["base_hash", "lora_rank", "lora_alpha", "lora_targets"]  # LORA: A and B fit to them
-MUST_STAY += ["template_hash", "template_options", "packing"]  # CHAT: samples depend on them
+MUST_STAY += ["rows_hash"]  # CHAT: of ids and labels, and of the chat template
 
 
 def open_run(args, setup):
@@ -991,13 +813,12 @@ def say(message):
 
 # -- Flags -----------------------------------------------------------------------------------------
 
-# CHAT: Conversations about Python's own library. The tiny model has no template of its own.
+# CHAT: Rows of conversations about Python's own library
 # LORA: Frozen weights must have been trained before, here by the demo of chapter 3.
 DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/outputs/demo-fsdp/final",
-    "dataset_name": f"{REPOSITORY}/models/tiny-chat/*.jsonl",
-    "chat_template": f"{REPOSITORY}/models/tiny-chat/template.jinja",
+    "dataset_name": f"{REPOSITORY}/models/tiny-chat/rows",
     "num_epochs": 9,  # CHAT: the conversations fill few samples
     "seq_length": 256,
     "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1, or about that
@@ -1021,12 +842,8 @@ def parse_args():
     # CHAT: A chat model, which has a chat template.
     add("-m", "--model-name", type=str, default="meta-llama/Llama-3.2-1B-Instruct", help="or path")
     add("--from-scratch", action=switch, default=False, help="random weights, not pretrained ones")
-    # CHAT: Rows of this dataset have messages.
-    add("-d", "--dataset-name", type=str, default="HuggingFaceH4/no_robots", help="Hub id, folder")
-    add("--chat-template", type=str, help="a Jinja file, in place of the model's own template")
-    add("--template-options", type=dict, default={}, help="such as '{enable_thinking: false}'")
-    add("--packing", action=switch, default=True, help="several conversations in a sample")
-    add("--dataset-subset", type=str, help="configuration name on the Hub")
+    # CHAT: Conversations of this dataset, once they are rows
+    add("-d", "--dataset-name", type=str, default="HuggingFaceH4/no_robots", help="folder of rows")
     add("-s", "--seq-length", type=PositiveInt, default=1024, help="tokens per sample")
     add("-b", "--batch-size", type=PositiveInt, default=8, help="samples per forward pass")
     add("--gradient-accumulation-steps", type=PositiveInt, default=1, help="passes per step")
