@@ -513,7 +513,7 @@ class FourBits(torch.nn.Module):
         self.pairs = torch.cartesian_prod(table, table).to(device)
 
     def right_inverse(self, weight):
-        # QLORA 3: A block's scale is its largest weight, which bf16 stores exactly.
+        # QLORA 3: A block's scale is its largest weight, so the weight's own type stores it exactly.
         # Blocks lie within rows, and FSDP cuts between rows, so a rank has the scales of its codes.
         blocks = weight.float().unflatten(-1, (-1, BLOCK))
         scales = blocks.abs().amax(-1, keepdim=True)
@@ -534,7 +534,7 @@ def quantize_layers(model, args, device):
     for module in [module for layer in layers for module in layer.modules()]:
         is_linear = isinstance(module, torch.nn.Linear | Conv1D)
         if not is_linear or module.weight.requires_grad or module.weight.shape[-1] % BLOCK:
-            continue  # no matrix, or A or B, or rows that are no whole blocks
+            continue  # another module, or A or B, or rows that are no whole blocks
         module.weight.data = module.weight.data.to(DTYPES[args.dtype])
         # QLORA 4: The weight becomes a property, which forward() computes from codes and scales.
         # PyTorch stores these two of right_inverse() as frozen parameters, and FSDP shards them.
@@ -1149,6 +1149,8 @@ def parse_args():
         sys.exit("error: adapters need pretrained weights, so --from-scratch is of no use here")
     if os.path.exists(f"{args.model_name}/adapter_config.json"):  # LORA: PEFT would stack them
         sys.exit(f"error: {args.model_name} has adapters: first merge them with their base")
+    if torch.__version__ < "2.12":  # QLORA: FSDP shards integers from 2.12 on
+        sys.exit("error: frozen weights in 4 bits need torch 2.12 or newer")
     return args
 
 
