@@ -1,14 +1,16 @@
 """Chapter 22 trains what chapter 17 trains on a base whose weights were rounded to 4 bits."""
 
+import gc
 import json
 import re
 import shutil
-from types import SimpleNamespace
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import assert_same_model, exact, kept_bytes, save_uneven_weights, write_model
-from runner import CHAPTER_17, CHAPTER_22, REPOSITORY, free_port, load
+from runner import CHAPTER_17, CHAPTER_22, REPOSITORY, Job, free_port, load
 from safetensors.torch import load_file
 from test_chat import BATCH, SIZE, flags_for
 from test_equal import (
@@ -25,6 +27,7 @@ from test_equal import (
     worst,
 )
 from test_equal import SIZE as SMALL
+from torch.torch_version import TorchVersion
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -185,17 +188,50 @@ def test_equal_to_chapter_17(tmp_path, request, conversations, job):
         assert "GB in fp32" in lines[1]
 
 
-# The model of this rank has an instance of the class, and rank 0's whole model had another one.
-COUNT_MODELS = """
-import gc, torch
+# At the end of a run, rank 0 prints how often FSDP has gathered and scattered how many bytes.
+COUNT_BYTES = """
+import collections, json
+import torch.distributed as dist
 
-def freeze():
-    parts = [x for x in gc.get_objects() if type(x).__name__ == "FourBits"]
-    print("\\nmodels in 4 bits:", len(parts), flush=True)
-    freeze_all()
+def count(name):
+    original = getattr(dist, name)
 
-freeze_all, gc.freeze = gc.freeze, freeze
+    def call(*arguments, **options):
+        tensors = [x for x in [*arguments, *options.values()] if hasattr(x, "nbytes")]
+        counts[name][max(x.nbytes for x in tensors)] += 1
+        return original(*arguments, **options)
+
+    setattr(dist, name, call)
+    counts[name] = collections.Counter()
+
+def destroy(*group):
+    if not group:
+        print("\\nbytes", json.dumps(counts), flush=True)
+        for counter in counts.values():
+            counter.clear()
+    destroy_group(*group)
+
+counts = {}
+destroy_group, dist.destroy_process_group = dist.destroy_process_group, destroy
+count("all_gather_single")
+count("reduce_scatter_single")
 """
+
+
+def assert_bytes(output: str, weights: int, adapters: int, others: int) -> None:
+    """What a layer of `weights` sends in bf16. `others` are its norms."""
+    runs = [json.loads(line) for line in re.findall(r"^bytes (.*)$", output, re.MULTILINE)][:2]
+    gathered, of_17 = ({int(n): x for n, x in r["all_gather_single"].items()} for r in runs)
+    codes = weights / 2 + 2 * weights / 64
+    rest = 2 * adapters + 2 * others
+    times = gathered.pop(codes + rest)
+    assert of_17.pop(2 * weights + rest) == times
+    assert of_17 == gathered  # embeddings, head and the last norm
+    # Each of two layers is gathered twice and scattered once in a step. The run has two steps, two
+    # evaluations, and a test of the model.
+    assert times == 2 * (2 * 2 + 2 + 1)
+    for each in runs:
+        assert each["reduce_scatter_single"] == {str(4 * adapters): 2 * 2}
 
 
 def test_one_job(tmp_path, conversations):
@@ -224,12 +260,10 @@ def test_one_job(tmp_path, conversations):
     other = changed("other", "-m", f"{tmp_path}/in fp32", "--max-steps", "1")
     (tmp_path / "other").mkdir()
     cases = [original, of_17, resumed, other]
-    job = run(tmp_path, "job", cases, 2, before=COUNT_MODELS)
-    counts = re.findall(r"^models in 4 bits: (\d)", job.ranks[0].output, re.MULTILINE)
-    assert counts[0] == "1"
+    job = run(tmp_path, "job", cases, 2, before=COUNT_BYTES)
     found, expected, again, other = (Case(tmp_path / case["name"]) for case in cases)
     assert_equal(expected, found, 0, 0)
-    # A begins with other numbers, which PEFT has not rounded to bf16. But B is still 0.
+    # A begins with other numbers, as PEFT rounds it to the type of the files. But B is still 0.
     assert other.column("loss") == found.column("loss")[:1]
 
     # A resume repeats the run. Its first step is the second one.
@@ -240,10 +274,8 @@ def test_one_job(tmp_path, conversations):
     # Each rank stores half of the codes, of the scales, and of all else.
     weights = load_file(base / "model.safetensors")
     linear = {n: x.numel() for n, x in weights.items() if re.search(r"\.\d+\..*_proj\.weight$", n)}
-    in_4_bits, rest = (
-        sum(linear.values()),
-        sum(x.numel() for n, x in weights.items() if n not in linear),
-    )
+    in_4_bits = sum(linear.values())
+    rest = sum(x.numel() for n, x in weights.items() if n not in linear)
     count = sum(x.numel() for x in adapters(found).values())
     for rank in (0, 1):
         facts = torch.load(found.folder / f"facts-{rank}")
@@ -253,6 +285,9 @@ def test_one_job(tmp_path, conversations):
         assert (codes, scales) == (in_4_bits / 2 / 2, in_4_bits / 64 / 2)
         assert sum(sizes.values()) - codes - scales == (rest + count) / 2
         assert len(facts["trains"]) == len(adapters(found))
+    # And it sends them: of two layers, with two norms each.
+    assert_bytes(job.ranks[0].output, in_4_bits // 2, count // 2, 2 * SHAPE["hidden_size"])
+
     parameters, others = (
         json.loads((c.folder / "parameters.json").read_text()) for c in (found, expected)
     )
@@ -329,19 +364,23 @@ def test_bits_are_those_of_bitsandbytes(qlora):
 # -- What is stored and kept -----------------------------------------------------------------------
 
 
-def quantized(qlora, base, dtype="fp32"):
+def flags_of(chapter, monkeypatch, *flags):
+    monkeypatch.setattr(sys, "argv", ["train-llm.py", *map(str, flags)])
+    return chapter.parse_args()
+
+
+def loaded(chapter, monkeypatch, base, dtype="fp32"):
     """As rank 0 loads it."""
-    args = SimpleNamespace(model_name=str(base), dtype=dtype, attention=None, from_scratch=False)
-    args.lora_rank, args.lora_alpha, args.lora_targets, args.seed = 16, 32, "all-linear", 0
-    return qlora.load_model(args, checkpoint=None)
+    args = flags_of(chapter, monkeypatch, "-m", base, "--dtype", dtype)
+    return chapter.load_model(args, checkpoint=None)
 
 
-def test_what_is_in_4_bits(qlora, tmp_path):
+def test_what_is_in_4_bits(qlora, monkeypatch, tmp_path):
     """Files of each type give the codes of the weights in --dtype."""
     for name in ("llama", "gpt2", "llama odd"):
         write_bases(tmp_path / name, name)
     for name, left in (("llama", 0), ("gpt2", 0), ("llama odd", 2)):
-        model = quantized(qlora, tmp_path / name)
+        model = loaded(qlora, monkeypatch, tmp_path / name)
         codes = {n: p for n, p in model.named_parameters() if p.dtype == torch.uint8}
         layers = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert len(codes) == len(linear_layers(layers))
@@ -352,35 +391,70 @@ def test_what_is_in_4_bits(qlora, tmp_path):
         assert all("down_proj" in n for n in matrices)
         assert not any(p.requires_grad for p in codes.values())
     for stored in (torch.bfloat16, torch.float16, torch.float32):
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=stored)
-        model.save_pretrained(tmp_path / str(stored))
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "llama", dtype=stored)
+        plain.save_pretrained(tmp_path / str(stored))
         for kind in ("bf16", "fp32"):
-            found = dict(quantized(qlora, tmp_path / str(stored), kind).named_modules())
-            for layer, module in linear_layers(model).items():
+            model = loaded(qlora, monkeypatch, tmp_path / str(stored), kind)
+            found = dict(model.named_modules())
+            for layer, module in linear_layers(plain).items():
                 expected = rounded(module.weight.data.to(qlora.DTYPES[kind]))
                 weight = found[f"{layer}.base_layer"].weight
                 assert weight.dtype == expected.dtype
                 assert torch.equal(weight, expected), (stored, kind, layer)
 
 
-def test_no_16_bit_weights_are_kept(qlora, tmp_path):
+def test_no_16_bit_weights_are_kept(qlora, monkeypatch, tmp_path):
     """From forward to backward pass, autograd keeps no more than with plain frozen weights."""
     write_bases(tmp_path / "base", "llama untied")
     ids = torch.arange(8)[None]
-    plain = load(CHAPTER_17).load_model(
-        SimpleNamespace(
-            model_name=str(tmp_path / "base"),
-            dtype="fp32",
-            attention=None,
-            from_scratch=False,
-            lora_rank=16,
-            lora_alpha=32,
-            lora_targets="all-linear",
-            seed=0,
-        ),
-        checkpoint=None,
-    )
-    model = quantized(qlora, tmp_path / "base")
-    weights = sum(4 * m.weight.numel() for m in linear_layers(plain).values() if m is not None)
+    plain = loaded(load(CHAPTER_17), monkeypatch, tmp_path / "base")
+    model = loaded(qlora, monkeypatch, tmp_path / "base")
+    weights = sum(4 * module.weight.numel() for module in linear_layers(plain).values())
     assert weights > 1e5
     assert kept_bytes(model.train(), ids) < kept_bytes(plain.train(), ids) + weights / 10
+
+
+def tables_of_codes(qlora) -> list:
+    """Each model in 4 bits has one."""
+    return [x for x in gc.get_objects() if type(x) is qlora.FourBits]
+
+
+def test_rank_0_frees_its_whole_model(qlora, monkeypatch, tmp_path):
+    """Its layers refer to themselves. And files in fp32 give shards in --dtype."""
+    write_bases(tmp_path / "base", "llama untied")
+    args = flags_of(qlora, monkeypatch, "-m", tmp_path / "base", "--dtype", "bf16")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    before = tables_of_codes(qlora)
+    gc.disable()
+    try:
+        model = qlora.build_model(args, torch.device("cpu"), checkpoint=None)
+    finally:
+        gc.enable()
+        dist.destroy_process_group()
+    new = [x for x in tables_of_codes(qlora) if x not in before]
+    assert new == [next(x for x in model.modules() if isinstance(x, qlora.FourBits))]
+    frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+    assert frozen == {torch.uint8, torch.bfloat16}
+
+
+@pytest.mark.rest
+def test_rank_0_never_has_the_16_bit_model(tmp_path):
+    """Files in each type: the model in 4 bits, the shards, and a matrix that is quantized."""
+    script = REPOSITORY / "tests" / "loading_memory.py"
+    job = Job(script, ["--in-4-bits"], tmp_path / "memory.txt", 2)
+    assert job.wait() == 0, job.output
+    lines = [json.loads(x) for x in job.ranks[0].output.splitlines() if x.startswith("{")]
+    assert [line["what"] for line in lines] == ["bf16", "fp16", "fp32"]
+    for line in lines:
+        print(line)
+        assert max(line["gb"]) < 3 * line["shard_gb"] + 16 * line["matrix"] / 1e9, line
+        assert max(line["gb"]) < 0.8 * line["16 bits gb"], line
+
+
+def test_older_torch_is_refused(qlora, monkeypatch):
+    """FSDP of torch 2.11 raises: `only Tensors of floating point dtype can require gradients`."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cu130"))
+    with pytest.raises(SystemExit, match=r"^error: .* need torch 2\.12 or newer$"):
+        flags_of(qlora, monkeypatch)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.0"))
+    flags_of(qlora, monkeypatch)

@@ -513,7 +513,7 @@ class FourBits(torch.nn.Module):
         self.pairs = torch.cartesian_prod(table, table).to(device)
 
     def right_inverse(self, weight):
-        # QLORA 3: A block's scale is its largest weight, so the weight's own type stores it exactly.
+        # QLORA 3: A block's scale is its largest weight, so --dtype stores the scale exactly.
         # Blocks lie within rows, and FSDP cuts between rows, so a rank has the scales of its codes.
         blocks = weight.float().unflatten(-1, (-1, BLOCK))
         scales = blocks.abs().amax(-1, keepdim=True)
