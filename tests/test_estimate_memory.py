@@ -80,7 +80,6 @@ CASES += [
     ("LoRA", 2, {}, HALF),
     ("LoRA", 2, TIED, ACCUMULATE),
     ("QLoRA", 1, {}, HALF),
-    ("QLoRA", 2, {}, HALF),
     ("QLoRA", 2, TIED, f"--dtype bf16 {ACCUMULATE}"),
     ("QLoRA", 4, {}, "--dtype bf16"),
     ("Muon", 2, {}, f"{HALF} -s 128"),

@@ -550,10 +550,8 @@ def quantize_layers(model, args, device):
 
 def parameter_groups(model, args):
     """Weight decay for matrices; none for biases and norms, which have one dimension."""
-    # QLORA: AdamW refuses codes, which are integers, so it gets only what trains.
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() > 1]
-    vectors = [p for p in trained if p.dim() <= 1]
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
     decay = {"params": matrices, "weight_decay": args.weight_decay}
     return [decay, {"params": vectors, "weight_decay": 0.0}]
 
