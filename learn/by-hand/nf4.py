@@ -13,17 +13,15 @@ import os
 import torch
 import torch.distributed as dist
 
-# Given: the processes, a weight, and an input. Pretrained weights are about normally distributed.
+# Given: the processes.
 if os.environ.get("WORLD_SIZE", "1") == "1":  # torchrun sets WORLD_SIZE
     raise SystemExit(f"error: start it as torchrun --standalone --nproc-per-node 2 {__file__}")
 dist.init_process_group("gloo")  # gloo sends tensors between CPUs
 rank, world_size = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)  # all ranks draw the same random numbers
-weight = (0.02 * torch.randn(32 * world_size, 256)).bfloat16()
-x = torch.randn(8, 256).bfloat16()
+sent = []  # the bytes that this rank sends in each all-gather
 
 
-# Yours: the table, the codes, and the way back.
+# Yours: the table, the codes, the way back, and a layer.
 def make_table():
     # Quantiles of a normal distribution: 8 steps up from 0, and 7 steps down. The outermost ones
     # would be infinite, so both sides begin a little before the end. The authors chose this number.
@@ -48,20 +46,44 @@ def dequantize(codes, scales, table):
     return (blocks * scales[..., None]).to(scales.dtype).flatten(-2)  # multiplied in fp32
 
 
-table = make_table()
-rows = weight.chunk(world_size)[rank]
-parts = quantize(rows, table)  # each rank quantizes its rows, as FSDP shards them
-whole = [torch.empty(len(part) * world_size, part.shape[1], dtype=part.dtype) for part in parts]
-for part, gathered in zip(parts, whole, strict=True):
-    dist.all_gather_into_tensor(gathered, part)  # 4.25 bits for each weight, instead of 16
-y = x @ dequantize(*whole, table).T
+def all_gather(part):
+    """The rows of all ranks, in their order."""
+    whole = [torch.empty_like(part) for _ in range(world_size)]
+    dist.all_gather(whole, part)
+    sent.append((world_size - 1) * part.nbytes)
+    return torch.cat(whole)
+
+
+def layer(rows, x):
+    """Each rank has some rows of the weight, and stores only their codes and scales."""
+    table = make_table()
+    codes, scales = quantize(rows, table)
+    # 4.25 bits for each weight, instead of 16. All ranks compute the same weight from them.
+    weight = dequantize(all_gather(codes), all_gather(scales), table)
+    return {"weight": weight.double(), "y": x @ weight.double().T}
+
 
 # Check: one process quantizes the whole weight.
-expected = x @ dequantize(*quantize(weight, table), table).T
-sent = (world_size - 1) * sum(part.nbytes for part in parts)
-difference = (y - expected).abs().max()
-print(f"rank {rank}: {sent} bytes sent, largest difference {difference:.1e}", flush=True)
-error = (dequantize(*whole, table) - weight).float().norm() / weight.float().norm()
-print(f"rank {rank}: in bf16, {(world_size - 1) * rows.nbytes} bytes", flush=True)
-print(f"rank {rank}: rounding to 4 bits changes the weight by {error:.1%}", flush=True)
+def one_process():
+    """The function, the data of each rank, and the results that each rank must get."""
+    # Pretrained weights are about normally distributed.
+    weight = (0.02 * torch.randn(32 * world_size, 256)).bfloat16()
+    x = torch.randn(8, 256).double()
+    table = make_table()
+    rounded = dequantize(*quantize(weight, table), table).double()
+    data = [(rows, x) for rows in weight.chunk(world_size)]
+    expected = {"weight": rounded, "y": x @ rounded.T}
+    return [(layer, data, [expected] * world_size)]
+
+
+torch.manual_seed(0)  # all ranks draw the same random numbers
+for function, data, expected in one_process():
+    results = function(*data[rank])
+    differences = [(results[x] - expected[rank][x]).abs().max() for x in expected[rank]]
+    part = f"rank {rank}, {function.__name__}"
+    print(f"{part}: {sum(sent)} bytes sent, largest difference {max(differences):.1e}", flush=True)
+    rows = data[rank][0]
+    print(f"rank {rank}: in bf16, {(world_size - 1) * rows.nbytes} bytes", flush=True)
+    error = (results["weight"].chunk(world_size)[rank] - rows).norm() / rows.double().norm()
+    print(f"rank {rank}: rounding to 4 bits changes the weight by {error:.1%}", flush=True)
 dist.destroy_process_group()
