@@ -3,7 +3,7 @@
 The model is a Llama or a Mixtral with random weights in bf16. Memory is the peak of `RssAnon` in
 /proc above its value before, which leaves out files that are mapped into memory. `shard_gb` are the
 weights of a rank, and `unit_gb` is the largest layer, the embeddings or the head, all in fp32. For
-chapter 22, the files have each type, and `matrix` is the largest matrix of a layer, in numbers.
+chapter 22, the files have each type.
 """
 
 import argparse
@@ -94,12 +94,13 @@ def measure_in_4_bits(chapter, folder: Path, quiet: bool = False) -> None:
         if RANK == 0:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
             weights = sum(x.numel() for x in model.parameters())
-            matrix = max(x.numel() for x in model.model.layers.parameters())
             model.save_pretrained(folder / name)
             del model
         dist.barrier()
         sys.argv = ["train-llm.py", "-m", str(folder / name), "--dtype", "bf16"]
         args = chapter.parse_args()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # so that no memory of the run before is used again
         with Peak() as peak:
             model = chapter.build_model(args, CPU, checkpoint=None)
         shard = sum(x.to_local().nbytes for x in model.parameters())
@@ -107,7 +108,7 @@ def measure_in_4_bits(chapter, folder: Path, quiet: bool = False) -> None:
         dist.all_gather_object(memory, peak.taken / 1e9)
         if RANK == 0 and not quiet:
             line = {"what": name, "shard_gb": shard / 1e9, "16 bits gb": 2 * weights / 1e9}
-            print(json.dumps(line | {"matrix": matrix, "gb": memory}), flush=True)
+            print(json.dumps(line | {"gb": memory}), flush=True)
         del model
 
 
