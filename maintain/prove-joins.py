@@ -40,6 +40,8 @@ TEMPLATE = REPOSITORY / "models" / "tiny-chat" / "template.jinja"
 FLOAT8 = Path(sys.prefix) / "float8"  # torchao, beside which all scripts print its warnings
 IN_16S = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # for chapter 20
 equal.MODELS |= {f"{name} in 16s": equal.MODELS[name] | IN_16S for name in ("llama", "mixtral")}
+IN_64S = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # for chapter 22
+equal.MODELS["llama in 64s"] = equal.MODELS["llama"] | IN_64S
 DEGREES = ("--tensor-parallel", "--context-parallel", "--pipeline-parallel")
 
 
@@ -462,9 +464,23 @@ def sends_nothing(trial: Trial, facts: list[dict]) -> str | None:
     return "rank 0 sends no weights"
 
 
+def is_in_4_bits(trial: Trial, facts: list[dict]) -> str | None:
+    """Chapter 22: each rank has its share of the codes, two in a byte, and of the scales."""
+    for each in facts:
+        codes, scales = (
+            {name: size for name, (size, _) in each["local"].items() if name.endswith(end)}
+            for end in (".original0", ".original1")
+        )
+        check(sum(codes.values()) == 32 * sum(scales.values()) > 0, "layers have codes and scales")
+        weights = [name for name in each["local"] if name.endswith(".base_layer.weight")]
+        check(not weights, "no layer has a 16-bit weight")
+    return "frozen weights have 4 bits"
+
+
 PROMISES = {"05": copies, "06": part_of_tokens, "11": part_of_tokens, "12": travels}
 PROMISES |= {"07": has_stages, "14": is_sparse, "17": adapters_train, "18": owners}
 PROMISES |= {"19": cuts_the_loss, "20": multiplies_in_8_bits, "21": sends_nothing}
+PROMISES["22"] = is_in_4_bits
 
 
 # -- The command -----------------------------------------------------------------------------------

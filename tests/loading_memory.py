@@ -1,9 +1,10 @@
-"""The memory that start and end of chapter 21 take, on the ranks of a job.
+"""The memory that start and end of chapter 21 take on the ranks of a job; or the start of 22.
 
 The model is a Llama or a Mixtral with random weights in bf16. Memory is the peak of `RssAnon` in
 /proc above its value before, which leaves out files that are mapped into memory. `shard_gb` are the
 weights of a rank, and `unit_gb` is the largest layer, the embeddings or the head, all in fp32.
-`read` is how many numbers a rank has read from the files, relative to those that it keeps.
+`read` is how many numbers a rank has read from the files, relative to those that it keeps. For
+chapter 22, the files have each type.
 """
 
 import argparse
@@ -108,6 +109,29 @@ def measure(chapter, folder: Path, reads: list[int], quiet: bool = False) -> Non
         del model, content
 
 
+def measure_in_4_bits(chapter, folder: Path, reads: list[int], quiet: bool = False) -> None:
+    for name, dtype in chapter.DTYPES.items():
+        if RANK == 0:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            weights = sum(x.numel() for x in model.parameters())
+            model.save_pretrained(folder / name)
+            del model
+        dist.barrier()
+        sys.argv = ["train-llm.py", "-m", str(folder / name), "--dtype", "bf16"]
+        args = chapter.parse_args()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # so that no memory of the run before is used again
+        with Peak() as peak:
+            model = chapter.build_model(args, CPU, checkpoint=None)
+        shard = sum(x.to_local().nbytes for x in model.parameters())
+        memory = [None] * RANKS
+        dist.all_gather_object(memory, peak.taken / 1e9)
+        if RANK == 0 and not quiet:
+            line = {"what": name, "shard_gb": shard / 1e9, "16 bits gb": 2 * weights / 1e9}
+            print(json.dumps(line | {"gb": memory}), flush=True)
+        del model
+
+
 def write(folder: Path, args, layers: int, hidden: int) -> None:
     if RANK == 0:
         sizes = {"intermediate_size": 3 * hidden}
@@ -132,22 +156,24 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=24000)
     parser.add_argument("--experts", type=int, default=0, help="of each layer: a Mixtral")
     parser.add_argument("--tied", action="store_true", help="the head is the embeddings")
+    parser.add_argument("--in-4-bits", action="store_true", help="chapter 22")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     ctypes.CDLL(None).mallopt(-3, 100_000)  # M_MMAP_THRESHOLD: freed tensors leave the process
-    chapter = load_chapter(21)
+    chapter = load_chapter(22 if args.in_4_bits else 21)
     chapter.say = lambda message: None
     dist.init_process_group("gloo")
     reads = count_reads()
     folders = [tempfile.mkdtemp() if RANK == 0 else None]
     dist.broadcast_object_list(folders)
     folder = Path(folders[0])
+    take = measure_in_4_bits if args.in_4_bits else measure
     try:
         write(folder / "small", args, 2, 64)
-        measure(chapter, folder / "small", reads, quiet=True)  # imports what is imported late
-        write(folder / "model", args, 3, 512)
-        measure(chapter, folder / "model", reads)
+        take(chapter, folder / "small", reads, quiet=True)  # imports what is imported late
+        write(folder / "model", args, 12 if args.in_4_bits else 3, 512)
+        take(chapter, folder / "model", reads)
     finally:
         if RANK == 0:
             shutil.rmtree(folder)

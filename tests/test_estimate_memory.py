@@ -79,6 +79,8 @@ CASES += [
     ("sparse low-rank", 2, {}, HALF),
     ("LoRA", 2, {}, HALF),
     ("LoRA", 2, TIED, ACCUMULATE),
+    ("QLoRA", 1, TIED, f"--dtype bf16 {ACCUMULATE}"),
+    ("QLoRA", 4, {}, HALF),
     ("Muon", 2, {}, f"{HALF} -s 128"),
     ("8 bits", 1, WIDE, HALF),
     ("8 bits", 2, WIDE | TIED, "--dtype bf16"),
@@ -95,7 +97,7 @@ def test_what_the_chapters_allocate(tmp_path, request, method, devices, config, 
     known = tool.METHODS[method]
     number = 19 if "--chunked-loss" in flags else known.chapter
     chapter = CHAPTERS_BY_NUMBER[f"{number:02}"]
-    size = {"HSDP": 1, "sparse low-rank": 8, "LoRA": 8}.get(method, 2)
+    size = {"HSDP": 1, "sparse low-rank": 8, "LoRA": 8, "QLoRA": 8}.get(method, 2)
     has_size = known.chapter > 3 and method not in ("Muon", "chat", "8 bits")
     group = [part for flag in known.flags for part in (flag, size)] if has_size else []
     options = [*map(str, ["-m", folder, "-b", 2, "-s", 64, *flags.split(), *group])]
@@ -106,7 +108,7 @@ def test_what_the_chapters_allocate(tmp_path, request, method, devices, config, 
     foretold, moments = tool.step(traces, known, devices, args.batch_size)
 
     text = ["-d", REPOSITORY / "0*" / "*.py"]
-    if method in ("chat", "LoRA"):
+    if method in ("chat", "LoRA", "QLoRA"):
         chat = REPOSITORY / "models" / "tiny-chat"
         length = [64, *re.findall(r"-s (\d+)", flags)][-1]
         text = ["-d", tmp_path / "rows"]
@@ -115,7 +117,7 @@ def test_what_the_chapters_allocate(tmp_path, request, method, devices, config, 
         run_tool(tmp_path, "prepare-data.py", *rows)
     options += ["--max-steps", 6, "--eval-freq", 0]
     options += known.flags if method == "no reshard" else []
-    if method == "LoRA":
+    if method in ("LoRA", "QLoRA"):
         save_weights(folder)
     elif method != "sparse low-rank":
         options += ["--from-scratch"]

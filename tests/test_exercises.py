@@ -60,6 +60,7 @@ WRONG = [
     ("context_parallel", EXCHANGE, "output.detach()", "something was not sent"),
     ("ring_attention", PASS_ON, f"{PASS_ON}; dist.all_reduce(output)", "less is enough"),
     ("expert_parallel", "y[order] = exchange(", "y[:] = exchange(", "Mistakes that others"),
+    ("nf4", "dist.all_gather(whole, part)", "whole = [part] * world_size", "something was not"),
     ("muon", '"update": exchange(received)}', '"update": received}', "something was not sent"),
 ]
 

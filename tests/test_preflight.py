@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import datasets
@@ -450,6 +451,31 @@ def test_targets_that_no_layer_has(look, pretrained, monkeypatch):
     targets = ["--no-from-scratch", "-m", pretrained, "--lora-targets", "q_proj,v_proj"]
     status, output = look(*flags, *targets, chapter="17")
     assert (status, "q_proj,v_proj not found" in output) == (1, True), output
+
+
+def test_what_stays_in_16_bits(tool, tmp_path):
+    """Of two layers: rows of 66 numbers, and embeddings. Of a mixture: most of it."""
+    chapter = load(CHAPTERS_BY_NUMBER["22"])
+    args = SimpleNamespace(lora_rank=8, lora_alpha=8, lora_targets="all-linear", seed=0, dtype=None)
+    args.model_name = "a model"
+    sizes = {"hidden_size": 64, "intermediate_size": 66, "num_hidden_layers": 2, "vocab_size": 64}
+    for family, share in (("llama", 2 * 64 * 66 + 2 * 64 * 64), ("mixtral", None)):
+        config = AutoConfig.for_model(family, **sizes, num_attention_heads=4, num_key_value_heads=4)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        chapter.add_adapters(model, args)
+        report = tool.Report()
+        tool.check_four_bits(model, args, chapter, report)
+        said = report.facts["not in 4 bits"]
+        if family == "llama":
+            assert report.warnings == 0
+            whole = 2 * (4 * 64 * 64 + 3 * 64 * 66) + 2 * 64 * 64
+            assert f"{share / whole:.0%} of the weights stay in bf16" in said
+            assert "model.layers.mlp.down_proj" in said
+            assert "gate_proj" not in said
+        else:
+            assert report.warnings == 1
+            assert "experts" in said
 
 
 # By hand: what weight decay takes, since it has two dimensions, and what is no matrix

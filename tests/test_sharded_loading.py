@@ -42,7 +42,7 @@ MIXTURE = ["--tied", "--experts", 8, "--vocabulary", 12000]
 
 @pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, MIXTURE), (4, []), (4, MIXTURE)])
 def test_memory(tmp_path, ranks, more):
-    """Start: the shards, and this rank's rows of a unit. From scratch and at the end: a unit, too."""
+    """Start: the shards, and rows of a unit. From scratch and at the end: a unit, too."""
     script = REPOSITORY / "tests" / "loading_memory.py"
     job = Job(script, more, tmp_path / "memory.txt", ranks)
     assert job.wait() == 0, job.output

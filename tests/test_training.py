@@ -339,14 +339,14 @@ AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
 """
 # From chapter 2 on, `all_reduce` exchanges a stop signal on the CPU, so no rank waits for a GPU.
 READS = dict.fromkeys(["02", "03", "05", "06", "07", "08", "11", "13", "14", "18"], 1)
-READS |= {"01": 0, "15": 0, "16": 1, "17": 1, "19": 1, "20": 1, "21": 1}
+READS |= {"01": 0, "15": 0, "16": 1, "17": 1, "19": 1, "20": 1, "21": 1, "22": 1}
 READS |= {"04": 5, "10": 5}  # and the number of labels of all ranks
 READS["12"] = 1 + 4 * 2  # and the sizes of each exchange: four layers, two micro-batches
 MODELS = REPOSITORY / "models"
 CHATS = ["-d", MODELS / "tiny-chat" / "rows", "-b", 2, "-s", 256]
 READS_FLAGS = {"07": ["-b", 2], "13": ["--pipeline-parallel", 1, "-b", 2], "14": ["--rank", 4]}
 READS_FLAGS["12"] = ["-m", MODELS / "tiny-mixtral", "--gradient-accumulation-steps", 2]
-READS_FLAGS |= {"16": CHATS, "17": CHATS}
+READS_FLAGS |= {"16": CHATS, "17": CHATS, "22": CHATS}
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_no_number_is_read_between_logged_steps(trainer, pretrained, tmp_path, r
     flags += READS_FLAGS.get(number, [])
     if number == "14":
         flags.remove("--from-scratch")
-    if number == "17":
+    if number in ("17", "22"):
         flags += ["-m", pretrained, "--no-from-scratch"]
     if number == "10":
         rows = [trainer.dataset, "-o", tmp_path / "rows", "--mds", "-m", pretrained, "-s", 32]

@@ -10,7 +10,7 @@ Only the config of the model is needed, and no GPU. tools/models.json has those 
 forward and a backward pass run on fake tensors, which have shapes and no memory, with the settings
 of the chapters, and every allocation and release is noted down. Of layers of a kind one is traced,
 in between others, and stands for all. What FSDP gathers and scatters is added by its rules.
-Chapters 6, 11, 12, 14, 17 and 20 change layers or attention. Their traces use the code of the
+Chapters 6, 11, 12, 14, 17, 20 and 22 change layers or attention. Their traces use the code of the
 chapter itself, on one rank of a process group that does not exist. Pipelines follow PyTorch's order
 of the passes on each rank.
 
@@ -85,7 +85,7 @@ def numel(shapes, devices: int = 1, even: bool = False) -> int:
 
 # Chapters that change the model of chapter 1: what each is called, and the flag of its group
 PLAIN, TENSOR, CONTEXT, EXPERTS, LOW_RANK, CHAT, LORA, MUON = 1, 6, 11, 12, 14, 16, 17, 18
-FLOAT8 = 20
+FLOAT8, QLORA = 20, 22
 GROUPS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel", EXPERTS: "expert_parallel"}
 
 
@@ -108,7 +108,8 @@ def join_group(ranks: int) -> None:
 def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
     """The model on fake tensors, as this chapter changes it; of several ranks, that of the first.
 
-    `kind` is one of `PLAIN`, `TENSOR`, `CONTEXT`, `EXPERTS`, `LOW_RANK`, `CHAT`, `LORA`, `FLOAT8`.
+    `kind` is one of `PLAIN`, `TENSOR`, `CONTEXT`, `EXPERTS`, `LOW_RANK`, `CHAT`, `LORA`, `FLOAT8`,
+    `QLORA`.
     """
     changes = chapter(kind) if kind != PLAIN else {}
     config = deepcopy(config)  # the model changes it, for example its implementation of experts
@@ -116,12 +117,15 @@ def build(config, flags, kind: int, mode: FakeTensorMode, dtype=torch.float32):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
         if kind == LOW_RANK:
             changes["replace_layers"](model, flags)
-        if kind == LORA:
+        if kind in (LORA, QLORA):
             # PEFT moves adapters to the device of the model, where fake tensors already are.
             with mock.patch.object(torch.nn.Module, "to", lambda module, *_, **to: module):
                 changes["add_adapters"](model, flags)
         for parameter in model.parameters():  # not the buffers
             parameter.data = parameter.data.to(dtype)
+        if kind == QLORA:
+            precision = SimpleNamespace(dtype="fp32" if flags.dtype == "fp32" else "bf16")
+            changes["quantize_layers"](model, precision, "cpu")
         if kind == FLOAT8:
             with mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)):
                 changes["use_float8"](model, torch.device(flags.device))
@@ -214,7 +218,10 @@ class Recorder(TorchDispatchMode):
     def __init__(self, model, examples: list[int]):
         super().__init__()
         # FSDP gathers 8-bit weights. What an emulated product makes of them is no such copy.
-        weights = [p for p in model.parameters() if not hasattr(p, "_scale")]
+        # Nor is what chapter 22 computes from its codes.
+        weights = [
+            p for p in model.parameters() if not hasattr(p, "_scale") and p.is_floating_point()
+        ]
         self.weights = {storage_key(p) for p in weights}
         self.alive = {storage_key(x): None for x in [*model.parameters(), *model.buffers()]}
         self.outer_shapes = [*map(set, shapes_of(outer_of(model)))]
@@ -445,7 +452,7 @@ def trace(config, flags, batch: int, autocast: bool, examples: list[int], kind: 
             f"{sharding}._propagate_tensor_meta_non_cached": unseen,
             # Looks for position ids that restart within a row. Only packed conversations have some.
             "transformers.masking_utils.find_packed_sequence_indices": (
-                lambda ids: (ids == 0).cumsum(-1) if kind in (CHAT, LORA) else None
+                lambda ids: (ids == 0).cumsum(-1) if kind in (CHAT, LORA, QLORA) else None
             ),
             # PyTorch refuses fake tensors in fp32 there; the way around it takes as much memory.
             "transformers.integrations.moe._can_use_grouped_mm": lambda x, w, _: w.itemsize == 2,
@@ -496,7 +503,7 @@ def loss_of(model, ids: torch.Tensor, flags, kind: int) -> torch.Tensor:
     if kind == TENSOR:
         positions = torch.arange(flags.seq_length)[None]
         return model(**inputs, position_ids=positions).loss.full_tensor()
-    if kind in (CHAT, LORA):  # packed conversations have a mask
+    if kind in (CHAT, LORA, QLORA):  # packed conversations have a mask
         inputs["position_ids"] = torch.zeros_like(ids)
     return model(**inputs).loss
 
@@ -556,7 +563,7 @@ class Traces:
         self.outer = shapes_of(outer_of(model))
         units = units_of(model)
         self.units = {place: shapes_of(unit) for place, unit in units.items()}
-        # In chapter 17, the other weights are frozen.
+        # In chapters 17 and 22, the other weights are frozen.
         trained = {place: [p for p in unit if p.requires_grad] for place, unit in units.items()}
         self.trained = {place: shapes_of(unit) for place, unit in trained.items()}
         self.layers = [shapes_of(layer.parameters()) for layer in layers]
@@ -564,7 +571,11 @@ class Traces:
         self.expert_shapes = {*chain(*(shapes_of(part.parameters()) for part in experts))}
         supports = [x for name, x in model.named_buffers() if name.endswith(".support")]
         in_8_bits = layers_in_8_bits(model) if kind == FLOAT8 else []
-        self.shapes_in_8_bits = {tuple(layer.weight.shape) for layer in in_8_bits}
+        # Numbers of one byte: those of chapter 20, and in chapter 22 the two codes in each byte.
+        self.shapes_of_bytes = {tuple(layer.weight.shape) for layer in in_8_bits}
+        self.shapes_of_bytes |= {
+            *shapes_of(p for p in model.parameters() if p.dtype == torch.uint8)
+        }
         self.supports = sum(x.numel() * x.element_size() for x in supports)  # of chapter 14
         # The layer that stands for each. The first and the last one have neighbours like no other
         # and stand for themselves; of each kind in between, one does for all.
@@ -622,7 +633,7 @@ class Method:
         sizes = [getattr(flags, flag.strip("-").replace("-", "_"), 1) for flag in self.flags]
         if None in sizes:
             return None
-        return math.prod(sizes) if self.kind not in (LOW_RANK, CHAT, LORA, FLOAT8) else 1
+        return math.prod(sizes) if self.kind not in (LOW_RANK, CHAT, LORA, FLOAT8, QLORA) else 1
 
     def copy_ranks(self, devices: int, flags) -> int:
         """How many of the devices hold a copy of the weights together, or of their part of them.
@@ -652,6 +663,7 @@ METHODS = [
     Method("sparse low-rank", 14, ("--rank",), LOW_RANK),
     Method("chat", CHAT, ("--rows",), CHAT),
     Method("LoRA", 17, ("--lora-rank",), LORA),
+    Method("QLoRA", 22, ("--lora-rank",), QLORA),
     Method("Muon", MUON, ("--muon",)),
     Method("8 bits", FLOAT8, ("--float8",), FLOAT8),
 ]
@@ -725,7 +737,8 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
     at the end of the step. Of other methods this is the last micro-batch.
 
     In chapter 12 the experts of a layer are a unit of their own. Here they count with their layer.
-    In chapter 17 frozen weights are in the compute dtype, without gradients and moments.
+    In chapter 17 frozen weights are in the compute dtype, without gradients and moments. Those of
+    chapter 22 are codes and scales, which are gathered as they are.
     """
     flags, groups, head = traces.flags, rank.groups, len(traces.layers)
     shards, size = method.copy_ranks(devices, flags), BYTES[flags.dtype]
@@ -739,13 +752,16 @@ def course(rank: Rank, traces: Traces, method: Method, devices: int, batch: int)
         padded = [n * size for n, size in zip(parts, sizes, strict=True)]
         shard[place], buffer_size[place] = sum(sizes), sum(padded)
         in_layer = 0 <= place < head  # chapter 20 leaves the head as it is
-        widths = [1 if in_layer and s in traces.shapes_in_8_bits else size for s in shapes]
+        widths = [1 if in_layer and s in traces.shapes_of_bytes else size for s in shapes]
         whole[place] = sum(n * numel([s]) for n, s in zip(widths, shapes, strict=True))
         # On one device there is no buffer for what arrives.
         arrives = zip(parts, widths, padded, strict=True)
         gathered[place] = sum(width * x // 4 for n, width, x in arrives if n > 1)
         without_gradient = numel(shapes, shards) - numel(rank.trained[place], shards)
-        frozen += size * without_gradient
+        # Codes are never trained, so the trained ones among these have the width of the others.
+        bytes_of_all = sum(n * numel([s], shards) for n, s in zip(widths, shapes, strict=True))
+        if without_gradient:
+            frozen += bytes_of_all - size * numel(rank.trained[place], shards)
         shard[place] -= 4 * without_gradient
         buffer_size[place] -= 4 * shards * without_gradient
     all_shards = sum(shard.values())  # of what AdamW updates, and of its gradients
@@ -958,7 +974,8 @@ def markdown(rows: list) -> str:
 
 LEGEND = f"""
 - weights, fp32: 4 bytes per parameter, under FSDP of this rank's shard; in chapter 14 also 4 bytes
-  per place of S, on each rank; in chapter 17, frozen weights are in the compute dtype
+  per place of S, on each rank; in chapter 17, frozen weights are in the compute dtype, and in
+  chapter 22 in 4 bits with a scale for each 64
 - gradients: as far as they are there, whole or in shards, with FSDP's buffer for scattering
 - AdamW's moments: 8 bytes per parameter and 4 per tensor, under FSDP of this rank's shard
 - copies of weights: in the compute dtype: autocast's, or what FSDP has gathered
@@ -972,7 +989,7 @@ LEGEND = f"""
 - pipeline × tensor: chapter 13, the fullest rank, with both flags
 - context parallel: chapter 11; expert parallel: chapter 12, if all ranks get equally many tokens
 - sparse low-rank: chapter 14 with --rank
-- chat: chapter 16, whose rows are packed (--rows); LoRA: 17 with --lora-rank, also packed
+- chat: chapter 16, whose rows are packed (--rows); LoRA, QLoRA: 17 and 22 with --lora-rank, packed
 - 8 bits: chapter 20, with --float8
 - Muon: chapter 18, with --muon. Of its temporary tensors, only the two of the exchange are counted
 - CPU memory of start and end: fp32, without shards, which --cpu-offload keeps there
@@ -1012,8 +1029,8 @@ def parse_args(argv=None) -> argparse.Namespace:
     add("--muon", action="store_true", default=None, help="also chapter 18")
     add("--float8", action="store_true", default=None, help="also chapter 20")
     add("--rows", action="store_true", default=None, help="also chapter 16, packed")
-    add("--lora-rank", type=count, help="also chapter 17: rows of A, and columns of B")
-    add("--lora-targets", default="all-linear", help="of chapter 17: or a pattern")
+    add("--lora-rank", type=count, help="also chapters 17 and 22: rows of A, columns of B")
+    add("--lora-targets", default="all-linear", help="of both: or a pattern")
     add("--device", choices=["cuda", "cpu"], default="cuda", help="whose rules of computing")
     add("--dtype", choices=BYTES, help="compute precision [bf16 for cuda, fp32 for cpu]")
     add("--activation-checkpointing", action="store_true", help="less memory, more compute")
@@ -1032,7 +1049,7 @@ def parse_args(argv=None) -> argparse.Namespace:
         parser.error('--float8 needs torchao: pip install -c constraints.txt ".[float8]"')
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     args.compile = args.device == "cuda" if args.compile is None else args.compile
-    args.alpha = args.lora_alpha = 1  # of chapters 14 and 17, without effect on memory
+    args.alpha = args.lora_alpha = 1  # of chapters 14, 17 and 22, without effect on memory
     args.seed = 0
     args.attention = None  # the default of the chapters
     return args

@@ -27,6 +27,7 @@ import time
 from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import datasets
@@ -363,12 +364,30 @@ def check_model(args, chapter, report: Report) -> int:
         check_files(args, report)
     if hasattr(chapter, "add_adapters"):
         chapter.add_adapters(model, args)  # on the meta device; raises if no layer has this name
+    if hasattr(chapter, "quantize_layers"):
+        check_four_bits(model, args, chapter, report)
     if not dist.is_initialized() or dist.get_rank() == 0:  # only rank 0 can save a model
         check_small(args, chapter, report)
     for name in ("check_plan", "check_model", "split_layers"):
         if hasattr(chapter, name):
             getattr(chapter, name)(args)  # ends with a sentence if the chapter refuses the model
     return parameters
+
+
+def check_four_bits(model, args, chapter, report: Report) -> None:
+    """Which weights does chapter 22 leave in 16 bits?"""
+    weights = {n: p for n, p in model.named_parameters() if p.dim() > 1 and ".lora_" not in n}
+    sizes = {name: weight.numel() for name, weight in weights.items()}
+    dtype = args.dtype or "bf16"
+    chapter.quantize_layers(model, SimpleNamespace(dtype=dtype), device="cpu")
+    left = {name: sizes[name] for name, _ in model.named_parameters() if name in sizes}
+    share = sum(left.values()) / sum(sizes.values())
+    gb = sum(left.values()) * chapter.DTYPES[dtype].itemsize / 1e9
+    kinds = {re.sub(r"\.\d+", "", name): 0 for name in left}  # equal in all layers
+    said = f"{some(kinds)}: {share:.0%} of the weights stay in {dtype}, {gb:.2f} GB in all"
+    report.fact("not in 4 bits", said)
+    if share > 0.5:
+        report.warn(f"{said}: chapter 22 saves little here, so use chapter 17")
 
 
 def check_decoder(args, config, report: Report) -> None:
