@@ -363,7 +363,7 @@ def fill_shards(args, model, device):
             weight = shard.copy_(weight)
         return weight
 
-    # LOAD 4: from_pretrained() fills what this method returns, and reads only rows for a DTensor.
+    # LOAD 4: Transformers fills what this method returns, and reads only rows for a DTensor.
     transformers.PreTrainedModel.maybe_distribute_model = lambda *_: model
     # LOAD 5: PyTorch calls this hook with each weight that a module gets, and takes its result.
     hook = register_module_parameter_registration_hook(keep_rows)
