@@ -127,17 +127,29 @@ def test_the_order_is_a_function_of_seed_and_epoch(chapter_1):
     assert order(0, 0, 10)[:6] == [3, 7, 6, 4, 1, 0]
 
 
+# A process that maps documents, and does not find them in the cache, leaves a line.
 EMPTY_CACHE = """
-import os, datasets
+import functools, os, datasets
 datasets.config.HF_DATASETS_CACHE = os.environ["CACHE"]
+
+@functools.wraps(datasets.Dataset._map_single)  # its parameters are a part of the hash
+def map_single(*arguments, original=datasets.Dataset._map_single, **options):
+    with open(os.environ["CACHE"] + "/mapped", "a") as file:
+        print(os.environ["RANK"], file=file)
+    return original(*arguments, **options)
+datasets.Dataset._map_single = staticmethod(map_single)
 """
 
 
-def test_a_node_tokenizes_once(trainer, texts, tmp_path):
-    """Two ranks with an empty cache leave one file, which a later run reads."""
+def test_a_corpus_is_tokenized_once(trainer, texts, tmp_path):
+    """Two jobs with two ranks each share an empty cache, like two nodes; a later run reads it."""
     cache = tmp_path / "cache"
+    cache.mkdir()
     file = write_documents(tmp_path / "own.jsonl", texts[:200])
     options = {"processes": 2, "before": EMPTY_CACHE, "env": {"CACHE": str(cache)}}
-    for name, size in [("first", 32), ("second", 16)]:
-        trainer("-d", file, "-s", size, "--max-steps", 1, name=name, **options)
-        assert len([*cache.rglob("cache-*.arrow")]) == 1
+    flags = ["-d", file, "--max-steps", 1]
+    jobs = [trainer.start(*flags, name=name, **options) for name in ("one", "other")]
+    assert [job.wait() for job in jobs] == [0, 0], jobs[0].output + jobs[1].output
+    trainer(*flags, "-s", 16, name="later", **options)
+    assert len((cache / "mapped").read_text().split()) == 1
+    assert len([*cache.rglob("cache-*.arrow")]) == 1

@@ -90,6 +90,25 @@ def test_refused_in_one_sentence(trainer, tmp_path, case):
     assert_one_sentence(result.run.ranks[0].output, part)
 
 
+# The stages of a schedule agree on shapes before its first step. Prints each time.
+PREPARES = """
+from torch.distributed.pipelining.stage import PipelineStage
+
+def prepare(*arguments, original=PipelineStage._prepare_forward_infra, **options):
+    print("\\nprepared")
+    return original(*arguments, **options)
+PipelineStage._prepare_forward_infra = prepare
+"""
+
+
+def test_two_preparations_in_a_run(trainer, tmp_path):
+    """One for the schedule of the training, and one for that of ten evaluations."""
+    flags = ["-m", write_model(tmp_path / "m", **SMALL), "--max-steps", 10, "--eval-freq", 1]
+    run = trainer(*flags, "--pipeline-parallel", 2, before=PREPARES, processes=2, **PP)
+    assert len(run.column("eval/loss")) == 10
+    assert [rank.output.count("\nprepared") for rank in run.run.ranks] == [2, 2]
+
+
 # Prints the seed of each step.
 SEEDS = """
 import torch
