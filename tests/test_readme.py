@@ -14,6 +14,7 @@ from runner import (
     CHAPTER_10,
     CHAPTER_14,
     CHAPTER_17,
+    CHAPTER_22,
     CHAPTERS_BY_NUMBER,
     FACTS,
     REPOSITORY,
@@ -161,7 +162,7 @@ def test_demo_and_the_commands_after_it(tmp_path):
         if script == CHAPTER_10:
             run(*before)
             flags += ["-d", tmp_path / "mds"]
-        if script == CHAPTER_17:
+        if script in (CHAPTER_17, CHAPTER_22):
             flags += ["-m", tmp_path / "demo-fsdp" / "final"]
         output = run(command, *flags, cwd=tmp_path)
         assert "warning: " not in output.lower()
