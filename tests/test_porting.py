@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from runner import REPOSITORY, Job
+from helpers.runner import REPOSITORY, Job
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 

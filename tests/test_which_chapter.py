@@ -6,8 +6,8 @@ import shlex
 import datasets
 import pyarrow.parquet
 import pytest
-from runner import CHAPTERS_BY_NUMBER, run_tool
-from test_readme import WHICH, assert_flags_are_understood, page
+from helpers.pages import WHICH, assert_flags_are_understood, page
+from helpers.runner import CHAPTERS_BY_NUMBER, run_tool
 from transformers import AutoConfig
 
 TEXT = page("docs/questions.md") + page(WHICH)

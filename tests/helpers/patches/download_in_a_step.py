@@ -1,0 +1,37 @@
+"""Each row has its own shard, and a step has 4 rows.
+
+In step 3, the forward pass waits until the first download of step 4 has begun. This download waits
+until the forward pass is over. Without a thread, the forward pass would wait in vain.
+"""
+
+import threading
+
+import torch
+from streaming import Stream
+
+begun = threading.Event()
+computed = threading.Event()
+steps = []
+downloads = []
+
+
+def prepare_shard(self, shard):
+    downloads.append(None)
+    if len(downloads) == 13:
+        begun.set()
+        assert computed.wait(20), "the forward pass waits"
+    return original_prepare_shard(self, shard)
+
+
+def compute(*arguments, **options):
+    steps.append(None)
+    if len(steps) == 3:
+        assert begun.wait(20), "no download while a step computes"
+        computed.set()
+    return original_cross_entropy(*arguments, **options)
+
+
+original_prepare_shard = Stream.prepare_shard
+Stream.prepare_shard = prepare_shard
+original_cross_entropy = torch.nn.functional.cross_entropy
+torch.nn.functional.cross_entropy = compute

@@ -1,0 +1,17 @@
+"""Accelerate has FSDP for GPUs only.
+
+So a name says that the two CPU processes are GPU processes. No other line of Accelerate or the
+Trainer changes.
+"""
+
+from accelerate import state
+
+
+def initialize(self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    if self.distributed_type == state.DistributedType.MULTI_CPU:
+        self.distributed_type = state.DistributedType.MULTI_GPU
+
+
+original = state.PartialState.__init__
+state.PartialState.__init__ = initialize

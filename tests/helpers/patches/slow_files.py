@@ -1,0 +1,17 @@
+"""Writing a file takes as long as a file of this name is missing."""
+
+import os
+import time
+
+import torch.distributed.checkpoint.filesystem as files
+
+original = files._write_item
+
+
+def write(*args, **options):
+    while not os.path.exists(os.environ["GO"]):
+        time.sleep(0.01)
+    return original(*args, **options)
+
+
+files._write_item = write
