@@ -12,7 +12,7 @@ import pytest
 
 pytest.register_assert_rewrite("helpers")
 
-import helpers.environment  # before the libraries
+import helpers.environment
 import torch
 from helpers.data import write_documents, write_rows
 from helpers.models import (

@@ -41,6 +41,8 @@ from transformers import AutoModelForCausalLM
 CONVERT = "convert-checkpoint.py"
 pytestmark = pytest.mark.rest
 
+SHARDS = patches("shards", "all_reduces")
+
 
 @pytest.fixture
 def train(trainer):
@@ -62,7 +64,7 @@ def test_losses_for_every_shard_size(train, trainer):
     flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 2, "--keep-checkpoints", 9]
     single = train(*flags, "-b", 16, processes=0, script=CHAPTER_1, name="single")
     for size, more in ((1, ["--cpu-offload"]), (2, []), (4, [])):
-        options = {"processes": 4, "before": patches("all_reduces"), "name": f"by-{size}"}
+        options = {"processes": 4, "before": SHARDS, "name": f"by-{size}"}
         batch = ["-b", 2, "--global-batch-size", 16, "--shard-size", size]
         run = train(*flags, *batch, *more, **options)
         assert_same_losses(single, run, 6, **OFF)
@@ -95,7 +97,7 @@ def test_formats_resume_exactly(train, trainer, case):
     how, size, more = FORMATS[case]
     flags = ["--max-steps", 9, "--ckpt-freq", 3, "--keep-checkpoints", 99, "--shard-size", size]
     flags += ["--checkpoint-format", how, *more]
-    origin = train(*flags, name="origin", before=patches("all_reduces"))
+    origin = train(*flags, name="origin", before=SHARDS)
     glob = "rank-*/*6/*.distcp" if how == "local" else "*6/*.distcp"
     files = sorted(str(path.relative_to(origin.folder)) for path in origin.folder.glob(glob))
     if how == "local":
@@ -103,7 +105,7 @@ def test_formats_resume_exactly(train, trainer, case):
     else:
         writers = range(1 if how == "full" else 2)
         assert files == [f"step-00000006/__{rank}_0.distcp" for rank in writers]
-    resumed = resume(origin, trainer, 6, *flags, again=train, before=patches("all_reduces"))
+    resumed = resume(origin, trainer, 6, *flags, again=train, before=SHARDS)
     assert told(resumed, "shards ") == told(origin, "shards ")
 
 

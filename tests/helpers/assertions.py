@@ -7,11 +7,10 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
 from helpers.models import write_model
 from helpers.runner import load
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 
 def assert_one_sentence(output: str, part: str) -> None:

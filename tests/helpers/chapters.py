@@ -7,7 +7,6 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 import pytest
-
 from helpers.runner import CHAPTER_1, REPOSITORY, load
 
 

@@ -1,7 +1,6 @@
 """Runs of chapter 9."""
 
 import yaml
-
 from helpers.runner import CHAPTER_9, Job, Run
 from helpers.trainer import Folder
 

@@ -5,9 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from helpers.runner import REPOSITORY
+from transformers import AutoConfig, AutoModelForCausalLM
 
 TINY_LLAMA = REPOSITORY / "models" / "tiny-llama"
 DEMO_TEMPLATE = REPOSITORY / "models" / "tiny-chat" / "template.jinja"

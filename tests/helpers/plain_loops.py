@@ -7,10 +7,9 @@ import peft
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, get_scheduler
-
 from helpers.assertions import OFF, worst
 from helpers.trainings import STEPS, Case, run_cases
+from transformers import AutoModelForCausalLM, get_scheduler
 
 BATCH, SIZE = 12, 64  # samples per step, for 1 to 4 ranks
 

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import psutil
-
 from helpers.runner import SCRIPTS, Run, wait_for
 from helpers.trainer import Folder
 

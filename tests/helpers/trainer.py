@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import torch
-
 from helpers.assertions import assert_same_losses, assert_same_model, exact
 from helpers.runner import CHAPTER_1, CHAPTER_2, Job, Run, patches
 

@@ -3,7 +3,6 @@
 import json
 
 import torch
-
 from helpers.chapters import damaged
 from helpers.runner import CHAPTERS_BY_NUMBER, SCRIPTS, Job, free_port
 from helpers.trainer import Folder

@@ -5,9 +5,8 @@ averaged, how many pieces of memory hold its gradients, and which samples it has
 import hashlib
 
 import torch
+from helpers.patches import at_end, in_place_of, print
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-from helpers.patches import at_end, print
 
 counts = {"buckets": 0}
 samples = []
@@ -33,16 +32,11 @@ class Watched(torch.nn.parallel.DistributedDataParallel):
         return super().forward(input_ids=input_ids, **options)
 
 
-clip = torch.nn.utils.clip_grad_norm_
-
-
-def watched_clip(parameters, *args, **options):
+@in_place_of(torch.nn.utils, "clip_grad_norm_")
+def watched_clip(clip, parameters, *args, **options):
     parameters = list(parameters)
     counts["pieces"] = len({p.grad.untyped_storage().data_ptr() for p in parameters})
     return clip(parameters, *args, **options)
-
-
-torch.nn.utils.clip_grad_norm_ = watched_clip
 
 
 @at_end

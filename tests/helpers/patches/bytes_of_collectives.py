@@ -4,7 +4,6 @@ import collections
 import json
 
 import torch.distributed as dist
-
 from helpers.patches import print
 
 

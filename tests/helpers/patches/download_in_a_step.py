@@ -7,6 +7,7 @@ until the forward pass is over. Without a thread, the forward pass would wait in
 import threading
 
 import torch
+from helpers.patches import in_place_of
 from streaming import Stream
 
 begun = threading.Event()
@@ -15,7 +16,8 @@ steps = []
 downloads = []
 
 
-def prepare_shard(self, shard):
+@in_place_of(Stream, "prepare_shard")
+def prepare_shard(original_prepare_shard, self, shard):
     downloads.append(None)
     if len(downloads) == 13:
         begun.set()
@@ -23,15 +25,10 @@ def prepare_shard(self, shard):
     return original_prepare_shard(self, shard)
 
 
-def compute(*arguments, **options):
+@in_place_of(torch.nn.functional, "cross_entropy")
+def compute(original_cross_entropy, *arguments, **options):
     steps.append(None)
     if len(steps) == 3:
         assert begun.wait(20), "no download while a step computes"
         computed.set()
     return original_cross_entropy(*arguments, **options)
-
-
-original_prepare_shard = Stream.prepare_shard
-Stream.prepare_shard = prepare_shard
-original_cross_entropy = torch.nn.functional.cross_entropy
-torch.nn.functional.cross_entropy = compute

@@ -3,15 +3,15 @@
 import hashlib
 
 import torch
-
-from helpers.patches import print
+from helpers.patches import in_place_of, print
 
 
 def fingerprint(tensors):
     return hashlib.sha256(b"".join(t.to_local().numpy().tobytes() for t in tensors)).hexdigest()
 
 
-def step(self, *args, **options):
+@in_place_of(torch.optim.AdamW, "step")
+def step(original, self, *args, **options):
     if self.state and not told:
         told.append(1)
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -22,5 +22,3 @@ def step(self, *args, **options):
 
 
 told = []
-original = torch.optim.AdamW.step
-torch.optim.AdamW.step = step

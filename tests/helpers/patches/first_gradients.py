@@ -3,21 +3,20 @@
 import os
 
 import torch
+from helpers.patches import in_place_of
 
 models, saved = [], []
 
 
-def train(self, mode=True):
+@in_place_of(torch.nn.Module, "train")
+def train(original_train, self, mode=True):
     if hasattr(self, "lm_head"):
         models[:] = [self]
     return original_train(self, mode)
 
 
-original_train = torch.nn.Module.train
-torch.nn.Module.train = train
-
-
-def update(self, *args, **options):
+@in_place_of(torch.optim.AdamW, "step")
+def update(original_update, self, *args, **options):
     if not saved:
         (model,) = models
         gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -26,7 +25,3 @@ def update(self, *args, **options):
         if os.environ.get("RANK", "0") == "0":
             torch.save({n: g.clone() for n, g in whole.items()}, os.environ["GRADIENTS"])
     return original_update(self, *args, **options)
-
-
-original_update = torch.optim.AdamW.step
-torch.optim.AdamW.step = update

@@ -5,13 +5,11 @@ Trainer changes.
 """
 
 from accelerate import state
+from helpers.patches import in_place_of
 
 
-def initialize(self, *args, **kwargs):
+@in_place_of(state.PartialState, "__init__")
+def initialize(original, self, *args, **kwargs):
     original(self, *args, **kwargs)
     if self.distributed_type == state.DistributedType.MULTI_CPU:
         self.distributed_type = state.DistributedType.MULTI_GPU
-
-
-original = state.PartialState.__init__
-state.PartialState.__init__ = initialize

@@ -4,7 +4,6 @@ import atexit
 
 import torch
 import torch._dynamo
-
 from helpers.patches import print
 
 sizes = []

@@ -4,7 +4,6 @@ import os
 import signal
 
 import torch
-
 from helpers.patches import print
 
 

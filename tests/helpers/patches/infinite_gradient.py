@@ -6,7 +6,6 @@ Once, rank 1 finds a gradient that is not finite.
 import os
 
 import torch
-
 from helpers.patches import print
 
 

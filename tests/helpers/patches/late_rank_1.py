@@ -4,7 +4,6 @@ import os
 import time
 
 import torch.distributed.checkpoint as dcp
-
 from helpers.patches import print
 
 

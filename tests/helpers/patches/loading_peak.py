@@ -4,8 +4,7 @@ import os
 
 import torch
 import transformers
-
-from helpers.patches import print
+from helpers.patches import in_place_of, print
 
 
 def memory(name):
@@ -13,18 +12,13 @@ def memory(name):
     return int(status.partition(name + ":")[2].split()[0]) * 1024
 
 
-original = transformers.AutoModelForCausalLM.from_config
-
-
-def from_config(*args, **options):
+@in_place_of(transformers.AutoModelForCausalLM, "from_config")
+def from_config(original, *args, **options):
     global before
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak is now what there is
     before = memory("VmRSS")
     return original(*args, **options)
-
-
-transformers.AutoModelForCausalLM.from_config = from_config
 
 
 class AdamW(torch.optim.AdamW):

@@ -4,9 +4,11 @@ import os
 import time
 
 import torch
+from helpers.patches import in_place_of
 
 
-def step(*args, **options):
+@in_place_of(torch.optim.AdamW, "step")
+def step(original, *args, **options):
     if next(count) == 7:
         end = time.monotonic() + 60
         while not os.path.exists(os.environ["NAMED"]):
@@ -16,5 +18,3 @@ def step(*args, **options):
 
 
 count = iter(range(1, 99))
-original = torch.optim.AdamW.step
-torch.optim.AdamW.step = step

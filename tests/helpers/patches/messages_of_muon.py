@@ -2,28 +2,21 @@
 
 import torch
 import torch.distributed as dist
-
-from helpers.patches import at_end, print
+from helpers.patches import at_end, in_place_of, print
 
 messages, products = [], []
 
 
-def all_to_all_single(output, input, *sizes):
+@in_place_of(dist, "all_to_all_single")
+def all_to_all_single(original, output, input, *sizes):
     messages.append((str(input.dtype), input.numel(), output.numel()))
     return original(output, input, *sizes)
 
 
-original = dist.all_to_all_single
-dist.all_to_all_single = all_to_all_single
-
-
-def addmm(*args, **options):
+@in_place_of(torch, "addmm")
+def addmm(original_addmm, *args, **options):
     products.append(args[0].dtype)
     return original_addmm(*args, **options)
-
-
-original_addmm = torch.addmm
-torch.addmm = addmm
 
 
 @at_end

@@ -1,7 +1,6 @@
 """Each rank tells how many parameters an update has moved."""
 
 import torch
-
 from helpers.patches import print
 from helpers.patches.infinite_gradient import Scaler
 

@@ -1,6 +1,7 @@
 """With --dtype bf16, FSDP rounds each float that the model gets, such as a number of tokens."""
 
 import torch
+from helpers.patches import in_place_of
 
 
 def check_floats(model, args, kwargs):
@@ -8,10 +9,7 @@ def check_floats(model, args, kwargs):
     assert not floats, f"FSDP would round {floats}"
 
 
-def to_empty_and_check(self, **options):
+@in_place_of(torch.nn.Module, "to_empty")
+def to_empty_and_check(to_empty_alone, self, **options):
     self.register_forward_pre_hook(check_floats, with_kwargs=True)
     return to_empty_alone(self, **options)
-
-
-to_empty_alone = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty_and_check

@@ -6,47 +6,35 @@ import json
 
 import torch
 import torch.distributed as dist
+from helpers.patches import at_end, in_place_of, print
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-
-from helpers.patches import at_end, print
 
 order, chosen = [], []
 
 
-def noted(event, name):
-    original = getattr(dist, name)
+new = hasattr(dist, "all_gather_single")  # torch 2.13
+gather = "all_gather_single" if new else "all_gather_into_tensor"
+for event, name in (("gather", gather), ("sizes", "all_to_all_single")):
 
-    def call(*args, **options):
+    @in_place_of(dist, name)
+    def call(original, *args, event=event, **options):
         order.append(event)
         return original(*args, **options)
 
-    setattr(dist, name, call)
 
-
-new = hasattr(dist, "all_gather_single")  # torch 2.13
-noted("gather", "all_gather_single" if new else "all_gather_into_tensor")
-noted("sizes", "all_to_all_single")
-
-
-def route(self, *args):
+@in_place_of(MixtralTopKRouter, "forward")
+def route(original_route, self, *args):
     result = original_route(self, *args)
     chosen.append(result[2].flatten().tolist())
     return result
 
 
-original_route = MixtralTopKRouter.forward
-MixtralTopKRouter.forward = route
-
-
-def step(self, *args, **options):
+@in_place_of(torch.optim.AdamW, "step")
+def step(original_step, self, *args, **options):
     result = original_step(self, *args, **options)
     order.append("step")
     chosen.append("step")
     return result
-
-
-original_step = torch.optim.AdamW.step
-torch.optim.AdamW.step = step
 
 
 @at_end

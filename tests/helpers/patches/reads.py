@@ -6,9 +6,8 @@ On a GPU, each read waits. Operations whose result has as many rows as the data 
 import sys
 
 import torch
+from helpers.patches import in_place_of, print
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from helpers.patches import print
 
 aten = torch.ops.aten
 WAITS = [aten._local_scalar_dense.default, aten.nonzero.default, aten.bincount.default]
@@ -33,19 +32,17 @@ class CountReads(TorchDispatchMode):
         return op(*args, **kwargs)
 
 
-def tolist(self):
+@in_place_of(torch.Tensor, "tolist")
+def tolist(original_tolist, self):
     note()
     return original_tolist(self)
 
 
-def step(self, *args, **options):
+@in_place_of(torch.optim.AdamW, "step")
+def step(original, self, *args, **options):
     print("\nreads", len(reads))
     reads.clear()
     return original(self, *args, **options)
 
 
-original_tolist = torch.Tensor.tolist
-torch.Tensor.tolist = tolist
-original = torch.optim.AdamW.step
-torch.optim.AdamW.step = step
 CountReads().__enter__()

@@ -1,19 +1,15 @@
 """Each rank tells the scales of its weights, and those of its shards alone: 448 / the largest."""
 
 import torch
-
-from helpers.patches import at_end, print
+from helpers.patches import at_end, in_place_of, print
 
 models = []
 
 
-def to_empty(self, **options):
+@in_place_of(torch.nn.Module, "to_empty")
+def to_empty(original_to_empty, self, **options):
     models.append(original_to_empty(self, **options))
     return self
-
-
-original_to_empty = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty
 
 
 @at_end

@@ -1,14 +1,10 @@
 """Prints the seed of each step."""
 
 import torch
+from helpers.patches import in_place_of, print
 
-from helpers.patches import print
 
-
-def manual_seed(seed):
+@in_place_of(torch, "manual_seed")
+def manual_seed(original, seed):
     print("\nseed", seed)
     return original(seed)
-
-
-original = torch.manual_seed
-torch.manual_seed = manual_seed

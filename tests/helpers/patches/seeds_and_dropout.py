@@ -3,30 +3,23 @@
 import hashlib
 
 import torch
-
-from helpers.patches import at_end, print
+from helpers.patches import at_end, in_place_of, print
 
 seeds, dropped = [], []
-original_seed = torch.manual_seed
 
 
-def seed(number):
+@in_place_of(torch, "manual_seed")
+def seed(original_seed, number):
     seeds.append(number)
     return original_seed(number)
 
 
-torch.manual_seed = seed
-original_dropout = torch.nn.Dropout.forward
-
-
-def dropout(self, x):
+@in_place_of(torch.nn.Dropout, "forward")
+def dropout(original_dropout, self, x):
     y = original_dropout(self, x)
     if self.training and not dropped:
         dropped.append(hashlib.sha256((y == 0).numpy()).hexdigest()[:16])
     return y
-
-
-torch.nn.Dropout.forward = dropout
 
 
 @at_end

@@ -3,13 +3,13 @@
 import os
 
 import torch
-
-from helpers.patches import at_end
+from helpers.patches import at_end, in_place_of
 
 seen = []
 
 
-def to_empty(self, *, device, recurse=True):
+@in_place_of(torch.nn.Module, "to_empty")
+def to_empty(original_to_empty, self, *, device, recurse=True):
     original_to_empty(self, device=device)
     forward = self.forward
 
@@ -20,10 +20,6 @@ def to_empty(self, *, device, recurse=True):
 
     self.forward = watched
     return self
-
-
-original_to_empty = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty
 
 
 @at_end

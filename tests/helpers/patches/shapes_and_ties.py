@@ -1,13 +1,13 @@
 """Each rank tells at its end the shapes of its activations, and that the weights are still tied."""
 
 import torch
-
-from helpers.patches import at_end, print
+from helpers.patches import at_end, in_place_of, print
 
 shapes, models = set(), []
 
 
-def to_empty(self, *, device, recurse=True):
+@in_place_of(torch.nn.Module, "to_empty")
+def to_empty(original_to_empty, self, *, device, recurse=True):
     original_to_empty(self, device=device)
     models.append(self)
     for layer in self.model.layers:
@@ -16,10 +16,6 @@ def to_empty(self, *, device, recurse=True):
         lambda head, inputs, y: shapes.add(tuple(y.to_local().shape)) and None
     )
     return self
-
-
-original_to_empty = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty
 
 
 @at_end

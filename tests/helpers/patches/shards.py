@@ -4,23 +4,19 @@ import hashlib
 import os
 
 import torch
-
-from helpers.patches import at_end, print
+from helpers.patches import at_end, in_place_of, print
 
 models = []
 
 
-def to_empty(self, *, device, recurse=True):
+@in_place_of(torch.nn.Module, "to_empty")
+def to_empty(original_to_empty, self, *, device, recurse=True):
     # What is not given a value afterwards stays not a number
     models.append(original_to_empty(self, device=device))
     with torch.no_grad():
         for tensor in [*self.parameters(), *self.buffers()]:
             getattr(tensor, "_local_tensor", tensor).fill_(torch.nan)
     return self
-
-
-original_to_empty = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty
 
 
 @at_end

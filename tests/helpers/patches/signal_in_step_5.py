@@ -4,14 +4,11 @@ import os
 import signal
 
 import transformers
+from helpers.patches import in_place_of
 
-training_step = transformers.Trainer.training_step
 
-
-def stop(self, *args, **kwargs):
+@in_place_of(transformers.Trainer, "training_step")
+def stop(training_step, self, *args, **kwargs):
     if self.state.global_step == 4 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGUSR2)
     return training_step(self, *args, **kwargs)
-
-
-transformers.Trainer.training_step = stop

@@ -5,7 +5,6 @@ there are many.
 import hashlib
 
 import torch
-
 from helpers.patches import at_end, print
 
 

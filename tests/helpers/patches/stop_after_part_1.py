@@ -4,12 +4,11 @@ import os
 import pathlib
 import signal
 
+from helpers.patches import in_place_of
 
-def rename(path, target):
+
+@in_place_of(pathlib.Path, "rename")
+def rename(original, path, target):
     original(path, target)
     if str(target).endswith("part-00001"):
         os.kill(os.getpid(), signal.SIGSTOP)
-
-
-original = pathlib.Path.rename
-pathlib.Path.rename = rename

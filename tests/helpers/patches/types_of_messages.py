@@ -2,38 +2,28 @@
 
 import torch
 import torch.distributed as dist
-
-from helpers.patches import at_end, print
+from helpers.patches import at_end, in_place_of, print
 
 types = {}
 share = []
 
 
-def noted(name):
-    original = getattr(dist, name)
+for name in ("reduce_scatter_single", "all_gather_single"):
 
-    def call(*args, **options):
+    @in_place_of(dist, name)
+    def call(original, *args, name=name, **options):
         tensors = [x for x in [*args, *options.values()] if isinstance(x, torch.Tensor)]
         types.setdefault(name.rpartition("_")[0], set()).update(str(x.dtype) for x in tensors)
         return original(*args, **options)
 
-    setattr(dist, name, call)
 
-
-noted("reduce_scatter_single")
-noted("all_gather_single")
-
-
-def clip(parameters, max_norm):
+@in_place_of(torch.nn.utils, "clip_grad_norm_")
+def clip(original_clip, parameters, max_norm):
     parameters = list(parameters)
     gradients = torch.cat([p.grad.to_local().flatten() for p in parameters])
     gradients = gradients[gradients != 0]
     share.append((gradients == gradients.bfloat16()).float().mean().item())
     return original_clip(parameters, max_norm)
-
-
-original_clip = torch.nn.utils.clip_grad_norm_
-torch.nn.utils.clip_grad_norm_ = clip
 
 
 @at_end
