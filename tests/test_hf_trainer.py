@@ -160,8 +160,6 @@ OTHER_KEYS = {
     "parallel.fsdp_config.fsdp_min_num_params": "whatever its size",
     "optimizer.lr": "'lr' not in 'Optimizer'",
 }
-
-
 DOUBTED = {"temperature": 0.9, "top_p": 0.6}, {"num_beams": 1, "length_penalty": 2.0}
 DOUBTED += ({"pad_token_id": -1}, {"typical_p": 0.5})
 

@@ -25,8 +25,13 @@ from helpers.chapters import with_torch_muon
 from helpers.data import IMPORTABLE, NO_TORCHVISION, STAND_IN, write_documents
 from helpers.hf_trainer import Runs
 from helpers.models import DEMO_TEMPLATE, TINY_LLAMA, save_weights, weights_away
-from helpers.plain_loops import assert_equal, flags_for, plain_loop, with_adapters
-from helpers.plain_loops import plain_loop_over_rows as plain_loop_over_rows
+from helpers.plain_loops import (
+    assert_equal,
+    flags_for,
+    plain_loop,
+    plain_loop_over_rows,
+    with_adapters,
+)
 from helpers.runner import CHAPTERS_BY_NUMBER, CONTINUES, FACTS, load, patches, run_tool
 from helpers.trainer import resume, watched
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig

@@ -19,8 +19,6 @@ from helpers.torchrun import CLEAN
 pytestmark = pytest.mark.rest
 
 SCRIPT = REPOSITORY / "launch" / "slurm.sh"
-
-
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"}
 
 
@@ -184,8 +182,6 @@ STUBS = {
     "until [ -s stopping ]; do sleep 0.05; done\n"
     'echo "$LAST" > slurm-1-0-localhost.log',
 }
-
-
 # The last sentences of all chapters, each once
 TEXTS = [script.read_text() for script in CHAPTERS_BY_NUMBER.values()]
 DONE = [re.findall(r'say\(f"(Done: .*?) {', text) for text in TEXTS]

@@ -11,8 +11,6 @@ from helpers.torchrun import Forking, Launch, ending
 pytestmark = pytest.mark.rest
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
-
-
 ONE_NODE = ["--standalone", "--nproc-per-node", 2]
 FLAGS = ["--max-steps", 14, "--ckpt-freq", 4, "--eval-freq", 7, "--lr", 1e-3]
 

@@ -23,8 +23,6 @@ def write_rows(file: Path, rows) -> Path:
 
 
 IMPORTABLE = ""
-
-
 if NO_TORCHVISION:
     IMPORTABLE = f"import sys; sys.path.append({str(STAND_IN)!r})\n"
 

@@ -90,14 +90,8 @@ TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 EXPERT = {"moe_intermediate_size": 24, "intermediate_size": 40, "num_experts_per_tok": 2}
-
-
 GPT2 = {"n_embd": 40, "n_layer": 4, "n_head": 4, "n_positions": 64, "eos_token_id": 0}
-
-
 GPT2 |= dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0) | {"bos_token_id": 0}
-
-
 MODELS = {
     "llama": SIZE | BIASES | TIED,
     "llama untied": SIZE | UNTIED,
@@ -141,15 +135,11 @@ MIXTURES = {name: MODELS[name] | SMALLER for name in ("mixtral", "deepseek_v3", 
 UNEVEN_SIZE = {"hidden_size": 36, "intermediate_size": 66, "num_hidden_layers": 2, "head_dim": 10}
 UNEVEN_SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 UNEVEN_SIZE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-
-
 # Shards differ in size: of 66 columns a rank has 33 in a group, which are 17 and 16 in two groups.
 UNEVEN_MODELS = {
     "llama": UNEVEN_SIZE | BIASES | {"tie_word_embeddings": True},
     "qwen3": UNEVEN_SIZE | {"tie_word_embeddings": False, "attention_bias": True},
 }
-
-
 CONVERTED_SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 CONVERTED_SIZE |= {"num_attention_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0}
 CONVERTED_SIZE |= {"eos_token_id": 0}

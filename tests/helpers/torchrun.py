@@ -106,17 +106,9 @@ def ending(folder: Path, code: str) -> Path:
 
 
 VARIABLES = ["NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"]
-
-
 VARIABLES += ["MAX_RESTARTS", "LOCAL_ADDR", "HANG_DUMPS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
-
-
 VARIABLES += ["PREFLIGHT"]
-
-
 CLEAN = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-
-
 # The Python that runs the tests, as that of an active virtual environment
 ACTIVE = {"VIRTUAL_ENV": sys.prefix}
 ACTIVE |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
