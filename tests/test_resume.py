@@ -172,7 +172,7 @@ def test_two_runs_of_one_name(trainer):
         return {path: path.read_bytes() for path in paths if path.is_file()}
 
     # The process stops itself, as a process on a machine that hangs.
-    stop = "print('in step 3', flush=True)\n        os.kill(os.getpid(), signal.SIGSTOP)"
+    stop = "print('in step 3', flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
     first = trainer.start(*flags, before=in_step(3, stop, rank=0))
     try:
         first.wait_for("in step 3")
