@@ -103,11 +103,15 @@ def test_the_order_is_a_function_of_seed_and_epoch(chapter_1):
     assert order(0, 0, 10)[:6] == [3, 7, 6, 4, 1, 0]
 
 
-def test_a_node_tokenizes_once(trainer, texts, tmp_path):
-    """Two ranks with an empty cache leave one file, which a later run reads."""
+def test_a_corpus_is_tokenized_once(trainer, texts, tmp_path):
+    """Two jobs with two ranks each share an empty cache, like two nodes; a later run reads it."""
     cache = tmp_path / "cache"
+    cache.mkdir()
     file = write_documents(tmp_path / "own.jsonl", texts[:200])
     options = {"processes": 2, "before": patches("empty_cache"), "env": {"CACHE": str(cache)}}
-    for name, size in [("first", 32), ("second", 16)]:
-        trainer("-d", file, "-s", size, "--max-steps", 1, name=name, **options)
-        assert len([*cache.rglob("cache-*.arrow")]) == 1
+    flags = ["-d", file, "--max-steps", 1]
+    jobs = [trainer.start(*flags, name=name, **options) for name in ("one", "other")]
+    assert [job.wait() for job in jobs] == [0, 0], jobs[0].output + jobs[1].output
+    trainer(*flags, "-s", 16, name="later", **options)
+    assert len((cache / "mapped").read_text().split()) == 1
+    assert len([*cache.rglob("cache-*.arrow")]) == 1

@@ -146,11 +146,13 @@ def test_even_shards(shape, dimension):
 
 
 def test_refused_in_one_sentence(shared, model):
-    """A dense model. A group that does not divide the experts: test_quick.py"""
+    """A dense model, and fp16. A group that does not divide the experts: test_quick.py"""
     flags = ["-m", model, "--max-steps", 1, "--expert-parallel", 3]
     result = shared(*flags, name="dense", processes=3, status=None, **EP)
     sentence = "--expert-parallel 3 must divide the ranks and experts of the model"
     assert_one_sentence(result.run.ranks[0].output, sentence)
+    result = shared("--dtype", "fp16", name="fp16", processes=1, status=2, **EP)
+    assert_one_sentence(result.run.ranks[0].output, "would miss infinite gradients of experts")
 
 
 @pytest.mark.parametrize(("ranks", "group"), [(1, 1), (3, 1), (4, 4), (6, 2), (16, 8)])

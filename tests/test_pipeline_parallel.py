@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 pytestmark = pytest.mark.rest
 
 PP = {"script": CHAPTER_7}
+PREPARATIONS = patches("preparations")
 
 
 def test_final_is_the_folder_of_chapter_1(trainer, tied, tmp_path):
@@ -67,6 +68,16 @@ def test_refused_in_one_sentence(trainer, tmp_path, case):
     flags = ["-m", folder, *flags, "--max-steps", 1]
     result = trainer(*flags, processes=processes, status=status, **PP)
     assert_one_sentence(result.run.ranks[0].output, part)
+
+
+def test_two_preparations_in_a_run(trainer, tmp_path):
+    """One for the schedule of the training, and one for that of ten evaluations."""
+    flags = ["-m", write_model(tmp_path / "m", **SMALL), "--max-steps", 10, "--eval-freq", 1]
+    run = trainer(
+        *flags, "--pipeline-parallel", 2, before=patches("preparations"), processes=2, **PP
+    )
+    assert len(run.column("eval/loss")) == 10
+    assert [rank.output.count("\nprepared") for rank in run.run.ranks] == [2, 2]
 
 
 @pytest.mark.parametrize("script", [CHAPTER_7, CHAPTER_13], ids=lambda path: path.parent.name)

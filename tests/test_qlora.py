@@ -12,7 +12,7 @@ import torch.distributed as dist
 from helpers.assertions import assert_same_model, exact, worst
 from helpers.models import BIASES, MIXED, TIED, UNTIED, kept_bytes, save_uneven_weights, write_model
 from helpers.models import SIZE as SMALL
-from helpers.plain_loops import BATCH, SIZE, flags_for
+from helpers.plain_loops import BATCH, flags_for
 from helpers.runner import (
     CHAPTER_17,
     CHAPTER_22,
@@ -120,7 +120,7 @@ def pair_of_cases(folder, data, ranks, model, batch, more) -> list[dict]:
         write_bases(folder / kind, model, torch.bfloat16 if "bf16" in more else torch.float32)
     cases = []
     for number, base in (("22", kind), ("17", f"{kind} rounded")):
-        flags = [*flags_for(folder / base, data), "-s", SIZE, "--lr", 1e-3, *more]
+        flags = [*flags_for(folder / base, data), "--lr", 1e-3, *more]
         flags += ["--gradient-accumulation-steps", BATCH // ranks // batch]
         if number == "17" and "--compile" in flags:
             flags.remove("--compile")
@@ -147,21 +147,23 @@ def assert_equal(expected: Case, found: Case, near: float, gradients: float) -> 
 
 
 @pytest.fixture(scope="module")
-def on_one_rank(tmp_path_factory, conversations):
+def on_one_rank(tmp_path_factory, rows_of_conversations):
     """Chapter 17 on rounded bases, on one rank."""
     folder = tmp_path_factory.mktemp("one-rank")
     names = dict.fromkeys(model for job in ("3", "4") for model, *_ in CASES[job])
-    cases = [pair_of_cases(folder, conversations, 1, name, BATCH, [])[1] for name in names]
+    rows = rows_of_conversations()
+    cases = [pair_of_cases(folder, rows, 1, name, BATCH, [])[1] for name in names]
     run_cases(folder, "job", cases, 1)
     return {name: Case(folder / case["name"]) for name, case in zip(names, cases, strict=True)}
 
 
 @pytest.mark.rest
 @pytest.mark.parametrize("job", CASES)
-def test_equal_to_chapter_17(tmp_path, request, conversations, job):
+def test_equal_to_chapter_17(tmp_path, request, rows_of_conversations, job):
     """To the last bit on as many ranks, if not compiled; else but for the order of sums."""
     ranks = int(job[0])
-    pairs = [(pair_of_cases(tmp_path, conversations, ranks, *case), case) for case in CASES[job]]
+    rows = rows_of_conversations()
+    pairs = [(pair_of_cases(tmp_path, rows, ranks, *case), case) for case in CASES[job]]
     if ranks > 2:  # compared with one rank
         alone, kept = request.getfixturevalue("on_one_rank"), 1
     else:
@@ -201,10 +203,11 @@ def assert_bytes(output: str, weights: int, adapters: int, others: int) -> None:
         assert each["reduce_scatter_single"] == {str(4 * adapters): 2 * 2}
 
 
-def test_one_job(tmp_path, conversations):
+def test_one_job(tmp_path, rows_of_conversations):
     """On two ranks: bits and bytes, losses of chapter 17, a resume, and files of another type."""
     more = ["--dtype", "bf16", "--ckpt-freq", 1]
-    original, of_17 = pair_of_cases(tmp_path, conversations, 2, "llama untied", 6, more)
+    rows = rows_of_conversations()
+    original, of_17 = pair_of_cases(tmp_path, rows, 2, "llama untied", 6, more)
     original["facts"] = True
     base, checkpoint = tmp_path / "llama untied in bf16", "step-00000001"
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -333,7 +336,9 @@ def test_bits_are_those_of_bitsandbytes(qlora):
 
 def flags_of(chapter, monkeypatch, *flags):
     monkeypatch.setattr(sys, "argv", ["train-llm.py", *map(str, flags)])
-    return chapter.parse_args()
+    args = chapter.parse_args()
+    args.packed = True  # as load_rows() finds out
+    return args
 
 
 def loaded(chapter, monkeypatch, base, dtype="fp32"):

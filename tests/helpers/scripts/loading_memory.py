@@ -119,6 +119,7 @@ def measure_in_4_bits(chapter, folder: Path, reads: list[int], quiet: bool = Fal
         dist.barrier()
         sys.argv = ["train-llm.py", "-m", str(folder / name), "--dtype", "bf16"]
         args = chapter.parse_args()
+        args.packed = True
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # so that no memory of the run before is used again
         with Peak() as peak:
