@@ -131,6 +131,7 @@ CHAPTERS = {
     5: {"ranks": 2, "flags": ["-b", 4, "--shard-size", 2], "same": 1},
     6: {"ranks": 2, "flags": ["-b", 8, "--tensor-parallel", 2], "same": 1},
     7: {"ranks": 2, "flags": PIPELINE, "same": 1},
+    "7, three stages": {"ranks": 3, "flags": [*PIPELINE[:-1], 3], "same": 1},
     8: {"ranks": 2, "flags": ["-b", 4, "--compress", "dct", "--keep", 1], "same": 1},
     11: {"ranks": 2, "flags": ["-b", 8, "--context-parallel", 2], "same": 1},
     13: {"ranks": 4, "flags": [*PIPELINE, "--tensor-parallel", 2], "same": 1},
@@ -155,6 +156,8 @@ CHAPTERS = {
     "16, two ranks": {"ranks": 2, "flags": ["-b", 4, *CHAT], "same": 16},
     17: {"ranks": 1, "flags": ["-b", 8, *CHAT]},
     "17, two ranks": {"ranks": 2, "flags": ["-b", 4, *CHAT], "same": 17},
+    22: {"ranks": 1, "flags": ["-b", 8, *CHAT]},
+    "22, two ranks": {"ranks": 2, "flags": ["-b", 4, *CHAT], "same": 22},
 }
 for name in CONTINUES:
     differs = {"ranks": 1, "flags": ["-b", 8]}

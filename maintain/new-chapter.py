@@ -1,6 +1,6 @@
 """Makes the folder of a new chapter, and says what is left to do.
 
-    python maintain/new-chapter.py 22 name --continues 03
+    python maintain/new-chapter.py 23 name --continues 03
 
 The script is that of the chapter that it continues. Everything else is a stub with TODO.
 """

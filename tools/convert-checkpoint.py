@@ -1,4 +1,4 @@
-"""Turns a checkpoint of any chapter but 9, 14 and 17 into another format, or a Transformers folder.
+"""Turns a checkpoint into another format or a Transformers folder. Not of chapters 9, 14, 17, 22.
 
     python tools/convert-checkpoint.py outputs/a/step-00000500 outputs/b/step-00000500 --to full
     python tools/convert-checkpoint.py outputs/a/step-00000500 outputs/b/step-00000500 \
@@ -84,7 +84,7 @@ def read(checkpoint: Path) -> dict:
         return read_single(checkpoint)
     if folders := local_folders(checkpoint):
         return read_local(folders)
-    sys.exit(f"error: {checkpoint} is no checkpoint of these chapters: all but 9, 14 and 17")
+    sys.exit(f"error: {checkpoint} is no checkpoint of these chapters: all but 9, 14, 17 and 22")
 
 
 def read_dcp(checkpoint: Path) -> dict:

@@ -5,7 +5,7 @@
     python tools/generate.py Qwen/Qwen3-0.6B --prompt "The capital of France is"
     python tools/generate.py outputs/demo-chat/final --chat --prompt "What does a list do?"
 
-The model is a run's `final/`, one of its `step-*` folders (not of chapters 14 and 17), or any
+The model is a run's `final/`, one of its `step-*` folders (not of chapters 14, 17, 22), or any
 causal language model of Transformers, by folder or Hub id. Convert checkpoints of the format
 `local` before.
 """
@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def refuse_parts(name: str | Path) -> None:
-    """Exits for a checkpoint of chapters 14 and 17, which has parts of matrices."""
+    """Exits for a checkpoint of chapters 14, 17 and 22, which has parts of matrices."""
     if not Path(name, "state.json").exists():
         return  # no checkpoint
     file = Path(name, "parameters.json")
@@ -67,7 +67,7 @@ def load(name: str):
         sys.exit(f"error: cannot load the model {name} ({error!r:.300})")
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {name} has no end-of-text token")
-    with suppress(OSError):  # final/ of chapter 17 has its own stop token beside the adapters
+    with suppress(OSError):  # of adapters: their own stop token is beside them
         model.generation_config = GenerationConfig.from_pretrained(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return tokenizer, model.to(device).eval()  # no dropout
