@@ -29,19 +29,21 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path += [str(REPOSITORY / folder) for folder in ("tests", "tools")]
 combine = importlib.import_module("combine")
-conftest = importlib.import_module("conftest")
+importlib.import_module("helpers.environment")
+torch = importlib.import_module("torch")
 damages = importlib.import_module("damages")
-equal = importlib.import_module("test_equal")
-runner = importlib.import_module("runner")
-torch = conftest.torch
+assertions, changed, data, models, runner, trainings = (
+    importlib.import_module(f"helpers.{name}")
+    for name in ("assertions", "chapters", "data", "models", "runner", "trainings")
+)
 
 STEPS, BATCH, LENGTH = 6, 8, 32  # samples per step, tokens per sample
 TEMPLATE = REPOSITORY / "models" / "tiny-chat" / "template.jinja"
 FLOAT8 = Path(sys.prefix) / "float8"  # torchao, beside which all scripts print its warnings
 IN_16S = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # for chapter 20
-equal.MODELS |= {f"{name} in 16s": equal.MODELS[name] | IN_16S for name in ("llama", "mixtral")}
+models.MODELS |= {f"{name} in 16s": models.MODELS[name] | IN_16S for name in ("llama", "mixtral")}
 IN_64S = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # for chapter 22
-equal.MODELS["llama in 64s"] = equal.MODELS["llama"] | IN_64S
+models.MODELS["llama in 64s"] = models.MODELS["llama"] | IN_64S
 DEGREES = ("--tensor-parallel", "--context-parallel", "--pipeline-parallel")
 
 
@@ -120,23 +122,23 @@ def write_data(folder: Path, with_rows: bool) -> None:
     chance = random.Random(0)
     words = ["def", "return", "self", "lambda", "the", "loss", "gradient", "Größe", "学习", "x"]
     texts = [" ".join(chance.choices(words, k=chance.randint(1, 60))) for _ in range(300)]
-    conftest.write_documents(folder / "text.jsonl", texts)
+    data.write_documents(folder / "text.jsonl", texts)
     for part in range(4):
-        conftest.write_documents(folder / f"part-{part}.jsonl", texts[part::4])
+        data.write_documents(folder / f"part-{part}.jsonl", texts[part::4])
     rows = []
     for text in texts:
         answer = " ".join(text.split()[: chance.choice([1, 5, 20])])
         question = {"role": "user", "content": chance.choice(texts)[:20]}
         rows.append({"messages": [question, {"role": "assistant", "content": answer}]})
-    conftest.write_rows(folder / "chat.jsonl", rows)
-    flags = [folder / "chat.jsonl", "--as", "messages", "--rows", "-m", conftest.TINY_LLAMA]
+    data.write_rows(folder / "chat.jsonl", rows)
+    flags = [folder / "chat.jsonl", "--as", "messages", "--rows", "-m", models.TINY_LLAMA]
     flags += ["--chat-template", TEMPLATE, "-s", LENGTH, "-o", folder / "chats"]
     runner.run_tool(folder, "prepare-data.py", *flags)
     if not with_rows:
         return
-    flags = [folder / "text.jsonl", "-o", folder / "rows", "-m", conftest.TINY_LLAMA]
+    flags = [folder / "text.jsonl", "-o", folder / "rows", "-m", models.TINY_LLAMA]
     flags += ["-s", LENGTH, "--mds", "--no-shuffle"]
-    runner.run_tool(folder, "prepare-data.py", *flags, before=finds(conftest.STAND_IN))
+    runner.run_tool(folder, "prepare-data.py", *flags, before=finds(data.STAND_IN))
 
 
 def data_flags(numbers: set[str], folder: Path) -> list:
@@ -166,23 +168,18 @@ def like_script(proof: Proof, like: str, script: Path, folder: Path) -> tuple[Pa
     number, _, other = like.partition(" with ")
     chapter = runner.CHAPTERS_BY_NUMBER[number]
     if other:  # torch.optim.Muon in place of AdamW
-        muon = importlib.import_module("test_muon")
-        changes = {
-            muon.ADAMW: muon.INSTEAD,
-            "\nimport torch\n": "\nimport torch\nimport torch_muon\n",
-        }
-        chapter = conftest.damaged(chapter, folder / "with-torch-muon", changes)
+        chapter = changed.with_torch_muon(folder, chapter)
     return chapter, chapters_in([number])
 
 
 def case(folder, name, script, chapters, ranks, flags, model) -> dict:
-    """A case of tests/many_trainings.py, in a folder with its name."""
+    """A case of tests/helpers/scripts/many_trainings.py, in a folder with its name."""
     per_pass = BATCH // shares(ranks, flags) // 2
     every = ["-e", name, "-m", folder / model, "--save-dir", folder, "-s", LENGTH, "-b", per_pass]
     every += [*data_flags(chapters, folder), "--lr", 1e-3, "--lr-scheduler", "constant"]
     every += ["--max-steps", STEPS, "--eval-freq", STEPS // 2, "--ckpt-freq", STEPS // 2]
     every += ["--log-freq", 1, "--keep-checkpoints", 9]
-    every += equal.PARTS if "14" in chapters else ["--no-from-scratch"]
+    every += trainings.PARTS if "14" in chapters else ["--no-from-scratch"]
     if "05" in chapters:
         every += ["--global-batch-size", BATCH]
     else:
@@ -255,10 +252,10 @@ def finds(*folders: Path) -> str:
 def run_job(cases: list[dict], ranks: int, folder: Path) -> None:
     file = folder / f"{cases[0]['name']}.json"
     file.write_text(json.dumps(cases))
-    script = REPOSITORY / "tests" / "many_trainings.py"
+    script = runner.SCRIPTS / "many_trainings.py"
     text = Path(cases[0]["script"]).read_text()
     folders = [FLOAT8] if "import float8" in text else []
-    folders += [conftest.STAND_IN] if "from streaming" in text else []
+    folders += [data.STAND_IN] if "from streaming" in text else []
     output = folder / f"{file.stem}.txt"
     job = runner.Job(script, [file], output, ranks, before=finds(*folders))
     try:
@@ -329,7 +326,7 @@ def compared(proof: Proof, folder: Path) -> Row:
     for trial in proof.trials:
         name, like_name = names_of_runs(proof, trial)
         own, again, like = (
-            equal.Case(folder / each) for each in (name, f"{name} again", like_name)
+            trainings.Case(folder / each) for each in (name, f"{name} again", like_name)
         )
         limits = limits_of(proof, trial)
         columns = {"loss": limits.loss, "eval/loss": limits.loss, "grad_norm": limits.norm}
@@ -340,15 +337,15 @@ def compared(proof: Proof, folder: Path) -> Row:
             losses = max(losses, error if column != "grad_norm" else 0)
         is_mixture = any("experts" in tensor for tensor in like.gradients(1))
         for step in (1,) if is_mixture else (1, 2):  # a router may choose another expert then
-            error, parameter = equal.worst(like.gradients(step), own.gradients(step))
+            error, parameter = assertions.worst(like.gradients(step), own.gradients(step))
             if error > (limits.first_gradient if step == 1 else limits.second_gradient):
                 raise Wrong(
                     f"{name}: the gradient of {parameter} in step {step} differs by {error}"
                 )
             gradients = max(gradients, error)
-        models = (conftest.final_tensors(like), conftest.final_tensors(own))
-        compare_models(name, *models, limits.model)
-        if conftest.exact(again.records) != conftest.exact(own.records):
+        finals = (assertions.final_tensors(like), assertions.final_tensors(own))
+        compare_models(name, *finals, limits.model)
+        if assertions.exact(again.records) != assertions.exact(own.records):
             raise Wrong(f"{name}: the resumed run has other losses")
         for number in sorted(chapters_in(proof.numbers, proof.without) & PROMISES.keys()):
             if promise := PROMISES[number](trial, facts_of(folder / name)):
@@ -377,7 +374,7 @@ def compare_models(name: str, like: dict, own: dict, most: float) -> None:
 
 
 def facts_of(folder: Path) -> list[dict]:
-    """Of each rank, as tests/many_trainings.py has saved them."""
+    """Of each rank, as tests/helpers/scripts/many_trainings.py has saved them."""
     return [torch.load(file) for file in sorted(folder.glob("facts-*"))]
 
 
@@ -491,7 +488,7 @@ def prove(proofs: list[Proof], folder: Path) -> Iterator[tuple[str, Row | str]]:
     write_data(folder, with_rows=any("10" in proof.numbers for proof in proofs))
     for proof in proofs:
         if not (folder / proof.model).exists():
-            equal.write_weights(folder / proof.model, proof.model)
+            models.write_weights(folder / proof.model, proof.model)
         try:
             run_trials(proof, folder)
             yield proof.name, compared(proof, folder)

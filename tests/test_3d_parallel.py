@@ -3,13 +3,9 @@
 import sys
 
 import pytest
-import test_pipeline_parallel
 import torch
-from conftest import AT_END
-from runner import CHAPTER_3, CHAPTER_6, CHAPTER_7, CHAPTER_13, load
-from test_fsdp import told, whole_state
-
-tied = test_pipeline_parallel.tied  # the fixture
+from helpers.assertions import told, whole_state
+from helpers.runner import CHAPTER_3, CHAPTER_6, CHAPTER_7, CHAPTER_13, load, patches
 
 # Chapters that continue one run, one after the other: processes, flags, the last step
 ZBV = ["--schedule", "zbv"]
@@ -21,24 +17,6 @@ CHAIN = [
     (CHAPTER_3, 2, ["-b", 4], 5),
     (CHAPTER_13, 8, ["-b", 2, "--pipeline-parallel", 2, "--tensor-parallel", 2], 7),
 ]
-# Each rank tells at its end which seeds it trained with.
-WATCH = """
-import torch
-from torch.distributed.pipelining import schedules
-
-def step(self, x, **options):
-    if torch.is_grad_enabled():
-        seeds.append(torch.initial_seed())
-    return original_step(self, x, **options)
-
-seeds = []
-original_step = schedules.PipelineScheduleSingle.step
-schedules.PipelineScheduleSingle.step = step
-
-def tell():
-    print("\\nseeds", *seeds)
-"""
-WATCH += AT_END
 
 
 @pytest.mark.rest
@@ -51,7 +29,7 @@ def test_a_run_goes_on_in_other_layouts_and_chapters(trainer, tied):
     sharded = trainer(*flags, "-b", 8, "--max-steps", 7, name="sharded", **sharded)
     for chapter, processes, split, last in CHAIN:
         options = {"processes": processes, "script": chapter, "name": "chain"}
-        options["before"] = WATCH if processes == 8 else ""
+        options["before"] = patches("seeds_of_stages") if processes == 8 else ""
         run = trainer(*flags, *split, "--max-steps", last, **options)
         assert ("Continuing from" in run.output) == (last > 1)
     losses = single.column("loss")

@@ -4,7 +4,8 @@ import json
 import shutil
 
 import pytest
-from conftest import LLAMA, TINY_LLAMA, assert_one_sentence, save_weights, write_model
+from helpers.assertions import assert_one_sentence
+from helpers.models import LLAMA, TINY_LLAMA, save_weights, write_model
 from safetensors.torch import load_file, save_file
 
 RANGES = "--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1"

@@ -5,7 +5,7 @@ import re
 import subprocess
 
 import pytest
-from runner import REPOSITORY, load, outcome, python
+from helpers.runner import REPOSITORY, load, outcome, python
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 tool = load(BENCHMARKS / "run.py")
@@ -16,7 +16,7 @@ def run(tmp_path):
     """Runs a benchmark; what it starts with `subprocess.run` are forks of it."""
 
     def call(script, *arguments, status=0, before="") -> str:
-        before += "import forking\nforking.patch()\n"
+        before += "from helpers.scripts import forking\nforking.patch()\n"
         options = {"before": before, "timeout": 500}
         found, output = outcome(tmp_path, BENCHMARKS / script, *arguments, **options)
         assert found == status, output

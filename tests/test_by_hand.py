@@ -5,8 +5,8 @@ Their bytes, their memory and their order are checked with the exercises (test_e
 import re
 
 import pytest
-from conftest import assert_one_sentence
-from runner import REPOSITORY, Job, outcome
+from helpers.assertions import assert_one_sentence
+from helpers.runner import REPOSITORY, Job, outcome
 
 FOLDER = REPOSITORY / "learn" / "by-hand"
 SCRIPTS = {path.stem: path for path in sorted(FOLDER.glob("*.py"))}

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from runner import REPOSITORY, load
+from helpers.runner import REPOSITORY, load
 
 TOOL = load(REPOSITORY / "maintain" / "carry-change.py")
 FIRST = (

@@ -13,16 +13,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import DEMO_TEMPLATE, LLAMA, TINY_LLAMA, save_weights, write_model
-from runner import CHAPTER_16, load, run_tool
-from test_equal import OFF, STEPS, Case, described, run, worst
+from helpers.models import DEMO_TEMPLATE, LLAMA, TINY_LLAMA, save_weights, write_model
+from helpers.plain_loops import BATCH, SIZE, assert_job_is_plain, flags_for, plain_loop, samples_of
+from helpers.runner import CHAPTER_16, load, run_tool
+from helpers.trainings import described
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    get_scheduler,
 )
 
 
@@ -135,80 +135,6 @@ def test_rows_of_something_else_are_refused(chat, tmp_path, rows_of_conversation
 
 
 # -- The plain loop --------------------------------------------------------------------------------
-
-BATCH, SIZE = 12, 64  # samples per step, for 1 to 4 ranks
-
-
-def flags_for(folder, rows) -> list:
-    return ["-m", folder, "--no-from-scratch", "-d", rows, "-s", SIZE]
-
-
-def samples_of(rows, split: str) -> list[dict]:
-    """The columns of each row, as tensors."""
-    found = pq.read_table(sorted(rows.glob(f"{split}-*"))).to_pylist()
-    return [{name: torch.tensor(column) for name, column in row.items()} for row in found]
-
-
-def plain_loop(chat, folder, rows, adapt=lambda model: model, steps=STEPS) -> SimpleNamespace:
-    """Losses, norms, held-out losses and gradients of one process, a conversation at a time."""
-    train_set, eval_set = (samples_of(rows, split) for split in ("train", "validation"))
-    order = chat.sample_order(0, 0, len(train_set))
-    model = adapt(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    by_decay = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (1, 0)]
-    groups = [{"params": p, "weight_decay": d} for p, d in zip(by_decay, (0.01, 0), strict=True)]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    scheduler = get_scheduler("cosine", optimizer, 0, steps)
-
-    def losses_of(samples):
-        """The sum over the answers of each conversation, and their number of tokens."""
-        for sample in samples:
-            begins = [0, SIZE]  # with --no-packing
-            if "position_ids" in sample:
-                begins = [*(sample["position_ids"] == 0).nonzero().flatten(), SIZE]
-            for begin, end in pairwise(begins):
-                ids, labels = (sample[name][begin:end] for name in ("input_ids", "labels"))
-                count = (labels >= 0).sum().item()
-                if count:
-                    logits = model(ids[None]).logits[0, :-1]
-                    entropy = torch.nn.functional.cross_entropy
-                    yield entropy(logits, labels[1:], reduction="sum"), count
-
-    result = SimpleNamespace(loss=[], norm=[], held_out=[], gradients=[])
-    for step in range(steps):
-        samples = [train_set[int(i)] for i in order[step * BATCH : (step + 1) * BATCH]]
-        sums, counts = zip(*losses_of(samples), strict=True)
-        loss = sum(sums) / sum(counts)
-        loss.backward()
-        named = [(n, p) for n, p in model.named_parameters() if p.grad is not None]
-        gradients = {n.removeprefix("base_model.model."): p.grad.clone() for n, p in named}
-        result.gradients.append(gradients)  # without the prefix of PEFT
-        result.loss.append(loss.item())
-        result.norm.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        if (step + 1) % (steps // 2) == 0:
-            with torch.no_grad():
-                sums, counts = zip(*losses_of(eval_set), strict=True)
-            result.held_out.append(sum(sums).item() / sum(counts))
-    return result
-
-
-def assert_job_is_plain(folder, cases: list, plain: dict, ranks: int) -> None:
-    """Also the gradients of two steps."""
-    run(folder, "job", cases, ranks)
-    for name, expected in plain.items():
-        found = Case(folder / name)
-        assert_equal(expected, found)
-        for step in (1, 2):
-            error, parameter = worst(expected.gradients[step - 1], found.gradients(step))
-            assert error < 1e-4, (name, step, parameter, error)
-
-
-def assert_equal(plain, found) -> None:
-    assert found.column("loss") == pytest.approx(plain.loss, rel=1e-5)
-    assert found.column("grad_norm") == pytest.approx(plain.norm, rel=OFF["grad_norm"])
-    assert found.column("eval/loss") == pytest.approx(plain.held_out, rel=1e-5)
 
 
 # By the ranks: the model, the samples of a rank at a time, and other flags

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runner import CHAPTER_19, load
+from helpers.runner import CHAPTER_19, load
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 

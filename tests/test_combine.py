@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from runner import REPOSITORY, load
+from helpers.runner import REPOSITORY, load
 
 PROVE = load(REPOSITORY / "maintain" / "prove-joins.py")
 COMBINE = PROVE.combine

@@ -8,7 +8,7 @@ import threading
 import zipfile
 
 import pytest
-from runner import CHAPTER_1, python
+from helpers.runner import CHAPTER_1, python
 
 pytestmark = pytest.mark.rest
 

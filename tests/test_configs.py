@@ -4,28 +4,16 @@ import re
 
 import pytest
 import yaml
-from runner import CHAPTER_1, CHAPTER_4, REPOSITORY, Run
-from test_readme import assert_flags_are_understood
+from helpers.pages import assert_flags_are_understood
+from helpers.runner import CHAPTER_1, CHAPTER_4, REPOSITORY, SCRIPTS, Run
 
 CONFIGS = sorted((REPOSITORY / "launch" / "configs").glob("*.yaml"))
-
-# In place of `main`: prints the flags that a chapter has understood.
-PRINT = """
-import runpy, sys
-sys.argv = sys.argv[1:]
-flags = runpy.run_path(sys.argv[0])["parse_args"]()
-for name, value in flags.as_dict().items():
-    print(f"{name}={value}")
-"""
 
 
 @pytest.fixture
 def understood(tmp_path):
-    script = tmp_path / "print.py"
-    script.write_text(PRINT)
-
     def run(*flags, chapter=CHAPTER_1) -> dict[str, str]:
-        run = Run(script, [chapter, *flags], tmp_path / "output")
+        run = Run(SCRIPTS / "print_flags.py", [chapter, *flags], tmp_path / "output")
         assert run.wait() == 0, run.output
         lines = run.output.splitlines()
         (tmp_path / "output").unlink()

@@ -3,64 +3,17 @@
 import re
 
 import pytest
-import torch
-from conftest import AT_END, damaged, resume, write_model
-from runner import CHAPTER_11
-from test_fsdp import assert_same_checkpoint, told
-from test_tensor_parallel import assert_said
-from transformers import AutoConfig, AutoModelForCausalLM
+from helpers.assertions import assert_said, assert_same_checkpoint, told
+from helpers.chapters import damaged
+from helpers.models import FAR_LOOKING
+from helpers.runner import CHAPTER_11, patches
+from helpers.trainer import resume
 
 CP = {"script": CHAPTER_11}
 TOKENS = ["--exchange", "tokens"]
-SIZE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 16}
-SIZE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
-SIZE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "tie_word_embeddings": True}
-
-
-@pytest.fixture(scope="module")
-def far_looking(tmp_path_factory):
-    """A model with large random weights: attention looks far, so that errors show."""
-    folder = tmp_path_factory.mktemp("models") / "far-looking"
-    write_model(folder, model_type="llama", attention_bias=True, mlp_bias=True, **SIZE)
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model.save_pretrained(folder)
-    return folder
 
 
 # -- The same training -----------------------------------------------------------------------------
-
-# Each rank tells which seeds it drew, and which of its activations were dropped.
-WATCH = """
-import hashlib
-import torch
-
-seeds, dropped = [], []
-original_seed = torch.manual_seed
-
-def seed(number):
-    seeds.append(number)
-    return original_seed(number)
-
-torch.manual_seed = seed
-original_dropout = torch.nn.Dropout.forward
-
-def dropout(self, x):
-    y = original_dropout(self, x)
-    if self.training and not dropped:
-        dropped.append(hashlib.sha256((y == 0).numpy()).hexdigest()[:16])
-    return y
-
-torch.nn.Dropout.forward = dropout
-
-def tell():
-    print("\\nseeds", *seeds[-2:])  # of the last two steps
-    print("dropped", *dropped)
-"""
-WATCH += AT_END
 
 
 @pytest.mark.rest
@@ -69,7 +22,7 @@ def test_dropout_and_resume(trainer, dropout_model, exchange):
     """Ranks of a group drop other activations, and a resumed run drops the same ones."""
     flags = ["-m", dropout_model, "-b", 2, "--max-steps", 4, "--eval-freq", 4, "--ckpt-freq", 2]
     flags += ["--context-parallel", 2, "--exchange", exchange]
-    options = {"processes": 4, "before": WATCH} | CP
+    options = {"processes": 4, "before": patches("seeds_and_dropout")} | CP
     origin = trainer(*flags, name="origin", **options)
     seeds = [seed for rank in told(origin, "seeds ") for seed in rank]
     assert len({*seeds}) == len(seeds) == 4 * 2
@@ -92,8 +45,8 @@ def test_no_mask_is_built(trainer, far_looking, tmp_path):
 
 # -- Wrong flags -----------------------------------------------------------------------------------
 
-LLAMA = SIZE | {"model_type": "llama"}
-MISTRAL = SIZE | {"model_type": "mistral", "sliding_window": 8}
+LLAMA = FAR_LOOKING | {"model_type": "llama"}
+MISTRAL = FAR_LOOKING | {"model_type": "mistral", "sliding_window": 8}
 FREQUENCIES = {"rope_type": "longrope", "factor": 1.0, "rope_theta": 1e4}
 FREQUENCIES |= {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
 CHECKED = {

@@ -3,8 +3,8 @@
 import ast
 from pathlib import Path
 
-from runner import REPOSITORY, load
-from test_chapters import SCRIPTS
+from helpers.chapters import SCRIPTS
+from helpers.runner import REPOSITORY, load
 
 TOOL = load(REPOSITORY / "maintain" / "damages.py")
 ALL = TOOL.damages()

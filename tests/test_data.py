@@ -1,42 +1,18 @@
 """From documents to batches: every token once, in an order that depends on seed and epoch alone."""
 
-import argparse
 import gzip
 
 import datasets
 import pytest
 import torch
-from conftest import TINY_LLAMA, write_documents
-from transformers import AutoTokenizer
-
-END = 0  # of text, for the tiny tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY_LLAMA)
-
-
-def arguments(name, seq_length=32, text_column="text"):
-    return argparse.Namespace(
-        dataset_name=str(name), dataset_subset=None, text_column=text_column, seq_length=seq_length
-    )
-
-
-def tokens_of(chapter_1, tokenizer, name, **options) -> list[int]:
-    """All tokens, those to train on and the held-out ones."""
-    parts = chapter_1.load_tokens(arguments(name, **options), tokenizer)
-    return [token for part in parts for token in part.to_pylist()]
-
-
-def expected(tokenizer, texts) -> list[int]:
-    return [token for text in texts for token in [*tokenizer(text)["input_ids"], END]]
+from helpers.data import END, arguments, expected_tokens, tokens_of, write_documents
+from helpers.runner import patches
 
 
 @pytest.mark.parametrize("seq_length", [7, 100])
 def test_every_token_once(chapter_1, tokenizer, dataset, texts, seq_length):
     train, held_out = chapter_1.load_tokens(arguments(dataset, seq_length), tokenizer)
-    tokens = expected(tokenizer, texts)
+    tokens = expected_tokens(tokenizer, texts)
     assert train.to_pylist() + held_out.to_pylist() == tokens
     samples = len(tokens) // seq_length
     assert len(train) % seq_length == 0
@@ -69,8 +45,8 @@ def test_a_split_of_its_own_is_held_out(chapter_1, tokenizer, texts, monkeypatch
         return chapter_1.load_tokens(arguments(name, seq_length), tokenizer)
 
     train, held_out = held_out_of("someone/some:train_sft", 32)
-    assert train.to_pylist() == expected(tokenizer, texts[:300])
-    assert held_out.to_pylist() == expected(tokenizer, texts[300:])
+    assert train.to_pylist() == expected_tokens(tokenizer, texts[:300])
+    assert held_out.to_pylist() == expected_tokens(tokenizer, texts[300:])
     assert held_out_of("a-name:train_sft", 2)[1] == held_out.slice(length=2000)
     parts = {"train": texts * 16}
     assert len(held_out_of("a-name", 2)[1]) in (2000, 2001)
@@ -84,7 +60,7 @@ def test_files_of_every_kind(chapter_1, tokenizer, texts, tmp_path):
     (tmp_path / "b.json.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
     for name in ("a.parquet", "a.csv", "a.jsonl", "b.json.gz"):
         found = tokens_of(chapter_1, tokenizer, tmp_path / name, text_column="story")
-        assert found == expected(tokenizer, texts), name
+        assert found == expected_tokens(tokenizer, texts), name
         with pytest.raises(SystemExit, match=r"'text': choose --text-column of \['n', 'story'\]"):
             tokens_of(chapter_1, tokenizer, tmp_path / name)
 
@@ -106,11 +82,11 @@ def test_text_files(chapter_1, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     found = tokens_of(chapter_1, tokenizer, "~/**/*.txt", seq_length=4)
     documents = ["one", "two", "three\n", files["c.txt"], "zwölf"]
-    assert found == expected(tokenizer, documents)
+    assert found == expected_tokens(tokenizer, documents)
     assert set(counts) == {1}
     (tmp_path / "a.txt").write_text("four")  # is read again
     found = tokens_of(chapter_1, tokenizer, tmp_path / "a.txt", seq_length=1)
-    assert found == expected(tokenizer, ["four"])
+    assert found == expected_tokens(tokenizer, ["four"])
 
 
 def test_the_order_is_a_function_of_seed_and_epoch(chapter_1):
@@ -127,26 +103,12 @@ def test_the_order_is_a_function_of_seed_and_epoch(chapter_1):
     assert order(0, 0, 10)[:6] == [3, 7, 6, 4, 1, 0]
 
 
-# A process that maps documents, and does not find them in the cache, leaves a line.
-EMPTY_CACHE = """
-import functools, os, datasets
-datasets.config.HF_DATASETS_CACHE = os.environ["CACHE"]
-
-@functools.wraps(datasets.Dataset._map_single)  # its parameters are a part of the hash
-def map_single(*arguments, original=datasets.Dataset._map_single, **options):
-    with open(os.environ["CACHE"] + "/mapped", "a") as file:
-        print(os.environ["RANK"], file=file)
-    return original(*arguments, **options)
-datasets.Dataset._map_single = staticmethod(map_single)
-"""
-
-
 def test_a_corpus_is_tokenized_once(trainer, texts, tmp_path):
     """Two jobs with two ranks each share an empty cache, like two nodes; a later run reads it."""
     cache = tmp_path / "cache"
     cache.mkdir()
     file = write_documents(tmp_path / "own.jsonl", texts[:200])
-    options = {"processes": 2, "before": EMPTY_CACHE, "env": {"CACHE": str(cache)}}
+    options = {"processes": 2, "before": patches("empty_cache"), "env": {"CACHE": str(cache)}}
     flags = ["-d", file, "--max-steps", 1]
     jobs = [trainer.start(*flags, name=name, **options) for name in ("one", "other")]
     assert [job.wait() for job in jobs] == [0, 0], jobs[0].output + jobs[1].output

@@ -6,67 +6,12 @@ import signal
 from collections import Counter
 
 import pytest
-from conftest import (
-    AT_END,
-    LLAMA,
-    assert_one_sentence,
-    assert_same_losses,
-    in_step,
-    resume,
-    write_model,
-)
-from runner import CHAPTER_2, CHAPTER_8, Run
-from test_fsdp import told
+from helpers.assertions import assert_one_sentence, assert_same_losses, told
+from helpers.models import LLAMA, write_model
+from helpers.runner import CHAPTER_2, CHAPTER_8, Run, in_step, patches
+from helpers.trainer import resume
 
 pytestmark = pytest.mark.rest
-
-# Put before the script: each rank then tells, at its end, a digest of its weights, how many buckets
-# its backward passes have averaged, how many pieces of memory hold its gradients, and which samples
-# it has trained on.
-WATCH = """
-import hashlib
-import torch
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-counts = {"buckets": 0}
-samples = []
-
-def digest(tensor):
-    return hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()[:16]
-
-def count(state, bucket):
-    counts["buckets"] += 1
-    return allreduce_hook(state, bucket)
-
-class Watched(torch.nn.parallel.DistributedDataParallel):
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.register_comm_hook(None, count)
-        counts["ddp"] = self
-
-    def forward(self, input_ids, **options):
-        samples.extend(digest(row) for row in input_ids)
-        return super().forward(input_ids=input_ids, **options)
-
-clip = torch.nn.utils.clip_grad_norm_
-
-def watched_clip(parameters, *args, **options):
-    parameters = list(parameters)
-    counts["pieces"] = len({p.grad.untyped_storage().data_ptr() for p in parameters})
-    return clip(parameters, *args, **options)
-
-torch.nn.utils.clip_grad_norm_ = watched_clip
-
-def tell():
-    weights = "".join(digest(p) for p in counts["ddp"].parameters())
-    print("\\nweights", hashlib.sha256(weights.encode()).hexdigest())
-    print("buckets", counts["buckets"])
-    print("gradients in", counts["pieces"])
-    print("samples", *samples)
-
-torch.nn.parallel.DistributedDataParallel = Watched
-"""
-WATCH += AT_END
 
 
 def test_equal_weights_and_one_reduction(trainer):
@@ -74,7 +19,7 @@ def test_equal_weights_and_one_reduction(trainer):
     flags = ["--max-steps", 8, "--eval-freq", 4, "--lr", 1e-3]
     flags += ["--gradient-accumulation-steps", 2]
     single = trainer(*flags, "-b", 12, name="single")
-    ddp = trainer(*flags, "-b", 4, name="ddp", processes=3, before=WATCH)
+    ddp = trainer(*flags, "-b", 4, name="ddp", processes=3, before=patches("buckets"))
     assert_same_losses(single, ddp, 8)
     assert len({tuple(digest) for digest in told(ddp, "weights ")}) == 1
     # One bucket holds this model: averaged once per step, whatever the accumulation
@@ -92,23 +37,6 @@ def test_accumulation_and_ranks_are_the_same_to_the_bit_of_dropout(trainer, drop
     assert_same_losses(single, ddp, 6)
 
 
-COUNT_GRAPHS = """
-import atexit
-import torch
-import torch._dynamo
-
-sizes = []
-compile = torch.compile
-
-def count(graph, example_inputs):
-    sizes.append(sum(x.nbytes for x in example_inputs if isinstance(x, torch.nn.Parameter)))
-    return graph.forward
-
-torch.compile = lambda function: compile(function, backend=count)
-atexit.register(lambda: print("\\ngraphs", len(sizes), "largest", max(sizes)))
-"""
-
-
 @pytest.mark.parametrize("chapter", [CHAPTER_2, CHAPTER_8], ids=lambda path: path.parent.name)
 def test_a_compiled_layer_is_one_graph(trainer, tmp_path, chapter):
     """Also a layer that is larger than a bucket, which is 25 MB."""
@@ -117,7 +45,7 @@ def test_a_compiled_layer_is_one_graph(trainer, tmp_path, chapter):
     flags = ["-m", folder, "--compile", "--max-steps", 2, "--eval-freq", 0, "-b", 1]
     found = []
     for name, options in (("one", {}), ("ddp", {"processes": 1, "script": chapter})):
-        result = trainer(*flags, name=name, before=COUNT_GRAPHS, **options)
+        result = trainer(*flags, name=name, before=patches("graphs"), **options)
         (graphs,) = re.findall(r"^graphs (\d+) largest (\d+)", result.output, re.MULTILINE)
         found.append(graphs)
     assert found[0] == found[1]
@@ -127,8 +55,10 @@ def test_a_compiled_layer_is_one_graph(trainer, tmp_path, chapter):
 def test_each_sample_is_used_once(trainer):
     """Over all ranks of an epoch, also when it goes on with another number of them."""
     flags = ["--num-epochs", 1, "--ckpt-freq", 5, "--eval-freq", 0]
-    first = trainer(*flags, "-b", 4, "--max-steps", 7, processes=3, before=WATCH)
-    second = trainer(*flags, "-b", 6, "--gradient-accumulation-steps", 2, processes=2, before=WATCH)
+    first = trainer(*flags, "-b", 4, "--max-steps", 7, processes=3, before=patches("buckets"))
+    second = trainer(
+        *flags, "-b", 6, "--gradient-accumulation-steps", 2, processes=2, before=patches("buckets")
+    )
     parts = [*told(first, "samples "), *told(second, "samples ")]
     used = Counter(sample for part in parts for sample in part)
     newest = second.folder / second.checkpoints[-1] / "state.json"

@@ -5,7 +5,7 @@ from fractions import Fraction
 from xml.etree import ElementTree
 
 import pytest
-from runner import REPOSITORY, load, outcome
+from helpers.runner import REPOSITORY, load, outcome
 
 TOOL = REPOSITORY / "tools" / "draw-schedule.py"
 

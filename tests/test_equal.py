@@ -5,72 +5,22 @@ steps and the model in the end are those of chapter 1 at the same global batch. 
 chapter 1 has torch.optim.Muon. Chapter 14 on several ranks trains what it trains on one rank.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    Folder,
-    assert_same_losses,
-    damaged,
-    final_tensors,
-    save_uneven_weights,
-    write_model,
-)
-from runner import CHAPTERS_BY_NUMBER, CONTINUES, FACTS, REPOSITORY, Job, free_port
-from test_muon import with_torch_muon
+from helpers.assertions import OFF, assert_same_losses, final_tensors, worst
+from helpers.chapters import with_torch_muon
+from helpers.models import write_weights
+from helpers.runner import CONTINUES, FACTS
+from helpers.trainings import AGAIN, BATCH, OFFLOAD, STEPS, WHOLE, Case, described, run_cases
 
 pytestmark = pytest.mark.rest
 
-STEPS, BATCH = 2, 24  # samples per step, for 1, 2, 3, 4 and 8 ranks
-# Two groups of two ranks can share heads and layers, and nothing else divides by the ranks.
-SIZE = {"hidden_size": 40, "intermediate_size": 66, "num_hidden_layers": 4, "head_dim": 10}
-SIZE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
-SIZE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
-MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
-BIASES = {"attention_bias": True, "mlp_bias": True}
-EXPERT = {"moe_intermediate_size": 24, "intermediate_size": 40, "num_experts_per_tok": 2}
-GPT2 = {"n_embd": 40, "n_layer": 4, "n_head": 4, "n_positions": 64, "eos_token_id": 0}
-GPT2 |= dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0) | {"bos_token_id": 0}
-MODELS = {
-    "llama": SIZE | BIASES | TIED,
-    "llama untied": SIZE | UNTIED,
-    "llama of 2": SIZE | BIASES | TIED | {"num_hidden_layers": 2},  # compiles in half the time
-    "llama untied of 2": SIZE | UNTIED | {"num_hidden_layers": 2},
-    "llama of 8": SIZE | TIED | {"num_hidden_layers": 8},
-    "mistral": SIZE | UNTIED | {"sliding_window": 32},
-    "mistral window": SIZE | UNTIED | {"sliding_window": 8},
-    "qwen2": SIZE | TIED,
-    "qwen2 window": SIZE | TIED | MIXED | {"use_sliding_window": True},
-    "qwen3": SIZE | UNTIED | {"attention_bias": True},
-    "smollm3": SIZE | TIED | {"mlp_bias": True, "no_rope_layers": [1, 0] * 2},
-    "gemma2": SIZE | MIXED | {"query_pre_attn_scalar": 10, "attn_logit_softcapping": 5.0},
-    "gemma3_text": SIZE | MIXED,
-    "gpt2": GPT2,
-    "gpt_neox": SIZE | UNTIED | {"num_attention_heads": 4},
-    "olmo2": SIZE | UNTIED,
-    "phi3": SIZE | UNTIED | {"hidden_size": 80, "sliding_window": None},
-    "opt": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 96}
-    | {"word_embed_proj_dim": 64, "max_position_embeddings": 64, "dropout": 0.0},
-    "mixtral": SIZE | TIED | {"num_local_experts": 4, "intermediate_size": 40},
-    "qwen3_moe": SIZE | UNTIED | EXPERT | {"num_experts": 6, "mlp_only_layers": [0]},
-    "olmoe": SIZE | UNTIED | EXPERT | {"num_experts": 8, "head_dim": 8, "hidden_size": 64},
-    "gpt_oss": SIZE | UNTIED | {"num_local_experts": 4, "intermediate_size": 40},
-    "deepseek_v3": SIZE
-    | UNTIED
-    | EXPERT
-    | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-    | {"num_key_value_heads": 8, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
-    | {"qk_nope_head_dim": 8, "v_head_dim": 16, "head_dim": 8},
-}
-AGAIN, WHOLE, OFFLOAD = "--activation-checkpointing", "--no-reshard-after-forward", "--cpu-offload"
 TP, PP, CP, EP = (f"--{x}-parallel" for x in ("tensor", "pipeline", "context", "expert"))
 GPIPE, INTERLEAVED, ZBV = (["--schedule", name] for name in ("gpipe", "interleaved", "zbv"))
 TOKENS, UNEVEN = ["--exchange", "tokens"], ["--layers-per-stage", "1,3", "--reshard-after-forward"]
 SCRATCH = ["--from-scratch"]
-PARTS = ["--rank", 4, "--density", 0.05, "--alpha", 9]
 # By the job, whose name begins with the number of ranks: the chapter, the model, the samples of a
 # rank at a time, and other flags. The accumulation follows from the samples.
 CASES = {
@@ -166,34 +116,6 @@ WITHOUT_CASES -= {number for cases in CASES.values() for number, *_ in cases}
 for number in sorted(WITHOUT_CASES):
     CASES["2"].append((number, "llama", 6, []))
     CASES["4 shards and stages"].append((number, "llama untied", 6, [OFFLOAD]))
-OFF = {"grad_norm": 3e-5}  # chapter 1's own norm adds up squares in fp32
-
-
-def write_weights(folder, name: str):
-    write_model(folder, model_type=name.split(" ")[0], **MODELS[name])
-    return save_uneven_weights(folder)
-
-
-def described(folder, name, number, model, batch, more) -> dict:
-    script = CHAPTERS_BY_NUMBER.get(number, number)  # or a script
-    if number == "19":
-        script = damaged(script, folder, {"LOSS_CHUNK = 1024": "LOSS_CHUNK = 50"})
-    flags = ["-e", name, "-m", folder / model, "--save-dir", folder]
-    flags += PARTS if number == "14" else ["--no-from-scratch"]
-    flags += ["-d", folder / "text.jsonl", "-s", 32, "-b", batch, "--lr", 1e-4, "--log-freq", 1]
-    flags += ["--max-steps", STEPS, "--eval-freq", STEPS // 2, "--ckpt-freq", 99, *more]
-    (folder / name).mkdir()
-    env = {"MASTER_PORT": str(free_port())}
-    case = {"name": name, "script": str(script), "env": env, "folder": str(folder / name)}
-    return case | {"flags": [str(flag) for flag in flags]}
-
-
-def run(folder, name, cases, processes, before="") -> Job:
-    (folder / f"{name}.json").write_text(json.dumps(cases))
-    many, output = REPOSITORY / "tests" / "many_trainings.py", folder / f"{name}.txt"
-    job = Job(many, [folder / f"{name}.json"], output, processes, before=before)
-    assert job.wait(500) == 0, job.output[-5000:]
-    return job
 
 
 def accumulation(ranks, number, batch, more) -> list:
@@ -210,23 +132,6 @@ def accumulation(ranks, number, batch, more) -> list:
     count = BATCH // batch // groups
     assert count * batch * groups == BATCH, (number, ranks, batch, more)
     return ["--gradient-accumulation-steps", count]
-
-
-class Case(Folder):
-    def gradients(self, step: int) -> dict:
-        """Of all ranks; those of a stage are equal on all of its ranks."""
-        files = sorted(self.folder.glob(f"gradients-{step}-*"))
-        return {name: g for file in files for name, g in torch.load(file).items()}
-
-
-def worst(expected: dict, found: dict) -> tuple[float, str]:
-    """The largest relative error of the gradient of a parameter, and its name."""
-    assert expected.keys() == found.keys()
-    largest = max(g.norm() for g in expected.values())
-    errors = {}
-    for name, g in expected.items():  # a bias of keys may have no gradient but rounding
-        errors[name] = ((found[name] - g).norm() / max(g.norm(), 1e-5 * largest)).item()
-    return max((error, name) for name, error in errors.items())
 
 
 def differences(single: Case, case: Case) -> list[str]:
@@ -262,8 +167,8 @@ def test_equal_to_chapter_1(tmp_path, dataset, job):
         name = "-".join(map(str, (number, model, batch, *more)))
         flags = [*more, *accumulation(ranks, number, batch, more)]
         cases[name] = single, described(tmp_path, name, number, model, batch, flags)
-    run(tmp_path, "single", [*alone.values()], 1)
-    run(tmp_path, "job", [case for _, case in cases.values()], ranks)
+    run_cases(tmp_path, "single", [*alone.values()], 1)
+    run_cases(tmp_path, "job", [case for _, case in cases.values()], ranks)
     problems = []
     for name, (single, _) in cases.items():
         problems += differences(Case(tmp_path / single), Case(tmp_path / name))

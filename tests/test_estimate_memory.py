@@ -7,13 +7,13 @@ from functools import wraps
 
 import pytest
 import torch
-from conftest import kept_bytes, save_weights, write_model
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, load, run_tool
+from helpers.models import kept_bytes, save_weights, write_model
+from helpers.runner import CHAPTERS_BY_NUMBER, REPOSITORY, SCRIPTS, Job, load, run_tool
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 tool = load(REPOSITORY / "tools" / "estimate-memory.py")
-WATCHER = REPOSITORY / "tests" / "memory.py"
+WATCHER = SCRIPTS / "memory.py"
 TRACED = ["device", "dtype", "compile", "activation_checkpointing", "seq_length", "exchange"]
 TRACED += ["tensor_parallel", "context_parallel", "expert_parallel", "rank", "density"]
 TRACED += ["lora_rank", "lora_targets", "chunked_loss"]

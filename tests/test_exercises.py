@@ -5,9 +5,9 @@ import re
 import sys
 
 import pytest
-from conftest import replaced
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, load, outcome
-from test_readme import page
+from helpers.chapters import replaced
+from helpers.pages import page
+from helpers.runner import CHAPTERS_BY_NUMBER, REPOSITORY, load, outcome
 
 CHECK = REPOSITORY / "learn" / "exercises" / "check.py"
 check = load(CHECK)

@@ -5,17 +5,13 @@ import re
 
 import pytest
 import torch
-from conftest import AT_END, Trainer, assert_one_sentence, resume, write_model
-from runner import CHAPTER_3, CHAPTER_12, load
+from helpers.assertions import assert_all_skip_update_3, assert_one_sentence, told, worst
+from helpers.models import MIXTURES, write_model, write_weights
+from helpers.runner import CHAPTER_3, CHAPTER_12, load, patches
+from helpers.trainer import Trainer, gradients_of, resume
 from safetensors.torch import load_file, save_file
-from test_equal import MODELS, worst
-from test_fsdp import SCALER, assert_all_skip_update_3, told
-from test_tensor_parallel import gradients_of, write_weights
 
 EP = {"script": CHAPTER_12}
-
-SMALLER = {"num_hidden_layers": 2, "num_experts_per_tok": 2}
-FAMILIES = {name: MODELS[name] | SMALLER for name in ("mixtral", "deepseek_v3", "gpt_oss")}
 
 
 # -- The same training -----------------------------------------------------------------------------
@@ -23,14 +19,6 @@ FAMILIES = {name: MODELS[name] | SMALLER for name in ("mixtral", "deepseek_v3", 
 # Ranks, and flags. Without --expert-parallel, all ranks are one group.
 WHOLE = ["-b", 2, "--gradient-accumulation-steps", 4]  # the same micro-batches on one device
 HALF = ["-b", 2, "--gradient-accumulation-steps", 2]
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory):
-    """With a second loss, of its router."""
-    auxiliary = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-    folder = tmp_path_factory.mktemp("models") / "mixtral"
-    return write_weights(folder, "mixtral", FAMILIES, **auxiliary)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +47,7 @@ def test_clipping_over_both_meshes(shared):
 @pytest.mark.rest
 def test_ranks_without_tokens(trainer, tmp_path):
     """The router always chooses the experts of the first two ranks. The others wait, and go on."""
-    folder = write_weights(tmp_path / "gpt_oss", "gpt_oss", FAMILIES)
+    folder = write_weights(tmp_path / "gpt_oss", "gpt_oss", MIXTURES)
     weights = load_file(folder / "model.safetensors")
     for name, tensor in weights.items():
         if name.endswith("router.bias"):
@@ -78,49 +66,6 @@ def test_ranks_without_tokens(trainer, tmp_path):
     assert run.column("load/rank") == [2] * 5
 
 
-# Each rank tells in which order it gathers weights and exchanges sizes in the first step, and which
-# experts its router has chosen in each step.
-WATCH = """
-import json
-import torch
-import torch.distributed as dist
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
-
-order, chosen = [], []
-
-def noted(event, name):
-    original = getattr(dist, name)
-    def call(*args, **options):
-        order.append(event)
-        return original(*args, **options)
-    setattr(dist, name, call)
-
-new = hasattr(dist, "all_gather_single")  # torch 2.13
-noted("gather", "all_gather_single" if new else "all_gather_into_tensor")
-noted("sizes", "all_to_all_single")
-
-def route(self, *args):
-    result = original_route(self, *args)
-    chosen.append(result[2].flatten().tolist())
-    return result
-
-original_route = MixtralTopKRouter.forward
-MixtralTopKRouter.forward = route
-
-def step(self, *args, **options):
-    result = original_step(self, *args, **options)
-    order.append("step")
-    chosen.append("step")
-    return result
-
-original_step = torch.optim.AdamW.step
-torch.optim.AdamW.step = step
-
-def tell():
-    print("\\norder", *order[: order.index("step")])
-    print("chosen", json.dumps(chosen))
-"""
-WATCH += AT_END
 # torchrun's variable for the devices of a node, which are a group by default
 TWO_PER_NODE = "import os; os.environ['LOCAL_WORLD_SIZE'] = '2'\n"
 
@@ -129,7 +74,7 @@ TWO_PER_NODE = "import os; os.environ['LOCAL_WORLD_SIZE'] = '2'\n"
 def watched(shared):
     """Three steps on two nodes with two ranks each: two groups of the experts."""
     flags = ["--max-steps", 3, "--eval-freq", 0, "-b", 2, "--no-from-scratch"]
-    options = {"processes": 4, "before": TWO_PER_NODE + WATCH} | EP
+    options = {"processes": 4, "before": TWO_PER_NODE + patches("order_of_experts")} | EP
     return shared(*flags, name="watched", **options)
 
 
@@ -164,11 +109,9 @@ def test_load_metrics(watched):
 @pytest.mark.rest
 def test_an_overflow_in_the_experts_of_one_rank(shared):
     """All ranks of all groups skip this step."""
-    first = """next(p for p in optimizer.param_groups[0]["params"] if p.device_mesh.ndim == 2)"""
-    infinite = SCALER.replace("""optimizer.param_groups[0]["params"][0]""", first)
-    assert infinite != SCALER
     flags = ["--max-steps", 5, "--eval-freq", 0, "-b", 2, "--expert-parallel", 2]
-    options = {"name": "overflow", "processes": 4, "before": infinite, "status": 1}
+    options = {"name": "overflow", "processes": 4, "status": 1}
+    options |= {"before": patches("infinite_gradient"), "env": {"OF_MESH": "2"}}
     assert_all_skip_update_3(shared(*flags, **options, **EP))
 
 
@@ -218,33 +161,15 @@ def test_the_demo_on_any_number_of_ranks(monkeypatch, ranks, group):
     assert load(CHAPTER_12).DEMO["expert_parallel"] == group
 
 
-# Prints the types of the tensors that the experts get, behind all hooks of FSDP.
-TYPES_OF_SHARES = """
-import torch
-
-def tell(module, inputs):
-    print("\\ntypes", *(x.dtype for x in inputs if isinstance(x, torch.Tensor)))
-
-def train(self, mode=True):
-    for name, module in self.named_modules():
-        if name.split(".")[-1] == "experts":
-            module.register_forward_pre_hook(tell)
-    return original(self, mode)
-
-original = torch.nn.Module.train
-torch.nn.Module.train = train
-"""
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize("family", ["mixtral", "deepseek_v3"])
 def test_the_shares_of_the_router_keep_their_precision(trainer, tmp_path, family):
     """In bf16, the experts get the types that they get in chapter 3."""
-    folder = write_model(tmp_path / "model", model_type=family, **FAMILIES[family])
+    folder = write_model(tmp_path / "model", model_type=family, **MIXTURES[family])
     flags = ["-m", folder, "--max-steps", 1, "--eval-freq", 0, "--dtype", "bf16", "-b", 2]
     types = []
     for script in (CHAPTER_3, CHAPTER_12):
-        options = {"script": script, "processes": 1, "before": TYPES_OF_SHARES}
+        options = {"script": script, "processes": 1, "before": patches("types_of_shares")}
         run = trainer(*flags, name=script.parent.name, **options)
         types.append(re.findall("^types (.*)", run.output, re.MULTILINE))
     assert types[0] == types[1]

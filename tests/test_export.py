@@ -9,7 +9,7 @@ import time
 import zipfile
 
 import pytest
-from runner import REPOSITORY, load
+from helpers.runner import REPOSITORY, load
 from transformers import AutoConfig
 
 TOOL = REPOSITORY / "tools" / "export-metrics.py"

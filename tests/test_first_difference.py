@@ -4,14 +4,13 @@ import re
 import sys
 
 import pytest
-from conftest import LLAMA, damaged, replaced, write_model
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load, python
-from test_expert_parallel import FAMILIES
-from test_fsdp import save_weights
-from test_hangs import WATCH
-from test_tensor_parallel import UNTIED, write_weights
+from helpers.chapters import damaged, replaced
+from helpers.models import LLAMA, MIXTURES, save_weights, write_model, write_weights
+from helpers.runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load, patches, python
 
 TOOL = REPOSITORY / "tools" / "first-difference.py"
+# A script that does not tie them; both get the same first values
+UNTIED = {"    model.tie_weights()\n": "    model.tie_weights = lambda **options: None\n"}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,7 @@ def tool():
 def record(folder, script, *flags, processes=0, steps=2, before="", **env):
     """Runs the first steps of a script, and returns the folder of the recording."""
     env |= {"FIRST_DIFFERENCE": str(folder), "FIRST_DIFFERENCE_STEPS": str(steps)}
-    options = {"env": env, "before": WATCH + before}
+    options = {"env": env, "before": patches("watch") + before}
     output = folder.with_suffix(".txt")
     if processes:
         run = Job(script, flags, output, processes, **options)
@@ -96,7 +95,7 @@ def start(tmp_path_factory, dataset):
             if family == "llama":
                 models[family] = save_weights(write_model(folder / family, **LLAMA))
             else:
-                models[family] = write_weights(folder / family, family, FAMILIES)
+                models[family] = write_weights(folder / family, family, MIXTURES)
         return family, ["-m", models[family], "-d", dataset, "-s", 32, "--max-steps", 4]
 
     def call(number, damages=None, more=()):

@@ -5,24 +5,13 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import test_equal
 import torch
-from conftest import (
-    AT_END,
-    LLAMA,
-    Folder,
-    Trainer,
-    assert_opens,
-    assert_same_model,
-    damaged,
-    exact,
-    replaced,
-    save_weights,
-    take_over,
-    write_model,
-)
-from runner import CHAPTER_3, CHAPTER_20, REPOSITORY, free_port, load
-from test_scaling import COUNT
+from helpers.assertions import assert_opens, assert_same_model, exact
+from helpers.chapters import damaged
+from helpers.models import LLAMA, save_weights, write_model
+from helpers.runner import CHAPTER_3, CHAPTER_20, REPOSITORY, free_port, load, patches
+from helpers.trainer import Folder, Trainer, take_over
+from helpers.trainings import run_cases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("torchao")]
@@ -33,27 +22,6 @@ SAVING = ["--gradient-accumulation-steps", 2, "--cpu-offload", "--activation-che
 MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
 MIXTURE |= {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
 MIXTURE |= {"num_key_value_heads": 1}
-# Each rank tells the scales of its weights, and what they were for its shards: 448 / the largest.
-WATCH = """
-import torch
-
-models = []
-
-def to_empty(self, **options):
-    models.append(original_to_empty(self, **options))
-    return self
-
-original_to_empty = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty
-
-def tell():
-    shards = [p._local_tensor for p in models[-1].parameters()]
-    shards = [s for s in shards if hasattr(s, "_precomputed_scale")]
-    print("\\nscales", *(s._precomputed_scale and s._precomputed_scale.item() for s in shards))
-    largest = [s._tensor.abs().max().double() for s in shards]
-    print("\\nshards", *((448 / number).float().item() for number in largest))
-"""
-WATCH += AT_END
 
 
 def train(trainer, processes, cases, before=""):
@@ -63,7 +31,7 @@ def train(trainer, processes, cases, before=""):
         flags = [str(flag) for flag in (*trainer.defaults(name), *FLAGS, *flags)]
         case = {"name": name, "script": str(script), "folder": str(trainer.folder), "flags": flags}
         described.append(case | {"env": {"MASTER_PORT": str(free_port())}})
-    job = test_equal.run(trainer.folder, "-".join(cases), described, processes, before)
+    job = run_cases(trainer.folder, "-".join(cases), described, processes, before)
     for output in job.ranks[0].output.split("\ncase ")[1:]:
         name, _, output = output.partition("\n")
         trainer.runs[name] = Folder(trainer.folder / name, output)
@@ -79,7 +47,9 @@ def job(torchao, tmp_path_factory, pretrained, dataset):
     without_line = damaged(CHAPTER_20, trainer.folder, {line: "pass"})
     cases = {"run": [CHAPTER_20, "-b", 4], "in fp32": [CHAPTER_3, "-b", 4]}
     cases |= {"without line": [without_line, "-b", 4], "saving": [CHAPTER_20, "-b", 2, *SAVING]}
-    trainer.outputs = train(trainer, 2, cases | {"mixture": [CHAPTER_20, "-b", 4, *mixture]}, WATCH)
+    trainer.outputs = train(
+        trainer, 2, cases | {"mixture": [CHAPTER_20, "-b", 4, *mixture]}, patches("scales")
+    )
     train(trainer, 4, {"4": [CHAPTER_20, "-b", 2]})
     trainer.on_one_rank = {"resumed on 1": [CHAPTER_20, "-b", 8], "1": [CHAPTER_20, "-b", 8]}
     trainer.on_one_rank["mixture of 1"] = [CHAPTER_20, "-b", 8, *mixture]
@@ -157,11 +127,11 @@ def test_final(job):
 def test_bytes(job):
     """A layer is gathered in 8 bits, its norms in bf16, and one all-reduce finds all scales."""
     # DTensor's own all-reduce, too, and the second step of both runs
-    count = {'"allreduce_": ': '"all_reduce": "all-reduce", "allreduce_": '}
-    count |= {"if len(steps) == 2:": "if len(steps) % 2 == 0:"}
+    more = "counted = helpers.patches.collectives; counted.PRINTED = (2, 4)\n"
+    more += "counted.KINDS['all_reduce'] = 'all-reduce'"
     flags = ["-b", 4, "--dtype", "bf16", "--max-steps", 2, "--eval-freq", 0]
     cases = {"bytes in bf16": [CHAPTER_3, *flags], "bytes in 8 bits": [CHAPTER_20, *flags]}
-    output = train(job, 2, cases, replaced(COUNT, count))[0]
+    output = train(job, 2, cases, patches("collectives") + more)[0]
     in_3, in_20 = (json.loads(text) for text in re.findall("^seen (.*)", output, re.M))
     matrices, norms = 4 * 32 * 32 + 3 * 32 * 64, 2 * 32
     in_bf16, in_8_bits = (f"all-gather {n * matrices + 2 * norms}" for n in (2, 1))

@@ -6,104 +6,26 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from conftest import (
-    AT_END,
-    LLAMA,
+from helpers.assertions import (
+    OFF,
+    assert_all_skip_update_3,
     assert_one_sentence,
+    assert_same_checkpoint,
+    assert_same_folder,
     assert_same_losses,
     exact,
-    in_step,
-    resume,
-    save_weights,
-    write_model,
+    tensors_of,
+    told,
 )
-from runner import CHAPTER_3
+from helpers.models import CONVERTED_MODELS, CONVERTED_SIZE, LLAMA, save_weights, write_model
+from helpers.runner import CHAPTER_3, in_step, patches
+from helpers.trainer import resume
 from safetensors.torch import load_file, save_file
-from test_scaling import COUNT
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 pytestmark = pytest.mark.rest
 
 FSDP = {"script": CHAPTER_3}
-
-OFF = {"grad_norm": 3e-5}
-
-
-# Put before the script: each rank then tells, at its end, what this rank alone knows.
-WATCH = """
-import hashlib, os
-import torch
-
-models = []
-
-def to_empty(self, *, device, recurse=True):
-    # What is not given a value afterwards stays not a number
-    models.append(original_to_empty(self, device=device))
-    with torch.no_grad():
-        for tensor in [*self.parameters(), *self.buffers()]:
-            getattr(tensor, "_local_tensor", tensor).fill_(torch.nan)
-    return self
-
-original_to_empty = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty
-
-def tell():
-    (model,) = models
-    for tensor in [*model.parameters(), *model.buffers()]:
-        assert not getattr(tensor, "_local_tensor", tensor).isnan().any()
-    held = [p.to_local().detach().numpy().tobytes() for p in model.parameters()]
-    print("\\nshards", *(hashlib.sha256(x).hexdigest()[:16] for x in held))
-    if path := os.environ.get("LOGITS"):
-        model.eval()
-        with torch.no_grad():
-            torch.save(model(torch.arange(32)[None] * 7).logits, path)
-"""
-WATCH += AT_END
-
-
-def told(result, what: str) -> list[list[str]]:
-    """What each rank has told."""
-    told = [re.findall(f"^{what}(.*)$", rank.output, re.MULTILINE) for rank in result.run.ranks]
-    assert all(len(lines) == 1 for lines in told), result.output
-    return [lines[0].split() for lines in told]
-
-
-# Each rank tells the types of what it sends in training, and whether gradients are bf16 numbers.
-TYPES = """
-import torch
-import torch.distributed as dist
-
-types = {}
-share = []
-
-def noted(name):
-    original = getattr(dist, name)
-    def call(*args, **options):
-        tensors = [x for x in [*args, *options.values()] if isinstance(x, torch.Tensor)]
-        types.setdefault(name.rpartition("_")[0], set()).update(str(x.dtype) for x in tensors)
-        return original(*args, **options)
-    setattr(dist, name, call)
-
-noted("reduce_scatter_single")
-noted("all_gather_single")
-
-def clip(parameters, max_norm):
-    parameters = list(parameters)
-    gradients = torch.cat([p.grad.to_local().flatten() for p in parameters])
-    gradients = gradients[gradients != 0]
-    share.append((gradients == gradients.bfloat16()).float().mean().item())
-    return original_clip(parameters, max_norm)
-
-original_clip = torch.nn.utils.clip_grad_norm_
-torch.nn.utils.clip_grad_norm_ = clip
-
-def tell():
-    for name, kinds in types.items():
-        print(f"\\n{name}", *sorted(kinds))
-    print("\\nbf16 numbers", *share)
-"""
-TYPES += AT_END
 
 
 @pytest.mark.parametrize(("flag", "gathers", "scatters"), [("", 6, 3), ("no-", 1, 1)])
@@ -115,7 +37,7 @@ def test_collectives_with_three_micro_batches(trainer, tmp_path, flag, gathers, 
     size = sum(4 * p.numel() for p in layer.parameters())  # bytes in fp32
     flags = ["-m", folder, "-b", 2, "--gradient-accumulation-steps", 3, "--max-steps", 2]
     flags += ["--dtype", "fp32", "--eval-freq", 0, f"--{flag}reshard-after-forward"]
-    done = trainer(*flags, processes=2, before=COUNT, **FSDP)
+    done = trainer(*flags, processes=2, before=patches("collectives"), **FSDP)
     for rank in done.run.ranks:
         (seen,) = re.findall("^seen (.*)", rank.output, re.MULTILINE)
         seen = json.loads(seen)
@@ -128,7 +50,9 @@ def test_bf16_is_gathered_and_fp32_is_reduced(trainer, pretrained):
     flags = ["-m", pretrained, "--no-from-scratch", "--max-steps", 3, "--eval-freq", 0]
     flags += ["--dtype", "bf16"]
     ddp = trainer(*flags, "-b", 4, name="ddp", processes=2)
-    fsdp = trainer(*flags, "-b", 4, name="fsdp", processes=2, before=TYPES, **FSDP)
+    fsdp = trainer(
+        *flags, "-b", 4, name="fsdp", processes=2, before=patches("types_of_messages"), **FSDP
+    )
     assert fsdp.column("loss") == pytest.approx(ddp.column("loss"), rel=5e-3)
     assert told(fsdp, "reduce_scatter ") == [["torch.float32"]] * 2
     assert told(fsdp, "all_gather ") == [["torch.bfloat16"]] * 2
@@ -137,57 +61,23 @@ def test_bf16_is_gathered_and_fp32_is_reduced(trainer, pretrained):
         assert max(map(float, shares)) < 0.5
 
 
-SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-SIZE |= {"num_attention_heads": 2, "max_position_embeddings": 64, "bos_token_id": 0}
-SIZE |= {"eos_token_id": 0}
-FAMILIES = {
-    "gpt_neox": SIZE | {"tie_word_embeddings": False},
-    "mixtral": SIZE | {"num_key_value_heads": 1, "num_local_experts": 4},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 0}
-    | dict.fromkeys(["resid_pdrop", "embd_pdrop", "attn_pdrop"], 0.0),
-}
-
-
 # A name of the Hub, which Transformers merges with others when it reads them
 HUB_NAMES = {"mixtral": {"model.layers.1.block_sparse_moe.experts.3.w1.weight"}}
 
-SMALL_FILES = """
-import functools, transformers
-original = transformers.PreTrainedModel.save_pretrained
-small = functools.partialmethod(original, max_shard_size="20KB")
-transformers.PreTrainedModel.save_pretrained = small
-"""
 
-
-def tensors_of(folder) -> dict:
-    files = [load_file(file) for file in folder.glob("*.safetensors")]
-    return {name: tensor for file in files for name, tensor in file.items()}
-
-
-def assert_same_folder(one, other) -> None:
-    """The same configs; the same names, shapes and values of tensors, to the last bit."""
-    assert {file.name for file in one.iterdir()} == {file.name for file in other.iterdir()}
-    for file in one.glob("*config.json"):
-        assert json.loads(file.read_text()) == json.loads((other / file.name).read_text())
-    a, b = tensors_of(one), tensors_of(other)
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONVERTED_MODELS)
 def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
     """As chapter 1 to the last place of a random weight, on 3 ranks, which divide nothing here.
 
     Transformers renames tensors of the first family, merges tensors of the second, and transposes
     matrices of the third one. Other families: test_equal.py
     """
-    folder = write_model(tmp_path / "model", model_type=family, **FAMILIES[family])
+    folder = write_model(tmp_path / "model", model_type=family, **CONVERTED_MODELS[family])
     (folder / "generation_config.json").write_text('{"max_new_tokens": 7}')
     flags = ["--max-steps", 3, "--lr", 1e-3]
     single = trainer(*flags, "-m", folder, "-b", 6, name="single")
     file = tmp_path / "logits"
-    options = {"processes": 3, "before": WATCH, "env": {"LOGITS": str(file)}} | FSDP
+    options = {"processes": 3, "before": patches("shards"), "env": {"LOGITS": str(file)}} | FSDP
     fsdp = trainer(*flags, "-m", folder, "-b", 2, name="fsdp", **options)
     assert_same_losses(single, fsdp, 3, **OFF)
 
@@ -219,9 +109,9 @@ def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
     assert len([*many.glob("*.safetensors")]) > 2
     for number, source in enumerate((fsdp.folder / "final", many)):
         flags = ["-m", source, "--no-from-scratch", "--max-steps", 1, "--lr", 0]
-        small = SMALL_FILES if source == many else ""
+        small = patches("small_files") if source == many else ""
         single = trainer(*flags, "-b", 6, name=f"single-{number}", before=small)
-        options = {"processes": 2, "before": small + WATCH} | FSDP
+        options = {"processes": 2, "before": small + patches("shards")} | FSDP
         fsdp = trainer(*flags, "-b", 3, name=f"fsdp-{number}", **options)
         assert_same_losses(single, fsdp, 1, **OFF)
         # A learning rate of 0 leaves the weights that were read
@@ -236,7 +126,11 @@ def test_families_from_scratch_and_pretrained(trainer, family, tmp_path):
 
 def test_final_has_the_prefix_of_the_files(trainer, tmp_path):
     """A text model in the files of a model with images: chapter 1 keeps their names of weights."""
-    shape = SIZE | {"model_type": "qwen3_5_text", "num_key_value_heads": 1, "head_dim": 16}
+    shape = CONVERTED_SIZE | {
+        "model_type": "qwen3_5_text",
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
     folder = write_model(tmp_path / "model", **shape, layer_types=["full_attention"] * 2)
     save_weights(folder, torch.bfloat16)
     tensors = load_file(folder / "model.safetensors")
@@ -255,30 +149,6 @@ def test_final_has_the_prefix_of_the_files(trainer, tmp_path):
     assert "Continuing from" in fsdp.output
 
 
-PEAK = """
-import os, torch, transformers
-
-def memory(name):
-    status = open("/proc/self/status").read()
-    return int(status.partition(name + ":")[2].split()[0]) * 1024
-
-original = transformers.AutoModelForCausalLM.from_config
-def from_config(*args, **options):
-    global before
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak is now what there is
-    before = memory("VmRSS")
-    return original(*args, **options)
-transformers.AutoModelForCausalLM.from_config = from_config
-
-class AdamW(torch.optim.AdamW):
-    def __init__(self, *args, **options):
-        print("\\nloading took", memory("VmHWM") - before, flush=True)
-        os._exit(0)
-torch.optim.AdamW = AdamW
-"""
-
-
 def test_only_rank_0_holds_the_whole_model(trainer, tmp_path):
     """In CPU memory, while it is loaded. The other ranks never have more than their shards."""
     shape = LLAMA | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24}
@@ -289,28 +159,10 @@ def test_only_rank_0_holds_the_whole_model(trainer, tmp_path):
     whole = 4 * model.num_parameters()
     assert whole > 400e6
     flags = ["-m", folder, "-b", 1, "--no-from-scratch"]
-    result = trainer(*flags, processes=4, before=PEAK, **FSDP)
+    result = trainer(*flags, processes=4, before=patches("loading_peak"), **FSDP)
     for (taken,) in told(result, "loading took")[1:]:
         print(f"{int(taken) / whole:.2f} of the model")
         assert whole / 4 < int(taken) < whole / 2
-
-
-def whole_state(checkpoint) -> dict:
-    """All tensors of a sharded checkpoint, read without any process group."""
-    reader = dcp.FileSystemReader(checkpoint)
-    saved = reader.read_metadata().state_dict_metadata
-    state = {n: torch.empty(m.size) for n, m in saved.items() if hasattr(m, "size")}
-    dcp.load(state, storage_reader=reader, no_dist=True)
-    return state
-
-
-def assert_same_checkpoint(a, b) -> None:
-    assert json.loads((a / "state.json").read_text())["samples"] > 0
-    a, b = whole_state(a), whole_state(b)
-    assert a.keys() == b.keys()
-    assert any(name.endswith(".exp_avg") for name in a)
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
 
 
 def test_resume_on_any_number_of_ranks(trainer, dropout_model):
@@ -354,41 +206,11 @@ def test_a_rank_that_does_not_see_the_folder(trainer):
     assert run.checkpoints == []
 
 
-# A scaler as in fp16, which runs on GPUs alone; once, rank 1 finds a gradient that is not finite.
-SCALER = """
-import functools, os, torch
-
-class Scaler(torch.amp.GradScaler):
-    calls = 0
-
-    def __init__(self, device, enabled):
-        super().__init__(device, enabled=True)
-
-    def unscale_(self, optimizer):
-        Scaler.calls += 1
-        if Scaler.calls == 3 and os.environ["RANK"] == "1":
-            optimizer.param_groups[0]["params"][0].grad.to_local()[0] = torch.inf
-        super().unscale_(optimizer)
-
-    def update(self):
-        super().update()
-        print("\\nscale", Scaler.calls, self.get_scale())
-
-torch.amp.GradScaler = Scaler
-"""
-
-
-def assert_all_skip_update_3(run) -> None:
-    for rank in run.run.ranks:
-        scales = re.findall(r"^scale (\d) (.*)$", rank.output, re.MULTILINE)
-        assert scales[:3] == [("1", "65536.0"), ("2", "65536.0"), ("3", "32768.0")]
-
-
 def test_a_gradient_scaler_sees_all_shards(trainer):
     """Scaling changes nothing, and a step that one rank must skip is skipped by all."""
     flags = ["--max-steps", 5, "--eval-freq", 0, "--max-grad-norm", 0]
     plain = trainer(*flags, "--max-steps", 2, name="plain", processes=2, **FSDP)
-    options = {"processes": 2, "before": SCALER, "status": 1, **FSDP}
+    options = {"processes": 2, "before": patches("infinite_gradient"), "status": 1, **FSDP}
     scaled = trainer(*flags, name="scaled", **options)
     assert scaled.column("loss")[:1] == plain.column("loss")[:1]
     assert_all_skip_update_3(scaled)

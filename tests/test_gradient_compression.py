@@ -5,48 +5,13 @@ import math
 
 import pytest
 import torch
-from conftest import (
-    AT_END,
-    assert_one_sentence,
-    assert_same_model,
-    exact,
-    resume,
-    take_over,
-)
-from runner import CHAPTER_2, CHAPTER_8, Job
-from test_fsdp import told
-from test_multi_node import OWN_DISK
+from helpers.assertions import assert_one_sentence, assert_same_model, exact, told
+from helpers.runner import CHAPTER_2, CHAPTER_8, SCRIPTS, Job, patches
+from helpers.trainer import resume, take_over
 
 COMPRESSION = {"script": CHAPTER_8}
 # The small model's matrices are compressed, its norms are not.
 SMALL = ["--min-compress", 600]
-
-# Put before a script: each rank tells at its end a digest of its weights, and its DDP uses buckets
-# of a few KB, so that there are many.
-WATCH = """
-import hashlib
-import torch
-
-class Watched(torch.nn.parallel.DistributedDataParallel):
-    def __init__(self, *args, **options):
-        super().__init__(*args, bucket_cap_mb=0.02, **options)
-        watched.append(self)
-
-def tell():
-    digest = hashlib.sha256()
-    for p in watched[0].parameters():
-        digest.update(p.detach().numpy().tobytes())
-    print("\\nweights", digest.hexdigest())
-    found = watched[0]._get_ddp_logging_data()
-    rebuilt = found["has_rebuilt_buckets"]
-    print("buckets", len(found["rebuilt_bucket_sizes" if rebuilt else "bucket_sizes"].split(",")))
-    print("rebuilt", int(rebuilt))
-    watched.clear()
-
-watched = []
-torch.nn.parallel.DistributedDataParallel = Watched
-"""
-WATCH += AT_END
 
 
 def without_bytes(records: list[dict]) -> list[dict]:
@@ -74,7 +39,7 @@ def test_replicas_stay_equal_and_losses_near(trainer):
     plain = trainer(*flags, name="plain", processes=3, **COMPRESSION)
     for method in ("powersgd", "dct", "dct-topk"):
         flags_of_method = ["--compress", method, "--keep", 0.25, "--powersgd-rank", 2]
-        options = {"name": method, "processes": 3, "before": WATCH}
+        options = {"name": method, "processes": 3, "before": patches("small_buckets")}
         run = trainer(*flags, *flags_of_method, **options | COMPRESSION)
         assert len({digest for (digest,) in told(run, "weights ")}) == 1
         assert min(int(count) for (count,) in told(run, "buckets ")) > 2
@@ -85,91 +50,6 @@ def test_replicas_stay_equal_and_losses_near(trainer):
 
 # -- The mathematics, computed once more -----------------------------------------------------------
 
-# Each rank has gradients of its own: those of a sum of products with given numbers. Each step
-# prints nothing; the averages of all steps and what has not been sent go to a file of each rank.
-HOOKS = """
-import importlib.util, json, os, sys
-from pathlib import Path
-from types import SimpleNamespace
-import torch
-import torch.distributed as dist
-
-rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-spec = importlib.util.spec_from_file_location("chapter_8", sys.argv[1])
-chapter = importlib.util.module_from_spec(spec)
-sys.modules["chapter_8"] = chapter
-spec.loader.exec_module(chapter)
-dist.init_process_group("gloo")
-SHAPES = json.loads(sys.argv[2])
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weights = torch.nn.ParameterList([torch.zeros(shape) for shape in SHAPES])
-        self.device = torch.device("cpu")
-
-    def num_parameters(self):
-        return sum(p.numel() for p in self.parameters())
-
-    def forward(self, numbers):
-        return sum((w * n).sum() for w, n in zip(self.weights, numbers))
-
-def numbers(step):
-    torch.manual_seed(100 * step + rank)
-    return [torch.randn(shape) for shape in SHAPES]
-
-class Watched(chapter.Compression):
-    def average(self, parameter, gradient):
-        future = super().average(parameter, gradient)
-        futures.append((future, gradient))
-        return future
-
-results = {}
-for case in json.loads(sys.argv[3]):
-    method, keep, feedback, steps = case
-    args = SimpleNamespace(compress=method, keep=keep, error_feedback=feedback, min_compress=100)
-    args.powersgd_rank = 2
-    model = Model()
-    ddp = torch.nn.parallel.DistributedDataParallel(
-        model, gradient_as_bucket_view=True, bucket_cap_mb=0.002
-    )
-    compression = Watched(model, args, None)
-    ddp.register_comm_hook(compression, chapter.Compression.hook)
-    averages = []
-    for step in range(steps):
-        futures = []
-        ddp(numbers(step)).backward()
-        # On GPUs a future waits for the streams of the tensors that are its value, for no others.
-        for future, gradient in futures:
-            (tensor,) = torch.utils._pytree.tree_leaves(future.wait())
-            assert tensor.data_ptr() == gradient.data_ptr(), (case, tensor, gradient)
-        averages.append([p.grad.clone() for p in model.parameters()])
-        for p in model.parameters():
-            p.grad.zero_()
-    names = [name for name, _ in model.named_parameters()]
-    residuals = [compression.powersgd.error_dict.get(name, 0) for name in names]
-    results[json.dumps(case)] = (averages, residuals, compression.volume)
-
-# The memory of a job with one rank more, and then that of a job with as many ranks as this one.
-# Each also has what PowerSGD keeps of bucket 0, and its rank.
-folder = Path(sys.argv[4])
-names = [name for name, _ in Model().named_parameters()]
-for what, others in (("mean", size + 1), ("own", size)):
-    for other in range(others) if rank == 0 else []:
-        memory = {name: torch.full(shape, 10.0**other) for name, shape in zip(names, SHAPES)}
-        saved = [memory, {0: torch.tensor(10.0**other)}, {0: torch.tensor(10.0**other)}]
-        torch.save(saved, folder / f"memory-{other}-of-{others}.pt")
-    dist.barrier()
-    memory = chapter.Compression(Model(), args, folder).memory
-    assert [*memory[0]] == names
-    results[what] = [*memory[0].values(), memory[1][0], memory[2][0]]
-    dist.barrier()
-    for file in folder.iterdir() if rank == 0 else []:
-        file.unlink()
-torch.save(results, f"results-{rank}.pt")
-dist.barrier()
-dist.destroy_process_group()
-"""
 SHAPES = [(40, 64), (7,), (8, 32), (99,), (5, 67), (16, 8)]
 # The others have fewer than 100 numbers, or a number of them that 64 does not divide.
 COMPRESSED = [0, 2, 5]
@@ -182,12 +62,10 @@ CASES += [("fp16", 0.5, True, 2), ("bf16", 0.5, True, 2)]
 def hooks(tmp_path_factory):
     """What the hooks of three ranks have made of given gradients."""
     folder = tmp_path_factory.mktemp("hooks")
-    script = folder / "hooks.py"
-    script.write_text(HOOKS)
     left = folder / "left"
     left.mkdir()
     arguments = [CHAPTER_8, json.dumps(SHAPES), json.dumps(CASES), left]
-    job = Job(script, arguments, folder / "output.txt", 3, cwd=folder)
+    job = Job(SCRIPTS / "compression_hooks.py", arguments, folder / "output.txt", 3, cwd=folder)
     assert job.wait() == 0, job.output
     return [torch.load(folder / f"results-{rank}.pt") for rank in range(3)]
 
@@ -284,7 +162,7 @@ def interrupted(trainer):
 
     def run(method, processes, on=None):
         flags = [*FLAGS, "--compress", method]
-        options = {"processes": processes, "before": WATCH} | COMPRESSION
+        options = {"processes": processes, "before": patches("small_buckets")} | COMPRESSION
         origin = trainer(*flags, name="origin", **options)
         if not on:
             return origin, resume(origin, trainer, 3, *flags, **options)
@@ -327,7 +205,7 @@ def test_resume_on_other_ranks(interrupted, method, before, after):
 def test_a_folder_that_nodes_do_not_share(trainer, tmp_path):
     """Rank 0 misses the memory of rank 1 in the first save."""
     flags = ["--max-steps", 1, "--eval-freq", 0, "--save-dir", "runs"]
-    options = {"processes": 2, "before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}}
+    options = {"processes": 2, "before": patches("own_disk"), "env": {"DISKS": f"{tmp_path}/disk-"}}
     result = trainer(*flags, status=1, **options | COMPRESSION)
     sentence = "memory-1-of-2.pt: put --save-dir on a shared disk"
     assert_one_sentence(result.run.ranks[0].output, sentence)

@@ -10,14 +10,12 @@ import time
 
 import pytest
 import torch
-from runner import REPOSITORY, Job, free_port, load, python
+from helpers.runner import REPOSITORY, Job, free_port, load, patches, python
 
 TOOL = REPOSITORY / "tools" / "where-it-hangs.py"
 PRELOAD = REPOSITORY / "tools" / "watch"
 BROKEN = {path.name[0]: path for path in sorted((REPOSITORY / "learn" / "broken").glob("*.py"))}
 PAGE = (REPOSITORY / "learn" / "broken" / "README.md").read_text()
-# A process of the tests has torch, so it does by itself what Python does at its start.
-WATCH = f"import runpy; runpy.run_path({str(PRELOAD / 'sitecustomize.py')!r})\n"
 
 
 def repaired(number: str, folder):
@@ -44,7 +42,7 @@ def hang(tool, script, folder, processes=2, seconds=1, timeout=60):
     """The dumps of a job that hangs, after the end of the job. They stay as they were."""
     dumps = folder / "dumps"
     env = {"HANG_DUMPS": str(dumps), "HANG_SECONDS": str(seconds)}
-    job = Job(script, [], folder / "output", processes, before=WATCH, env=env)
+    job = Job(script, [], folder / "output", processes, before=patches("watch"), env=env)
     end = time.monotonic() + timeout
     try:
         while not (dumps.is_dir() and tool.all_wait(dumps, seconds)):
@@ -104,7 +102,9 @@ def weights_of_one_process(number: str) -> float:
 @pytest.mark.parametrize("number", SENTENCES)
 def test_a_repaired_script_ends_with_the_weights_of_one_process(tool, tmp_path, capsys, number):
     env = {"HANG_DUMPS": str(tmp_path / "dumps"), "HANG_SECONDS": "1"}
-    job = Job(repaired(number, tmp_path), [], tmp_path / "output", 2, before=WATCH, env=env)
+    job = Job(
+        repaired(number, tmp_path), [], tmp_path / "output", 2, before=patches("watch"), env=env
+    )
     assert job.wait(60) == 0, job.output
     weights = re.findall(r"is done, weights (\S+)", job.output)
     assert len(weights) == 2

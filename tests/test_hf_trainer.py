@@ -8,55 +8,20 @@ import sys
 import zipfile
 from types import SimpleNamespace
 
+import helpers.slurm
 import hydra
 import pytest
-import test_slurm
-import yaml
-from conftest import Folder, assert_one_sentence, assert_same_model, write_documents
+from helpers.assertions import assert_one_sentence, assert_same_model
+from helpers.data import write_documents
+from helpers.hf_trainer import Runs
+from helpers.runner import CHAPTER_1, CHAPTER_9, SCRIPTS, Run, load, patches
+from helpers.trainer import Folder
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
-from runner import CHAPTER_1, CHAPTER_9, Job, Run, load
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM
 
 CONF = CHAPTER_9.parent / "conf"
-
-
-class Runs:
-    """Runs of chapter 9 with a small model, by a configuration of their own, `small.yaml`."""
-
-    def __init__(self, folder, model, dataset):
-        self.folder, self.dataset, self.number = folder, dataset, 0
-        (folder / "conf").mkdir()
-        small = {
-            "defaults": ["train", "_self_"],
-            "model": {"name": str(model), "from_scratch": True},
-            "data": {"path": "json", "data_files": str(dataset), "seq_length": 32},
-            "optimizer": {"learning_rate": 1e-2},
-            "training": {"per_device_train_batch_size": 4, "logging_steps": 1, "save_steps": 100},
-            "experiment_name": "run",
-            "save_dir": str(folder),
-            "report_to": [],
-        }
-        (folder / "conf" / "small.yaml").write_text(yaml.safe_dump(small))
-        self.arguments = ["--config-dir", folder / "conf", "--config-name", "small"]
-
-    def start(self, *overrides, processes=0, **options):
-        self.number += 1
-        output = self.folder / f"output-{self.number}.txt"
-        if processes:
-            return Job(CHAPTER_9, [*self.arguments, *overrides], output, processes, **options)
-        return Run(CHAPTER_9, [*self.arguments, *overrides], output, **options)
-
-    def __call__(self, *overrides, name="run", status=0, **options) -> Folder:
-        run = self.start(*overrides, f"experiment_name={name}", **options)
-        assert run.wait() == status, run.output
-        return Folder(self.find(name), run.output)
-
-    def find(self, name: str):
-        """The folder of a run is named after its overrides."""
-        (file,) = self.folder.glob(f"{name}/**/metrics.jsonl")
-        return file.parent
 
 
 @pytest.fixture
@@ -123,17 +88,6 @@ def test_demo(tmp_path, trainer):
 
 # -- Stopping and resuming -------------------------------------------------------------------------
 
-# Rank 1 has a signal in step 5.
-STOP = """import os, signal, transformers
-training_step = transformers.Trainer.training_step
-
-def stop(self, *args, **kwargs):
-    if self.state.global_step == 4 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGUSR2)
-    return training_step(self, *args, **kwargs)
-
-transformers.Trainer.training_step = stop
-"""
 STEPS = ["training.max_steps=8", "training.eval_steps=1000", "training.save_total_limit=1000"]
 
 
@@ -144,34 +98,19 @@ def undisturbed(tmp_path_factory, model, dataset) -> Folder:
     return runs(*STEPS, "parallel=ddp", processes=2)
 
 
-# Accelerate has FSDP for GPUs only. So a name says that the two CPU processes are GPU processes. No
-# other line of Accelerate or the Trainer changes.
-FSDP_ON_CPUS = """
-from accelerate import state
-
-def initialize(self, *args, **kwargs):
-    original(self, *args, **kwargs)
-    if self.distributed_type == state.DistributedType.MULTI_CPU:
-        self.distributed_type = state.DistributedType.MULTI_GPU
-
-original = state.PartialState.__init__
-state.PartialState.__init__ = initialize
-"""
-
-
 @pytest.mark.rest
 def test_fsdp(runs, undisturbed):
     """The Trainer's FSDP2 has the losses of DDP, and resumes exactly."""
     flags = [*STEPS, "parallel=fsdp"]
-    options = {"processes": 2, "before": FSDP_ON_CPUS}
+    options = {"processes": 2, "before": patches("fsdp_on_cpus")}
     whole = runs(*flags, name="whole", **options)
     assert "nothing is sharded" not in whole.output
     assert (whole.folder / "checkpoint-8" / "pytorch_model_fsdp.bin").exists()
     for name in ("loss", "grad_norm"):
         assert whole.column(name) == pytest.approx(undisturbed.column(name), rel=1e-4)
-    options["before"] += STOP
+    options["before"] += patches("signal_in_step_5")
     runs(*flags, name="run", status=143, **options)
-    options["before"] = FSDP_ON_CPUS
+    options["before"] = patches("fsdp_on_cpus")
     resumed = runs(*flags, name="run", **options)
     assert "checkpoint-5" in resumed.output
     assert resumed.column("loss") == whole.column("loss")
@@ -221,8 +160,6 @@ OTHER_KEYS = {
     "parallel.fsdp_config.fsdp_min_num_params": "whatever its size",
     "optimizer.lr": "'lr' not in 'Optimizer'",
 }
-
-
 DOUBTED = {"temperature": 0.9, "top_p": 0.6}, {"num_beams": 1, "length_penalty": 2.0}
 DOUBTED += ({"pad_token_id": -1}, {"typical_p": 0.5})
 
@@ -360,48 +297,11 @@ PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL PriorityTier=2
 """
 
-# `sitecustomize.py` of all processes. The command that submits looks at its jobs every second, and
-# not ever more seldom. A rank of the job that is stopped waits for a signal: at the first start in
-# step 4, at the second start before the imports. Each time the rank writes down its port.
-WAIT = """import os, signal, time
-from pathlib import Path
-
-start, rank = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ.get("SLURM_PROCID")
-notes = os.environ.get("NOTES")
-if rank is None:
-    from submitit.core import core
-    from submitit.slurm import slurm
-
-    core.Job._results_timeout_s = 1
-    slurm.SlurmJob.watcher._delay_s = 1
-elif notes:
-    if start == "1":
-        while not signal.sigpending():
-            time.sleep(0.1)
-        Path(notes, f"signal-{rank}").touch()
-    import transformers
-
-    training_step = transformers.Trainer.training_step
-
-    def wait(self, *args, **kwargs):
-        Path(notes, f"port-{start}-{rank}").write_text(os.environ["MASTER_PORT"])
-        if start == "0" and self.state.global_step == 3:
-            (run,) = [x for x in self.callback_handler.callbacks if hasattr(x, "signals")]
-            while not run.signals:
-                time.sleep(0.1)
-        return training_step(self, *args, **kwargs)
-
-    transformers.Trainer.training_step = wait
-"""
-
 
 @pytest.fixture(autouse=True)
 def preemption(monkeypatch):
     """Before `slurm`, which writes the configuration."""
-    monkeypatch.setattr(test_slurm, "CONFIG", test_slurm.CONFIG + PREEMPTION)
-
-
-slurm = test_slurm.slurm  # the fixture: a Slurm of its own for each test
+    monkeypatch.setattr(helpers.slurm, "CONFIG", helpers.slurm.CONFIG + PREEMPTION)
 
 
 @pytest.fixture
@@ -411,7 +311,7 @@ def sweep(slurm, runs):
     stub.parent.mkdir()
     stub.write_text(SACCT)
     stub.chmod(0o755)
-    (slurm.work / "sitecustomize.py").write_text(WAIT)
+    shutil.copy(SCRIPTS / "wait_for_signals.py", slurm.work / "sitecustomize.py")
     started = []
 
     def start(*arguments, **env):

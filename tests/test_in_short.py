@@ -9,10 +9,11 @@ import shutil
 import datasets
 import pytest
 import torch
-from conftest import TINY_LLAMA, replaced
-from runner import CHAPTER_1, REPOSITORY, Job, Run, load
+from helpers.chapters import replaced
+from helpers.models import TINY_LLAMA
+from helpers.pages import page
+from helpers.runner import CHAPTER_1, REPOSITORY, Job, Run, load
 from safetensors.torch import load_file
-from test_readme import page
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +42,7 @@ torch.save(model.state_dict(), output / "weights.pt")""",
 ADAMW = f"torch.optim.AdamW(model.parameters(), lr={LR}, weight_decay=0)"
 TORCH_MUON = {
     ADAMW: f"torch_muon.AdamWAndMuon(model, lr={LR})",
-    "import torch\n": "import torch\nimport torch_muon\n",
+    "import torch\n": "import torch\nfrom helpers import torch_muon\n",
 }
 
 

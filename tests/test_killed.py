@@ -8,37 +8,11 @@ itself are in test_torchrun.py.
 import signal
 
 import pytest
-from conftest import assert_same_model, exact
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY
+from helpers.assertions import assert_same_model, exact
+from helpers.runner import CHAPTERS_BY_NUMBER, REPOSITORY, patches
 
 pytestmark = pytest.mark.rest
 
-# Counts what a save does with files. KILL_AT: a rank, and the number of the action
-KILL = """
-import atexit, os, pathlib, shutil, signal, torch
-
-rank, last = map(int, os.environ.get("KILL_AT", "0 0").split())
-actions = []
-
-def counted(owner, name):
-    original = getattr(owner, name)
-    def call(*arguments, **options):
-        actions.append(name)
-        if len(actions) == last and int(os.environ.get("RANK", 0)) == rank:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments, **options)
-    setattr(owner, name, call)
-
-atexit.register(lambda: print("\\nactions", len(actions), flush=True))
-for owner, names in {
-    os: "fsync sync replace unlink",
-    shutil: "copy rmtree",
-    pathlib.Path: "rename write_text",
-    torch: "save",
-}.items():
-    for name in names.split():
-        counted(owner, name)
-"""
 STEPS = ["--max-steps", 6, "--ckpt-freq", 1, "--keep-checkpoints", 2, "--eval-freq", 3]
 ROUNDS = ["--replicas", 2, "--shard-size", 1, "--inner-steps", 3]
 CHAT = ["-d", REPOSITORY / "models" / "tiny-chat" / "rows", "-s", 256]
@@ -67,7 +41,7 @@ def test_a_kill_while_saving_loses_nothing(trainer, pretrained, kind):
         flags = [*flags, "-m", pretrained, "--no-from-scratch"]
     options = {"script": CHAPTERS_BY_NUMBER[chapter[:2]], "processes": processes}
     flags = [*STEPS, *flags]
-    whole = trainer(*flags, name="whole", before=KILL, **options)
+    whole = trainer(*flags, name="whole", before=patches("kill_in_a_save"), **options)
     outputs = [run.output for run in getattr(whole.run, "ranks", [whole.run])]
     per_save = [int(text.rpartition("actions ")[2].split()[0]) // 7 for text in outputs]
     assert per_save[0] > KILLS  # of six steps and final/
@@ -76,7 +50,9 @@ def test_a_kill_while_saving_loses_nothing(trainer, pretrained, kind):
         rank = number % len(outputs) if per_save[-1] > 1 else 0
         at = 1 + number * per_save[rank] // KILLS + number % 2 * per_save[rank]
         options["env"] = {"KILL_AT": f"{rank} {at}"}
-        run = trainer(*flags, name="killed", before=KILL, status=None, **options)
+        run = trainer(
+            *flags, name="killed", before=patches("kill_in_a_save"), status=None, **options
+        )
         killed += run.status == -signal.SIGKILL
     del options["env"]
     assert killed >= 2

@@ -14,8 +14,10 @@ from types import SimpleNamespace
 import datasets
 import pyarrow.parquet as pq
 import pytest
-from conftest import DEMO_TEMPLATE, TINY_LLAMA, assert_one_sentence, write_documents, write_rows
-from runner import REPOSITORY, load, run_tool
+from helpers.assertions import assert_one_sentence
+from helpers.data import write_documents, write_rows
+from helpers.models import DEMO_TEMPLATE, TINY_LLAMA
+from helpers.runner import REPOSITORY, load, run_tool
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -8,21 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import assert_one_sentence, exact, require
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_10, CHAPTERS_BY_NUMBER, REPOSITORY
-from test_torchrun import Launch
+from helpers.assertions import assert_one_sentence, exact
+from helpers.programs import require
+from helpers.runner import (
+    CHAPTER_1,
+    CHAPTER_2,
+    CHAPTER_3,
+    CHAPTER_10,
+    CHAPTERS_BY_NUMBER,
+    REPOSITORY,
+)
+from helpers.torchrun import ACTIVE, CLEAN, Launch
 from torch.distributed import run as torchrun
 
 RUN = REPOSITORY / "launch" / "run.sh"
 TORCHRUN = REPOSITORY / "launch" / "torchrun.py"
 CHAPTERS = [path.parent.name for path in CHAPTERS_BY_NUMBER.values()]
-VARIABLES = ["NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "RDZV_ID"]
-VARIABLES += ["MAX_RESTARTS", "LOCAL_ADDR", "HANG_DUMPS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"]
-VARIABLES += ["PREFLIGHT"]
-CLEAN = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-# The Python that runs the tests, as that of an active virtual environment
-ACTIVE = {"VIRTUAL_ENV": sys.prefix}
-ACTIVE |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 @pytest.mark.rest

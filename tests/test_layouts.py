@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from runner import CHAPTERS_BY_NUMBER, REPOSITORY, load
+from helpers.runner import CHAPTERS_BY_NUMBER, REPOSITORY, load
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore

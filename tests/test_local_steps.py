@@ -8,23 +8,14 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    LLAMA,
-    assert_opens,
-    assert_same_model,
-    exact,
-    in_step,
-    resume,
-    save_weights,
-    take_over,
-    write_model,
-)
-from runner import CHAPTER_5, CHAPTER_15, run_tool
+from helpers.assertions import assert_opens, assert_same_checkpoint, assert_same_model, exact, told
+from helpers.models import LLAMA, save_weights, write_model
+from helpers.runner import CHAPTER_5, CHAPTER_15, in_step, patches, run_tool
+from helpers.trainer import resume, take_over
 from safetensors.torch import load_file
-from test_fsdp import assert_same_checkpoint, told
-from test_multi_node import CONVERT
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
+CONVERT = "convert-checkpoint.py"
 PAPER = {"outer_lr": 0.7, "outer_momentum": 0.9}
 
 
@@ -261,27 +252,6 @@ def test_resume_within_a_round(train, trainer, with_dropout, saved):
         resume(origin, trainer, step, *flags, name=f"from-{step}", again=train)
 
 
-FINGERPRINT = """
-import hashlib, torch
-
-def fingerprint(tensors):
-    return hashlib.sha256(b"".join(t.to_local().numpy().tobytes() for t in tensors)).hexdigest()
-
-def step(self, *args, **options):
-    if self.state and not told:
-        told.append(1)
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        moments = [self.state[p]["exp_avg"] for p in parameters]
-        parameters = [p.detach() for p in parameters]
-        print("\\nbegan", fingerprint(parameters), fingerprint(moments))
-    return original(self, *args, **options)
-
-told = []
-original = torch.optim.AdamW.step
-torch.optim.AdamW.step = step
-"""
-
-
 @pytest.mark.rest
 def test_another_number_of_replicas(train, trainer):
     """Replica n begins as old replica n mod N, with its weights and moments."""
@@ -291,7 +261,7 @@ def test_another_number_of_replicas(train, trainer):
     for replicas in (1, 2, 4):
         name = f"on-{replicas}"
         take_over(origin, trainer, name, 4)
-        run = train(*flags, name=name, replicas=replicas, before=FINGERPRINT)
+        run = train(*flags, name=name, replicas=replicas, before=patches("fingerprint"))
         assert "Continuing from" in run.output
         assert run.column("loss") == pytest.approx(origin.column("loss"), rel=0.02)
         before[replicas] = told(run, "began ")

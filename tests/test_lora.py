@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import peft
 import pytest
 import torch
-from conftest import DEMO_TEMPLATE, assert_same_model, damaged, exact
-from runner import CHAPTER_17, load
+from helpers.assertions import assert_same_model, exact, whole_state
+from helpers.chapters import damaged
+from helpers.models import DEMO_TEMPLATE, write_weights
+from helpers.plain_loops import BATCH, assert_job_is_plain, flags_for, plain_loop, with_adapters
+from helpers.runner import CHAPTER_17, load, patches
+from helpers.trainings import AGAIN, OFFLOAD, WHOLE, described
 from safetensors.torch import load_file, save_file
-from test_chat import BATCH, assert_job_is_plain, flags_for, plain_loop
-from test_equal import AGAIN, OFFLOAD, WHOLE, described, write_weights
-from test_fsdp import whole_state
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 README = CHAPTER_17.with_name("README.md").read_text()
@@ -29,13 +30,6 @@ CASES = {
     3: [("gpt2", 4, []), ("llama", 2, PATTERN)],
     4: [("llama untied", 3, [WHOLE])],
 }
-
-
-def with_adapters(model, targets="all-linear"):
-    """As PEFT's documentation has it."""
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
 
 
 @pytest.fixture(scope="module")
@@ -105,44 +99,6 @@ def test_equal_to_plain_peft(lora, tmp_path, rows_of_conversations, ranks):
     assert_job_is_plain(tmp_path, cases, plain, ranks)
 
 
-# In each step: the bytes of gathered and reduced tensors, the bytes of AdamW's moments on this
-# rank, and the types of frozen weights and of A and B
-WATCH = """
-import torch
-import torch.distributed as dist
-
-models, sent = [], []
-
-def counted(name):
-    original = getattr(dist, name)
-    def call(*args, **options):
-        tensors = [x for x in [*args, *options.values()] if isinstance(x, torch.Tensor)]
-        sent.append(max(x.nbytes for x in tensors))
-        return original(*args, **options)
-    setattr(dist, name, call)
-
-counted("all_gather_single")
-counted("reduce_scatter_single")
-
-def to_empty(self, **options):
-    models[:] = [original_to_empty(self, **options)]
-    return self
-
-def step(self, *args, **options):
-    result = original_step(self, *args, **options)
-    moments = sum(x.to_local().nbytes for s in self.state.values() for x in s.values() if x.dim())
-    types = {(".lora_" in n, str(p.dtype)) for n, p in models[0].named_parameters()}
-    print("\\nstep", sum(sent), moments, *[name for _, name in sorted(types)])
-    sent.clear()
-    return result
-
-original_to_empty = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty
-original_step = torch.optim.AdamW.step
-torch.optim.AdamW.step = step
-"""
-
-
 def python_of_the_readme(begin: str, run) -> str:
     """A block of code, for this run's folder."""
     [code] = re.findall(f"^```python\n({begin}.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -179,7 +135,9 @@ def test_types_bytes_and_final(trainer, tmp_path, rows_of_conversations):
     flags += ["--ckpt-freq", 3, "--keep-checkpoints", 9]
 
     def train(name, script=CHAPTER_17):
-        return trainer(*flags, name=name, script=script, processes=2, before=WATCH)
+        return trainer(
+            *flags, name=name, script=script, processes=2, before=patches("bytes_of_adapters")
+        )
 
     run = train("run")
     adapters = load_file(run.folder / "final" / "adapter_model.safetensors")

@@ -10,23 +10,15 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from conftest import (
-    NO_TORCHVISION,
-    STAND_IN,
-    TINY_LLAMA,
-    assert_one_sentence,
-    exact,
-    take_over,
-    write_documents,
-)
-from runner import CHAPTER_10, REPOSITORY, Run, load, run_tool
-from test_streaming import plain_losses, reference_rows, watched
+from helpers.assertions import assert_one_sentence, exact
+from helpers.data import IMPORTABLE, NO_TORCHVISION, STAND_IN, write_documents
+from helpers.models import TINY_LLAMA
+from helpers.plain_loops import plain_losses, reference_rows
+from helpers.runner import CHAPTER_10, REPOSITORY, Run, load, patches, run_tool
+from helpers.trainer import take_over, watched
 from transformers import AutoTokenizer
 
 TOOL = REPOSITORY / "tools" / "prepare-data.py"
-IMPORTABLE = ""
-if NO_TORCHVISION:
-    IMPORTABLE = f"import sys; sys.path.append({str(STAND_IN)!r})\n"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,28 +28,6 @@ def stand_in():
         if NO_TORCHVISION:
             patch.syspath_prepend(STAND_IN)
         yield
-
-
-# A remote storage of the library: `test://FOLDER` is a folder of this machine.
-REMOTE = """
-import os, shutil
-from streaming.base.storage import download
-
-class Folder(download.CloudDownloader):
-    @staticmethod
-    def _client_identifier():
-        return "test"
-
-    def clean_up(self):
-        pass
-
-    def _download_file_impl(self, remote, local, timeout):
-        with open(os.environ["REQUESTS"], "a") as file:
-            print(os.environ["RANK"], remote, file=file)
-        shutil.copy(remote.removeprefix("test:/"), local)
-
-download.DOWNLOADER_MAPPINGS["test"] = Folder
-"""
 
 
 @pytest.fixture(scope="module")
@@ -154,20 +124,6 @@ def test_rows(write, texts, packing, tmp_path):
     assert facts["tokenizer"] == str(TINY_LLAMA)  # which the model of the tests below is not
 
 
-# The tool stops itself when its second part has its name.
-STOP = """
-import os, pathlib, signal
-
-def rename(path, target):
-    original(path, target)
-    if str(target).endswith("part-00001"):
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-original = pathlib.Path.rename
-pathlib.Path.rename = rename
-"""
-
-
 @pytest.mark.rest
 def test_the_tool_goes_on(write):
     """After SIGKILL, and after all parts but the index; then there is nothing to do.
@@ -176,7 +132,7 @@ def test_the_tool_goes_on(write):
     """
     flags = ["--part-rows", 30]
     expected = rows_in(write("undisturbed", "--part-rows", 999).folder)
-    tool = write("killed", *flags, before=STOP, start_only=True)
+    tool = write("killed", *flags, before=patches("stop_after_part_1"), start_only=True)
     folder = tool.file.with_name("killed")
     try:
         end = time.monotonic() + 60
@@ -316,7 +272,7 @@ def test_an_address_and_its_cache(train, many, trainer):
     plain, zipped = many
     flags = ["--max-steps", 30, "-b", 4, "--local-cache", trainer.folder / "cache"]
     local = train(plain, *flags, name="local")
-    remote = train(f"test://{zipped}", *flags, name="remote", before=REMOTE)
+    remote = train(f"test://{zipped}", *flags, name="remote", before=patches("remote_folder"))
     assert exact(remote.records) == exact(local.records)
     requests = (trainer.folder / "requests-remote").read_text().splitlines()
     fetched = [line for line in requests if "shard." in line]
@@ -329,7 +285,7 @@ def test_an_address_and_its_cache(train, many, trainer):
     limit = 2 * 64 * largest
     flags[-1] = small = trainer.folder / "small"
     flags += ["--cache-limit", f"{limit}b"]
-    run = train(f"test://{plain}", *flags, name="small", before=REMOTE)
+    run = train(f"test://{plain}", *flags, name="small", before=patches("remote_folder"))
     assert exact(run.records) == exact(local.records)
     kept = sum(file.stat().st_size for file in small.rglob("*.mds"))
     assert 0.5 * limit < kept <= limit < sum(shard["raw_data"]["bytes"] for shard in index)
@@ -379,46 +335,13 @@ def test_a_flipped_bit_in_a_folder(train, shards, trainer, tmp_path):
     assert_one_sentence(run.output, "is damaged: its hash is not the hash in index.json")
 
 
-# Each row has its own shard, and a step has 4 rows. In step 3, the forward pass waits until the
-# first download of step 4 has begun. This download waits until the forward pass is over. Without a
-# thread, the forward pass would wait in vain.
-TOGETHER = """
-import threading, torch
-from streaming import Stream
-
-begun = threading.Event()
-computed = threading.Event()
-steps = []
-downloads = []
-
-def prepare_shard(self, shard):
-    downloads.append(None)
-    if len(downloads) == 13:
-        begun.set()
-        assert computed.wait(20), "the forward pass waits"
-    return original_prepare_shard(self, shard)
-
-def compute(*arguments, **options):
-    steps.append(None)
-    if len(steps) == 3:
-        assert begun.wait(20), "no download while a step computes"
-        computed.set()
-    return original_cross_entropy(*arguments, **options)
-
-original_prepare_shard = Stream.prepare_shard
-Stream.prepare_shard = prepare_shard
-original_cross_entropy = torch.nn.functional.cross_entropy
-torch.nn.functional.cross_entropy = compute
-"""
-
-
 @pytest.mark.rest
 def test_reading_while_computing(train, many, trainer):
     plain, zipped = many
     flags = ["--max-steps", 8, "-b", 4]
     local = train(plain, *flags, processes=1, name="local")
     flags += ["--local-cache", trainer.folder / "cache"]
-    options = {"processes": 1, "before": REMOTE + TOGETHER}
+    options = {"processes": 1, "before": patches("remote_folder", "download_in_a_step")}
     remote = train(f"test://{zipped}", *flags, name="remote", **options)
     assert torch.equal(remote.seen[0], local.seen[0])
     assert remote.column("loss") == local.column("loss")
@@ -442,7 +365,9 @@ def test_other_rows_are_refused(train, shards, tmp_path):
     cases += [(texts, [], remedy), (f"test://{texts}", [], remedy)]
     for data, flags, sentence in cases:
         flags = ["--max-steps", 1, *flags]
-        run = train(data, *flags, processes=1, status=1, name="refused", before=REMOTE)
+        run = train(
+            data, *flags, processes=1, status=1, name="refused", before=patches("remote_folder")
+        )
         assert_one_sentence(run.output, sentence)
 
 

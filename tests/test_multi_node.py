@@ -12,42 +12,36 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import (
+from helpers.assertions import (
+    OFF,
     assert_one_sentence,
+    assert_same_checkpoint,
     assert_same_losses,
     assert_same_model,
     exact,
-    resume,
-    weights_away,
-    write_documents,
-    write_model,
+    told,
 )
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, CHAPTER_5, Run, free_port, run_tool
+from helpers.data import write_documents
+from helpers.models import CONVERTED_MODELS, weights_away, write_model
+from helpers.runner import (
+    CHAPTER_1,
+    CHAPTER_2,
+    CHAPTER_3,
+    CHAPTER_5,
+    Run,
+    free_port,
+    patches,
+    run_tool,
+)
+from helpers.torchrun import Forking, ending
+from helpers.trainer import resume
 from safetensors.torch import load_file
-from test_fsdp import FAMILIES, OFF, WATCH, assert_same_checkpoint, told
-from test_torchrun import Forking, ending
 from transformers import AutoModelForCausalLM
 
+CONVERT = "convert-checkpoint.py"
 pytestmark = pytest.mark.rest
 
-# Each rank also tells how often it has averaged gradients over the copies.
-WATCH += """
-import torch.distributed as dist
-
-def all_reduce(tensor, *args, **options):
-    calls.append(options.get("group") is not None and tensor.numel() > 1)
-    return original_all_reduce(tensor, *args, **options)
-
-calls = []
-original_all_reduce = dist.all_reduce
-dist.all_reduce = all_reduce
-
-tell_shards = tell
-
-def tell():
-    print("\\nall-reduces", sum(calls))
-    tell_shards()
-"""
+SHARDS = patches("shards", "all_reduces")
 
 
 @pytest.fixture
@@ -70,7 +64,7 @@ def test_losses_for_every_shard_size(train, trainer):
     flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 2, "--keep-checkpoints", 9]
     single = train(*flags, "-b", 16, processes=0, script=CHAPTER_1, name="single")
     for size, more in ((1, ["--cpu-offload"]), (2, []), (4, [])):
-        options = {"processes": 4, "before": WATCH, "name": f"by-{size}"}
+        options = {"processes": 4, "before": SHARDS, "name": f"by-{size}"}
         batch = ["-b", 2, "--global-batch-size", 16, "--shard-size", size]
         run = train(*flags, *batch, *more, **options)
         assert_same_losses(single, run, 6, **OFF)
@@ -85,37 +79,6 @@ def test_losses_for_every_shard_size(train, trainer):
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
-
-# A rank on a node of its own: --save-dir is a folder that no other rank sees
-OWN_DISK = """
-import os
-os.makedirs(os.environ["DISKS"] + os.environ["RANK"], exist_ok=True)
-os.chdir(os.environ["DISKS"] + os.environ["RANK"])
-"""
-
-
-# Rank 1 begins to write after rank 0 has its checkpoint, and tells which ones rank 0 has by then.
-LATE = """
-import os, time
-from pathlib import Path
-import torch.distributed.checkpoint as dcp
-
-def save(*arguments, storage_writer=None, **options):
-    if storage_writer:
-        saves.append(None)
-        rank_0 = storage_writer.path.parents[1] / "rank-0"
-        end = time.monotonic() + 20
-        while len(saves) > len([*rank_0.glob("step-*")]) and time.monotonic() < end:
-            time.sleep(0.01)
-        time.sleep(0.5)
-        print("\\nrank 0 has", *sorted(path.name for path in rank_0.glob("step-*")))
-    return original(*arguments, storage_writer=storage_writer, **options)
-
-saves = []
-original = dcp.save
-if os.environ["RANK"] == "1":
-    dcp.save = save
-"""
 
 
 # Format, ranks per copy, flags
@@ -134,7 +97,7 @@ def test_formats_resume_exactly(train, trainer, case):
     how, size, more = FORMATS[case]
     flags = ["--max-steps", 9, "--ckpt-freq", 3, "--keep-checkpoints", 99, "--shard-size", size]
     flags += ["--checkpoint-format", how, *more]
-    origin = train(*flags, name="origin", before=WATCH)
+    origin = train(*flags, name="origin", before=SHARDS)
     glob = "rank-*/*6/*.distcp" if how == "local" else "*6/*.distcp"
     files = sorted(str(path.relative_to(origin.folder)) for path in origin.folder.glob(glob))
     if how == "local":
@@ -142,7 +105,7 @@ def test_formats_resume_exactly(train, trainer, case):
     else:
         writers = range(1 if how == "full" else 2)
         assert files == [f"step-00000006/__{rank}_0.distcp" for rank in writers]
-    resumed = resume(origin, trainer, 6, *flags, again=train, before=WATCH)
+    resumed = resume(origin, trainer, 6, *flags, again=train, before=SHARDS)
     assert told(resumed, "shards ") == told(origin, "shards ")
 
 
@@ -150,7 +113,7 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
     """Format local: on from the newest step that all have; an empty disk ends the run."""
     flags = ["--save-dir", "runs", "--max-steps", 9, "--ckpt-freq", 3]
     flags += ["--checkpoint-format", "local"]
-    options = {"before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}}
+    options = {"before": patches("own_disk"), "env": {"DISKS": f"{tmp_path}/disk-"}}
     disks = [tmp_path / f"disk-{rank}" / "runs" / "run" for rank in range(3)]
 
     def on_disk_0(result):
@@ -159,7 +122,7 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
 
     origin = on_disk_0(train(*flags, **options))
     records = exact(origin.records)
-    shared = train(*flags[2:], name="shared", before=LATE)
+    shared = train(*flags[2:], name="shared", before=patches("late_rank_1"))
     assert_same_model(origin, shared)
     # Rank 0 keeps its third checkpoint but one until rank 1 has the third one, too.
     found = re.findall(r"^rank 0 has (.*)", shared.output, re.MULTILINE)
@@ -196,7 +159,7 @@ def test_each_node_has_a_disk_of_its_own(train, trainer, tmp_path):
 
 def test_a_folder_that_nodes_do_not_share(train, tmp_path):
     """Noticed before the first step. Chapter 3 notices it when it saves."""
-    options = {"before": OWN_DISK, "env": {"DISKS": f"{tmp_path}/disk-"}, "status": 1}
+    options = {"before": patches("own_disk"), "env": {"DISKS": f"{tmp_path}/disk-"}, "status": 1}
     flags = ["--max-steps", 1, "--save-dir", "runs"]
     result = train(*flags, **options)
     assert_one_sentence(result.output, "not all nodes see runs/run: share it")
@@ -243,8 +206,6 @@ def test_resume_dir(train, trainer, pretrained):
 
 # -- Another format --------------------------------------------------------------------------------
 
-CONVERT = "convert-checkpoint.py"
-
 
 @pytest.fixture
 def convert(trainer):
@@ -264,7 +225,7 @@ def test_formats_become_each_other(train, trainer, convert, tmp_path):
 
     Of three experts, two ranks have shards of different sizes.
     """
-    config = FAMILIES["mixtral"] | {"num_local_experts": 3}
+    config = CONVERTED_MODELS["mixtral"] | {"num_local_experts": 3}
     flags = ["-m", write_model(tmp_path / "mixture", model_type="mixtral", **config)]
     flags += ["--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9]
     origin = train(*flags, name="origin")
@@ -333,24 +294,18 @@ def test_checkpoints_of_chapters_1_and_3(trainer, convert):
 
 # -- While training goes on ------------------------------------------------------------------------
 
-# Writing a file takes as long as a file of this name is missing
-SLOW = """
-import os, time, torch.distributed.checkpoint.filesystem as files
-original = files._write_item
-def write(*args, **options):
-    while not os.path.exists(os.environ["GO"]):
-        time.sleep(0.01)
-    return original(*args, **options)
-files._write_item = write
-"""
-
 
 def test_training_goes_on_while_files_are_written(train, trainer):
     """The step gets its name later, with the weights of that step; the next one waits for it."""
     flags = ["--max-steps", 12, "--ckpt-freq", 5, "--keep-checkpoints", 9]
     plain = train(*flags, name="plain")
     go = trainer.folder / "go"
-    options = {"env": {"GO": str(go)}, "before": SLOW, "name": "slow", "start": True}
+    options = {
+        "env": {"GO": str(go)},
+        "before": patches("slow_files"),
+        "name": "slow",
+        "start": True,
+    }
     job = train(*flags, "--async-checkpoint", **options)
     job.wait_for("step 10/12")  # the second checkpoint waits for the first one
     time.sleep(1)
@@ -365,40 +320,20 @@ def test_training_goes_on_while_files_are_written(train, trainer):
     assert not [*folder.glob("incomplete-*")]
 
 
-# The seventh step lasts until the checkpoint of the fifth step has its name
-LONG_STEP = """
-import os, time, torch
-
-def step(*args, original=torch.optim.AdamW.step, count=iter(range(1, 99)), **options):
-    if next(count) == 7:
-        end = time.monotonic() + 60
-        while not os.path.exists(os.environ["NAMED"]):
-            assert time.monotonic() < end, "no name"
-            time.sleep(0.01)
-    return original(*args, **options)
-torch.optim.AdamW.step = step
-"""
-
-
 @pytest.mark.parametrize("form", ["shard", "full", "local"])
 def test_a_checkpoint_gets_its_name_at_once(train, trainer, form):
     """Not with the next checkpoint: a run that is killed in between loses nothing."""
     name = "rank-0/step-00000005" if form == "local" else "step-00000005"
     env = {"NAMED": str(trainer.folder / form / name)}
     flags = ["--max-steps", 8, "--ckpt-freq", 5, "--checkpoint-format", form]
-    train(*flags, "--async-checkpoint", before=LONG_STEP, env=env, name=form)
+    train(*flags, "--async-checkpoint", before=patches("long_step"), env=env, name=form)
 
 
 def test_a_thread_that_cannot_write(train):
     """The run ends at the next checkpoint, and the ones before it stay."""
-    full = """
-import os, resource
-if os.environ["RANK"] == "1":
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-"""
     before = train("--max-steps", 2, "--async-checkpoint")
     flags = ["--max-steps", 4, "--async-checkpoint"]
-    after = train(*flags, before=full, status=1)
+    after = train(*flags, before=patches("full_disk_of_rank_1"), status=1)
     assert "Done" not in after.output
     assert after.checkpoints == before.checkpoints == ["step-00000002"]
 

@@ -5,22 +5,13 @@ import re
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import AT_END, LLAMA, damaged, resume, write_model
-from runner import CHAPTER_1, CHAPTER_18, REPOSITORY, Job, load
-from test_fsdp import SCALER, assert_all_skip_update_3, told
-from test_readme import page, section
+from helpers.assertions import assert_all_skip_update_3, told
+from helpers.models import LLAMA, write_model
+from helpers.pages import page, section
+from helpers.runner import CHAPTER_18, REPOSITORY, SCRIPTS, Job, load, patches
+from helpers.trainer import resume
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
-
-ADAMW = "torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)"
-INSTEAD = "torch_muon.AdamWAndMuon(model, args.lr, args.adam_beta2, args.weight_decay)"
-
-
-def with_torch_muon(folder):
-    """A copy of chapter 1 with torch.optim.Muon and AdamW, in one process."""
-    changes = {ADAMW: INSTEAD, "\nimport torch\n": "\nimport torch\nimport torch_muon\n"}
-    return damaged(CHAPTER_1, folder / "with-torch-muon", changes)
-
 
 MUON = {"script": CHAPTER_18}
 
@@ -39,7 +30,7 @@ def test_bits_of_torch(tmp_path, ranks):
     """Equal gradients give equal weights, to the last bit: Newton-Schulz in bf16 and fp32, tied and
     untied, rows that do not divide, empty shards, experts, shards on the CPU."""
     folders = [write_model(tmp_path / name, **config) for name, config in MODELS.items()]
-    job = Job(REPOSITORY / "tests" / "muon_alone.py", folders, tmp_path / "job", ranks)
+    job = Job(SCRIPTS / "muon_alone.py", folders, tmp_path / "job", ranks)
     assert job.wait() == 0, job.output
     found = re.findall(r"^differences (\S+) (\S+) (.*)$", job.output, re.MULTILINE)
     assert len(found) == ranks * len(MODELS) * 4
@@ -90,40 +81,12 @@ def test_owners_have_each_matrix_once():
         assert ranks <= len(matrices) or max(map(len, owners)) == 1
 
 
-# Each rank tells its messages of each update, and how many matrices it has made orthogonal.
-WATCH = """
-import sys, torch
-import torch.distributed as dist
-
-messages, products = [], []
-
-def all_to_all_single(output, input, *sizes):
-    messages.append((str(input.dtype), input.numel(), output.numel()))
-    return original(output, input, *sizes)
-
-original = dist.all_to_all_single
-dist.all_to_all_single = all_to_all_single
-
-def addmm(*args, **options):
-    products.append(args[0].dtype)
-    return original_addmm(*args, **options)
-
-original_addmm = torch.addmm
-torch.addmm = addmm
-
-def tell():
-    print("\\nmessages", *(word for message in messages for word in message))
-    print("\\nmatrices", len(products) // 10)
-"""
-WATCH += AT_END
-
-
 @pytest.mark.rest
 def test_messages_and_work(trainer):
     """Two messages per update, in bf16, of this rank's shards and of the owned matrices. No matrix
     is made orthogonal twice, and the ranks have equally many."""
     flags = ["--max-steps", 2, "--eval-freq", 0, "--dtype", "bf16", "--ckpt-freq", 99, "-b", 2]
-    options = {"name": "run", "processes": 2, "before": WATCH} | MUON
+    options = {"name": "run", "processes": 2, "before": patches("messages_of_muon")} | MUON
     run = trainer(*flags, **options)
     # Of a layer: q, k, v, o of 32 x 32; gate, up, down of 32 x 64. Half of them on each rank.
     shards = 2 * (4 * 32 * 32 + 3 * 32 * 64) // 2
@@ -142,28 +105,17 @@ def test_messages_and_work(trainer):
 
 # -- Precision, and checkpoints --------------------------------------------------------------------
 
-# Each rank tells how many parameters an update has moved.
-MOVED = (
-    SCALER
-    + """
-class Told(Scaler):
-    def step(self, optimizer):
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        before = [p.to_local().clone() for p in params]
-        super().step(optimizer)
-        moved = [not torch.equal(p.to_local(), x) for p, x in zip(params, before)]
-        print("\\nmoved", Scaler.calls, sum(moved))
-
-torch.amp.GradScaler = Told
-"""
-)
-
 
 @pytest.mark.rest
 def test_all_ranks_skip_an_update(trainer):
     """A gradient of rank 1 is infinite: nothing moves on any rank, and no rank waits."""
     flags = ["--max-steps", 5, "--eval-freq", 0, "--max-grad-norm", 0]
-    options = {"name": "run", "processes": 2, "before": MOVED, "status": 1} | MUON
+    options = {
+        "name": "run",
+        "processes": 2,
+        "before": patches("moved_parameters"),
+        "status": 1,
+    } | MUON
     run = trainer(*flags, **options)
     for rank in run.run.ranks:
         moved = re.findall(r"^moved (\d) (\d+)$", rank.output, re.MULTILINE)
@@ -212,7 +164,7 @@ def test_the_estimate():
 @pytest.mark.rest
 def test_costs(tmp_path):
     """The counted columns of the page: bytes, collectives and multiplications of four ways."""
-    job = Job(REPOSITORY / "tests" / "muon_costs.py", [], tmp_path / "job", 2)
+    job = Job(SCRIPTS / "muon_costs.py", [], tmp_path / "job", 2)
     assert job.wait() == 0, job.output
     rows = re.findall(r"^update (\S+) (\d+) (\d+) (.*)$", job.output, re.MULTILINE)
     assert len(rows) == 4

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 import torch
-from conftest import LLAMA, save_weights, write_documents, write_model
-from runner import REPOSITORY, load
+from helpers.data import write_documents
+from helpers.models import LLAMA, save_weights, write_model
+from helpers.runner import REPOSITORY, load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 PERPLEXITY = REPOSITORY / "tools" / "perplexity.py"

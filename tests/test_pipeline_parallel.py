@@ -4,22 +4,16 @@ import re
 import shutil
 
 import pytest
-from conftest import LLAMA, assert_one_sentence, resume, write_model
-from runner import CHAPTER_7, CHAPTER_13
+from helpers.assertions import assert_one_sentence, assert_same_folder, tensors_of
+from helpers.models import LLAMA, UNEVEN_MODELS, write_model
+from helpers.runner import CHAPTER_7, CHAPTER_13, patches
+from helpers.trainer import resume
 from safetensors.torch import load_file, save_file
-from test_fsdp import assert_same_folder, tensors_of
-from test_tensor_parallel import FAMILIES, write_weights
 
 pytestmark = pytest.mark.rest
 
 PP = {"script": CHAPTER_7}
-
-
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory):
-    """Of four layers, because two stages per rank need four stages."""
-    folder = tmp_path_factory.mktemp("models") / "tied"
-    return write_weights(folder, "llama", num_hidden_layers=4, pad_token_id=None)
+PREPARATIONS = patches("preparations")
 
 
 def test_final_is_the_folder_of_chapter_1(trainer, tied, tmp_path):
@@ -37,20 +31,6 @@ def test_final_is_the_folder_of_chapter_1(trainer, tied, tmp_path):
     assert_same_folder(single.folder / "final", run.folder / "final")
 
 
-# Prints what the first stage sends to a tied head.
-SENT = """
-import torch.distributed as dist
-
-def broadcast(tensor, **options):
-    if "group_src" in options and dist.get_rank() == 0:
-        print("\\nsent", tensor.dtype, tensor.nbytes)
-    return original(tensor, **options)
-
-original = dist.broadcast
-dist.broadcast = broadcast
-"""
-
-
 @pytest.mark.parametrize(
     ("schedule", "processes", "batch"), [("1f1b", 2, 2), ("1f1b", 4, 4), ("zbv", 2, 4)]
 )
@@ -62,7 +42,7 @@ def test_a_tied_head_gets_its_weight_in_the_compute_precision(
     flags += ["--dtype", "bf16"]
     single = trainer(*flags, "-b", batch, name="single")
     flags += ["-b", 1, "--pipeline-parallel", 2, "--schedule", schedule]
-    run = trainer(*flags, name="run", processes=processes, before=SENT, **PP)
+    run = trainer(*flags, name="run", processes=processes, before=patches("broadcasts"), **PP)
     for name in ("loss", "eval/loss"):
         assert run.column(name) == pytest.approx(single.column(name), rel=2e-3)
     numbers = tensors_of(tied)["model.embed_tokens.weight"].numel() * 2 // processes
@@ -71,7 +51,7 @@ def test_a_tied_head_gets_its_weight_in_the_compute_precision(
     assert found == [f"torch.bfloat16 {2 * numbers}"] * calls
 
 
-SMALL = {"model_type": "llama"} | FAMILIES["llama"] | {"num_hidden_layers": 4}
+SMALL = {"model_type": "llama"} | UNEVEN_MODELS["llama"] | {"num_hidden_layers": 4}
 # Ranks, flags, the model, the status, and a part of the sentence
 REFUSED = {
     "ranks": (3, ["--pipeline-parallel", 2], SMALL, 2, "must divide the number of ranks, 3"),
@@ -90,36 +70,14 @@ def test_refused_in_one_sentence(trainer, tmp_path, case):
     assert_one_sentence(result.run.ranks[0].output, part)
 
 
-# The stages of a schedule agree on shapes before its first step. Prints each time.
-PREPARES = """
-from torch.distributed.pipelining.stage import PipelineStage
-
-def prepare(*arguments, original=PipelineStage._prepare_forward_infra, **options):
-    print("\\nprepared")
-    return original(*arguments, **options)
-PipelineStage._prepare_forward_infra = prepare
-"""
-
-
 def test_two_preparations_in_a_run(trainer, tmp_path):
     """One for the schedule of the training, and one for that of ten evaluations."""
     flags = ["-m", write_model(tmp_path / "m", **SMALL), "--max-steps", 10, "--eval-freq", 1]
-    run = trainer(*flags, "--pipeline-parallel", 2, before=PREPARES, processes=2, **PP)
+    run = trainer(
+        *flags, "--pipeline-parallel", 2, before=patches("preparations"), processes=2, **PP
+    )
     assert len(run.column("eval/loss")) == 10
     assert [rank.output.count("\nprepared") for rank in run.run.ranks] == [2, 2]
-
-
-# Prints the seed of each step.
-SEEDS = """
-import torch
-
-def manual_seed(seed):
-    print("\\nseed", seed)
-    return original(seed)
-
-original = torch.manual_seed
-torch.manual_seed = manual_seed
-"""
 
 
 @pytest.mark.parametrize("script", [CHAPTER_7, CHAPTER_13], ids=lambda path: path.parent.name)
@@ -131,7 +89,7 @@ def test_dropout(trainer, tmp_path, script):
     flags += ["--pipeline-parallel", 2] * (script == CHAPTER_7)
     flags += ["--pipeline-parallel", 2, "--tensor-parallel", 1] * (script == CHAPTER_13)
     options = {"script": script, "processes": 2}
-    run = trainer(*flags, name="run", before=SEEDS, **options)
+    run = trainer(*flags, name="run", before=patches("seeds"), **options)
     seeds = [re.findall(r"^seed (\d+)", rank.output, re.MULTILINE)[-4:] for rank in run.run.ranks]
     assert len({*seeds[0], *seeds[1]}) == 8  # of four steps on two ranks
     resume(run, trainer, 2, *flags, **options)

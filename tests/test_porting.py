@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from runner import REPOSITORY, Job
+from helpers.runner import REPOSITORY, Job
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
 
@@ -48,8 +48,6 @@ order = [torch.randperm(64, generator=torch.Generator().manual_seed(n)).tolist()
 batches = [epoch[i : i + SIZE] for epoch in order for i in range(0, 64, SIZE)]
 """
 PRINT = "\nif os.environ['RANK'] == '0':\n    print('results', *losses, *norms)\n"
-
-
 # AdamW hides gradients that are twice too large in the losses, so most loops are tested with SGD.
 OPTIMIZERS = {"SGD": 0.3, "AdamW": 0.02}  # and their learning rates
 

@@ -15,11 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from conftest import DEMO_TEMPLATE, LLAMA, TINY_LLAMA, write_documents, write_model
-from runner import CHAPTERS_BY_NUMBER, FACTS, REPOSITORY, Job, load
+from helpers.data import write_documents
+from helpers.models import DEMO_TEMPLATE, LLAMA, MODELS, TINY_LLAMA, save_weights, write_model
+from helpers.runner import CHAPTERS_BY_NUMBER, FACTS, REPOSITORY, Job, load
 from safetensors.torch import load_file, save_file
-from test_equal import MODELS
-from test_fsdp import save_weights
 from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

@@ -15,9 +15,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import assert_one_sentence, write_documents, write_rows
-from runner import REPOSITORY, load, outcome, python, run_tool
-from test_data import expected, tokenizer, tokens_of  # noqa: F401
+from helpers.assertions import assert_one_sentence
+from helpers.data import expected_tokens, tokens_of, write_documents, write_rows
+from helpers.runner import REPOSITORY, SCRIPTS, load, outcome, python, run_tool
 
 TOOL = REPOSITORY / "tools" / "prepare-data.py"
 TINY = REPOSITORY / "models" / "tiny-llama"
@@ -85,7 +85,7 @@ def test_files_of_every_kind(documents, texts, tmp_path):
     assert splits_of(documents, tmp_path / "cells.csv") == {"train": ["NA", "0007"]}
 
 
-def test_text_files(prepared, tmp_path, chapter_1, tokenizer):  # noqa: F811
+def test_text_files(prepared, tmp_path, chapter_1, tokenizer):
     """Each once, in the order of their names, also behind links, whatever the encoding."""
     (tmp_path / "texts" / "deep").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
@@ -114,7 +114,7 @@ def test_text_files(prepared, tmp_path, chapter_1, tokenizer):  # noqa: F811
     assert "11 rows, 10 documents" in output
     assert "Train on it: python 01-single-gpu/train-llm.py -d out -e out" in output
     found = tokens_of(chapter_1, tokenizer, tmp_path / "out", seq_length=1)
-    assert found == expected(tokenizer, [*names, "held out"])
+    assert found == expected_tokens(tokenizer, [*names, "held out"])
     splits = datasets.load_dataset(str(tmp_path / "out"))  # by the README
     assert {split: rows["text"][:] for split, rows in splits.items()} == rows
     for content in (b"a" * 20_000 + b"\0" * 500, "Größe ".encode("latin-1") * 99):
@@ -674,15 +674,6 @@ def test_the_template_sees_what_json_says(prepare, tmp_path):
 
 # -- Large files -----------------------------------------------------------------------------------
 
-# Prints the peak memory of the process, in GB. DuckDB frees what it has cached.
-PEAK = """
-import os, resource, runpy, sys
-sys.argv = sys.argv[1:]
-sys.path.insert(0, os.path.dirname(sys.argv[0]))
-runpy.run_path(sys.argv[0], run_name="__main__")
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
-"""
-
 
 @pytest.mark.rest
 def test_memory_of_a_large_text_file(tmp_path):
@@ -693,7 +684,7 @@ def test_memory_of_a_large_text_file(tmp_path):
     with file.open("w") as stream:
         stream.writelines((story + "<|endoftext|>") for _ in range(count))
         stream.writelines(story for _ in range(count))
-    done = python("-c", PEAK, TOOL, file, "-o", tmp_path / "out")
+    done = python(SCRIPTS / "peak_memory.py", TOOL, file, "-o", tmp_path / "out")
     assert float(done.stdout.split()[-1]) < 1.5
     documents = datasets.load_dataset("parquet", data_dir=str(tmp_path / "out"))["train"]
     assert len({*(tmp_path / "out").glob("train-*")}) == 2

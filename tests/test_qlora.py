@@ -9,24 +9,22 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_same_model, exact, kept_bytes, save_uneven_weights, write_model
-from runner import CHAPTER_17, CHAPTER_22, REPOSITORY, Job, free_port, load
-from safetensors.torch import load_file
-from test_chat import BATCH, flags_for
-from test_equal import (
-    AGAIN,
-    BIASES,
-    MIXED,
-    OFFLOAD,
-    TIED,
-    UNTIED,
-    WHOLE,
-    Case,
-    described,
-    run,
-    worst,
+from helpers.assertions import assert_same_model, exact, worst
+from helpers.models import BIASES, MIXED, TIED, UNTIED, kept_bytes, save_uneven_weights, write_model
+from helpers.models import SIZE as SMALL
+from helpers.plain_loops import BATCH, flags_for
+from helpers.runner import (
+    CHAPTER_17,
+    CHAPTER_22,
+    REPOSITORY,
+    SCRIPTS,
+    Job,
+    free_port,
+    load,
+    patches,
 )
-from test_equal import SIZE as SMALL
+from helpers.trainings import AGAIN, OFFLOAD, WHOLE, Case, described, run_cases
+from safetensors.torch import load_file
 from torch.torch_version import TorchVersion
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -155,7 +153,7 @@ def on_one_rank(tmp_path_factory, rows_of_conversations):
     names = dict.fromkeys(model for job in ("3", "4") for model, *_ in CASES[job])
     rows = rows_of_conversations()
     cases = [pair_of_cases(folder, rows, 1, name, BATCH, [])[1] for name in names]
-    run(folder, "job", cases, 1)
+    run_cases(folder, "job", cases, 1)
     return {name: Case(folder / case["name"]) for name, case in zip(names, cases, strict=True)}
 
 
@@ -170,7 +168,7 @@ def test_equal_to_chapter_17(tmp_path, request, rows_of_conversations, job):
         alone, kept = request.getfixturevalue("on_one_rank"), 1
     else:
         kept = 2
-    done = run(tmp_path, "job", [case for pair, _ in pairs for case in pair[:kept]], ranks)
+    done = run_cases(tmp_path, "job", [case for pair, _ in pairs for case in pair[:kept]], ranks)
     for (found, expected), (model, _, more) in pairs:
         expected = alone[model] if ranks > 2 else Case(tmp_path / expected["name"])
         exact = ranks < 3 and "--compile" not in more
@@ -187,36 +185,6 @@ def test_equal_to_chapter_17(tmp_path, request, rows_of_conversations, job):
         ]
         assert re.search(r"experts\S*gate_up_proj", lines[1])
         assert "GB in fp32" in lines[1]
-
-
-# At the end of a run, rank 0 prints how often FSDP has gathered and scattered how many bytes.
-COUNT_BYTES = """
-import collections, json
-import torch.distributed as dist
-
-def count(name):
-    original = getattr(dist, name)
-
-    def call(*arguments, **options):
-        tensors = [x for x in [*arguments, *options.values()] if hasattr(x, "nbytes")]
-        counts[name][max(x.nbytes for x in tensors)] += 1
-        return original(*arguments, **options)
-
-    setattr(dist, name, call)
-    counts[name] = collections.Counter()
-
-def destroy(*group):
-    if not group:
-        print("\\nbytes", json.dumps(counts), flush=True)
-        for counter in counts.values():
-            counter.clear()
-    destroy_group(*group)
-
-counts = {}
-destroy_group, dist.destroy_process_group = dist.destroy_process_group, destroy
-count("all_gather_single")
-count("reduce_scatter_single")
-"""
 
 
 def assert_bytes(output: str, weights: int, adapters: int, others: int) -> None:
@@ -262,7 +230,7 @@ def test_one_job(tmp_path, rows_of_conversations):
     other = changed("other", "-m", f"{tmp_path}/in fp32", "--max-steps", "1")
     (tmp_path / "other").mkdir()
     cases = [original, of_17, resumed, other]
-    job = run(tmp_path, "job", cases, 2, before=COUNT_BYTES)
+    job = run_cases(tmp_path, "job", cases, 2, before=patches("bytes_of_collectives"))
     found, expected, again, other = (Case(tmp_path / case["name"]) for case in cases)
     assert_equal(expected, found, 0, 0)
     # A begins with other numbers, as PEFT rounds it to the type of the files. But B is still 0.
@@ -444,7 +412,7 @@ def test_rank_0_frees_its_whole_model(qlora, monkeypatch, tmp_path):
 @pytest.mark.rest
 def test_rank_0_never_has_the_16_bit_model(tmp_path):
     """With files in each type. It has the model in 4 bits, its shards, and a matrix in fp32."""
-    script = REPOSITORY / "tests" / "loading_memory.py"
+    script = SCRIPTS / "loading_memory.py"
     job = Job(script, ["--in-4-bits", "--vocabulary", 4000], tmp_path / "memory.txt", 2)
     assert job.wait() == 0, job.output
     lines = [json.loads(x) for x in job.ranks[0].output.splitlines() if x.startswith("{")]

@@ -11,35 +11,29 @@ import shutil
 from contextlib import nullcontext
 
 import pytest
-import test_context_parallel
-import test_expert_parallel
-import test_pipeline_parallel
 import torch
-from conftest import (
-    DEMO_TEMPLATE,
-    NO_TORCHVISION,
-    STAND_IN,
-    TINY_LLAMA,
+from helpers.assertions import (
+    OFF,
     assert_one_sentence,
     assert_opens,
     assert_same_losses,
     assert_same_model,
+    assert_synced,
     final_tensors,
-    resume,
-    save_weights,
-    weights_away,
-    write_documents,
 )
-from runner import CHAPTERS_BY_NUMBER, CONTINUES, FACTS, load, run_tool
-from test_chat import assert_equal, flags_for, plain_loop
-from test_fsdp import OFF
-from test_hf_trainer import STOP, Runs
-from test_lora import with_adapters
-from test_mds_shards import IMPORTABLE
-from test_muon import with_torch_muon
-from test_resume import WATCH_DISK, assert_synced
-from test_streaming import plain_loop as plain_loop_over_rows
-from test_streaming import watched
+from helpers.chapters import with_torch_muon
+from helpers.data import IMPORTABLE, NO_TORCHVISION, STAND_IN, write_documents
+from helpers.hf_trainer import Runs
+from helpers.models import DEMO_TEMPLATE, TINY_LLAMA, save_weights, weights_away
+from helpers.plain_loops import (
+    assert_equal,
+    flags_for,
+    plain_loop,
+    plain_loop_over_rows,
+    with_adapters,
+)
+from helpers.runner import CHAPTERS_BY_NUMBER, CONTINUES, FACTS, load, patches, run_tool
+from helpers.trainer import resume, watched
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 STEPS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
@@ -89,40 +83,7 @@ MODELS["13-3d-parallel"] = "tied"
 PROCESSES = {"13-3d-parallel": 4}
 # The second loss of a mixture is that of a micro-batch, so chapter 1 has the same ones.
 ALONE = {"12-expert-parallel": ["-b", 2, "--gradient-accumulation-steps", 4]}
-far_looking = test_context_parallel.far_looking
-mixtral = test_expert_parallel.mixtral
-tied = test_pipeline_parallel.tied
-# Rank 1 begins late to write, so whoever does not wait for its files misses them.
-SLOW_RANK_1 = """
-import os, time, torch
-
-def slow(*arguments, **options):
-    if time.monotonic() > saved[-1] + 1:
-        time.sleep(0.3)
-    saved.append(time.monotonic())
-    return save(*arguments, **options)
-
-saved = [0]
-save = torch.save
-if os.environ.get("RANK") == "1":
-    torch.save = slow
-"""
-WATCH_SAVES = WATCH_DISK + SLOW_RANK_1
-# With --dtype bf16, FSDP rounds each float that the model gets, such as a number of tokens.
-NO_FLOATS = """
-import torch
-
-def check_floats(model, args, kwargs):
-    floats = [name for name, x in kwargs.items() if torch.is_tensor(x) and x.is_floating_point()]
-    assert not floats, f"FSDP would round {floats}"
-
-def to_empty_and_check(self, **options):
-    self.register_forward_pre_hook(check_floats, with_kwargs=True)
-    return to_empty_alone(self, **options)
-
-to_empty_alone = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty_and_check
-"""
+WATCH_SAVES = patches("files_on_disk", "slow_rank_1")
 
 
 def script_of(chapter: str):
@@ -208,7 +169,7 @@ def rows_job(trainer, chapter, weights, corpus, data, before="") -> None:
 
     def train(name):
         options = {"script": script_of(chapter)}
-        options["before"] = before + WATCH_SAVES + NO_FLOATS
+        options["before"] = before + WATCH_SAVES + patches("no_floats")
         return watched(trainer, *flags, name=name, **options)
 
     run = train("run")
@@ -251,7 +212,7 @@ def test_one_job_of_conversations(
 
     def train(name):
         options = {"script": script_of(chapter), "processes": 2}
-        options["before"] = WATCH_SAVES + NO_FLOATS
+        options["before"] = WATCH_SAVES + patches("no_floats")
         return trainer(*flags, name=name, **options)
 
     run = train("run")
@@ -291,23 +252,6 @@ def test_one_job_of_conversations(
     refuse(trainer, chapter, [*flags, "-d", conversations], sentence)
 
 
-# The name of a checkpoint is written when all ranks have written their files.
-WATCH_NAME = """
-import json, pathlib
-
-def write_text(path, text):
-    if path.name == "run.new":
-        print("the record names a checkpoint")
-        checkpoint = pathlib.Path(json.loads(text)["checkpoint"])
-        files = {file.name for file in checkpoint.iterdir()}
-        assert {"trainer_state.json", "rng_state_0.pth", "rng_state_1.pth"} <= files, files
-    return original(path, text)
-
-original = pathlib.Path.write_text
-pathlib.Path.write_text = write_text
-"""
-
-
 @pytest.mark.parametrize("chapter", ["09-hf-trainer"])
 def test_one_job_of_the_trainer(trainer, tmp_path, model, dataset, chapter):
     (tmp_path / "9").mkdir()
@@ -317,13 +261,15 @@ def test_one_job_of_the_trainer(trainer, tmp_path, model, dataset, chapter):
     flags += ["training.per_device_train_batch_size=2", "training.per_device_eval_batch_size=1"]
     flags += ["training.gradient_accumulation_steps=2"]
     single = trainer("-b", 8, "--max-steps", 8, "--eval-freq", 4, name="single")
-    options = {"processes": 2, "before": SLOW_RANK_1 + WATCH_NAME}
+    options = {"processes": 2, "before": patches("slow_rank_1", "complete_checkpoint")}
     run = runs(*flags, name="run", **options)
     assert "the record names a checkpoint" in run.output
     for name, tolerance in (("loss", 1e-4), ("grad_norm", 1e-3), ("eval/loss", 1e-4)):
         assert run.column(name) == pytest.approx(single.column(name), rel=tolerance)
     assert_opens(run, reference=single)
-    stopped = runs(*flags, name="stopped", processes=2, before=STOP, status=143)
+    stopped = runs(
+        *flags, name="stopped", processes=2, before=patches("signal_in_step_5"), status=143
+    )
     resumed = runs(*flags, name="stopped", **options)
     assert f"checkpoint: {stopped.folder}/checkpoint-5" in resumed.output
     assert resumed.column("loss") == run.column("loss")

@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import assert_one_sentence
-from runner import (
+from helpers.chapters import CONTINUES, SCRIPTS, read, step_to
+from helpers.data import IMPORTABLE
+from helpers.pages import WHICH, assert_flags_are_understood, page, section
+from helpers.runner import (
     CHAPTER_1,
     CHAPTER_10,
     CHAPTER_14,
@@ -22,9 +24,7 @@ from runner import (
     load,
     outcome,
 )
-from test_chapters import CONTINUES, SCRIPTS, read, step_to
-from test_mds_shards import IMPORTABLE
-from test_torchrun import FORKING
+from helpers.torchrun import FORKING
 from torch.distributed import run as torchrun
 
 README = (REPOSITORY / "README.md").read_text()
@@ -49,24 +49,9 @@ CHAPTERS = [path for number, path in CHAPTERS_BY_NUMBER.items() if number != "09
 READMES = [shown(path.with_name("README.md")) for path in CHAPTERS]
 LAUNCH = "launch/README.md"
 FOLDERS = [f"learn/{name}/README.md" for name in ("by-hand", "in-short", "broken", "exercises")]
-WHICH = "docs/which-chapter.md"
 RECORDS = ["benchmarks/results.md"]
 RECORDS += [f"benchmarks/records/{p.name}" for p in (REPOSITORY / "benchmarks").glob("records/*")]
 DOCS = [f"docs/{path.name}" for path in sorted((REPOSITORY / "docs").glob("*.md"))]
-
-
-def page(file: str) -> str:
-    return (REPOSITORY / file).read_text()
-
-
-def section(file: str, heading: str) -> str:
-    """The text below a heading, up to the next one of its level or above."""
-    text = page(file)
-    begin = re.search(rf"^(##+) {re.escape(heading)}.*$", text, re.MULTILINE)
-    assert begin, f"{file} has no section {heading!r}"
-    rest = text[begin.end() :]
-    end = re.search(rf"^##{{1,{len(begin[1]) - 1}}} ", rest, re.MULTILINE)
-    return rest[: end.start()] if end else rest
 
 
 def here(command: str) -> list[str]:
@@ -283,13 +268,6 @@ def test_no_stub_is_left():
     files = [file for script in SCRIPTS.values() for file in script.parent.glob("*.*")]
     files += [*REPOSITORY.glob("maintain/damages/*.txt"), *map(REPOSITORY.joinpath, RECORDS)]
     assert [str(file) for file in files if "TODO" in file.read_text()] == []
-
-
-def assert_flags_are_understood(script, flags: str, output) -> None:
-    """All that is wrong is a flag added here."""
-    run = Run(script, [*shlex.split(flags), "--log-freq", "none"], output, cwd=REPOSITORY)
-    assert run.wait() == 2
-    assert_one_sentence(run.output, 'Parser key "log_freq"')
 
 
 @pytest.mark.usefixtures("packages")

@@ -8,7 +8,8 @@ import sys
 
 import pytest
 import torch
-from conftest import assert_one_sentence, assert_same_model, exact, in_step
+from helpers.assertions import assert_one_sentence, assert_same_model, assert_synced, exact
+from helpers.runner import in_step, patches
 
 
 def test_resume_is_exact(trainer, dropout_model):
@@ -156,40 +157,9 @@ def test_full_disk_while_saving(trainer):
     assert trainer(*constant, name="full").checkpoints == whole.checkpoints
 
 
-WATCH_DISK = """
-import os
-import pathlib
-
-sync, rename = os.fsync, pathlib.Path.rename
-synced = {}
-
-def watched_sync(opened):
-    path = pathlib.Path(f"/proc/self/fd/{opened}").resolve()
-    if path.exists():
-        synced[path] = path.stat().st_size
-    sync(opened)
-
-def watched_rename(path, target):
-    if path.name.startswith("incomplete-"):
-        sizes = {file.resolve(): file.stat().st_size for file in [path, *path.rglob("*")]}
-        on_disk = sizes.items() <= synced.items()
-        print("\\nnamed", pathlib.Path(target).name, on_disk, flush=True)
-        synced.clear()
-    return rename(path, target)
-
-os.fsync, pathlib.Path.rename = watched_sync, watched_rename
-"""
-
-
-def assert_synced(output: str, names: list[str]) -> None:
-    """Each folder had all of its files, on the disk, when it got its name."""
-    found = re.findall(r"^named (\S+) (\w+)$", output, re.MULTILINE)
-    assert found == [(name, "True") for name in names]
-
-
 def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer):
     """A killed process cannot show a missing sync. Chapters 2 to 10: test_quick.py"""
-    result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=WATCH_DISK)
+    result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=patches("files_on_disk"))
     assert_synced(result.output, ["step-00000001", "step-00000002", "final"])
 
 
@@ -202,7 +172,7 @@ def test_two_runs_of_one_name(trainer):
         return {path: path.read_bytes() for path in paths if path.is_file()}
 
     # The process stops itself, as a process on a machine that hangs.
-    stop = "print('in step 3', flush=True)\n        os.kill(os.getpid(), signal.SIGSTOP)"
+    stop = "print('in step 3', flush=True); os.kill(os.getpid(), signal.SIGSTOP)"
     first = trainer.start(*flags, before=in_step(3, stop, rank=0))
     try:
         first.wait_for("in step 3")

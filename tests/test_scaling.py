@@ -11,8 +11,8 @@ from argparse import Namespace
 from functools import lru_cache
 
 import pytest
-from conftest import LLAMA, TINY_LLAMA, write_model
-from runner import (
+from helpers.models import LLAMA, TINY_LLAMA, write_model
+from helpers.runner import (
     CHAPTER_6,
     CHAPTER_7,
     CHAPTER_11,
@@ -20,6 +20,7 @@ from runner import (
     CHAPTER_13,
     REPOSITORY,
     load,
+    patches,
     run_tool,
 )
 
@@ -88,52 +89,6 @@ def test_rounds_of_local_steps():
     assert both.over_link(8) == pytest.approx(2 * LLAMA_8B.parameters / 100)
 
 
-# In the process of a rank: counts the collectives of its second step, by kind and size
-COUNT = """
-import collections, json
-import torch
-from torch.nn.attention import bias
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
-
-KINDS = {"_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather"}
-KINDS |= {"_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter"}
-KINDS |= {"allreduce_": "all-reduce", "reduce_": "reduce", "broadcast_": "send", "send": "send"}
-KINDS |= {"all_to_all_single": "all-to-all", "alltoall_base_": "all-to-all"}
-seen = collections.Counter()
-steps = []
-
-class Watch(TorchDispatchMode):
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if torch.distributed.tensor.DTensor in types:
-            return NotImplemented  # its parts come back here
-        result = op(*args, **kwargs or {})
-        space, _, name = op.name().partition(".")[0].partition("::")
-        groups = [x for x in args if "c10d" in space and isinstance(x, torch.ScriptObject)]
-        alone = groups and torch.distributed.ProcessGroup.unbox(groups[0]).size() == 1
-        if "c10d" in space and name in KINDS and not alone:
-            tensors = [x for x in tree_leaves((args, kwargs, result)) if torch.is_tensor(x)]
-            size = max(x.numel() * x.element_size() for x in tensors)
-            seen[f"{KINDS[name]} {size}"] += 1
-        return result
-
-def step(self, *args, original=torch.optim.AdamW.step, **options):
-    result = original(self, *args, **options)
-    steps.append(dict(seen))
-    seen.clear()
-    if len(steps) == 2:
-        print("seen", json.dumps(steps[-1]), flush=True)
-    return result
-
-def without_modes(*sizes, original=bias.causal_lower_right):
-    with _disable_current_modes():  # masks of chapter 11 are no tensors of a dispatch mode
-        return original(*sizes)
-
-bias.causal_lower_right = without_modes
-
-torch.optim.AdamW.step = step
-Watch().__enter__()
-"""
 TP, PP = "tensor_parallel", "pipeline_parallel"
 CP, EP, AGAIN = "context_parallel", "expert_parallel", {"activation_checkpointing": True}
 RUNS = [  # method, chapter, processes, samples of a micro-batch and group, micro-batches, settings
@@ -161,7 +116,7 @@ def test_collectives(trainer, tmp_path, method, chapter, processes, samples, cou
     flags += ["--max-steps", 2, "--eval-freq", 0, "--dtype", "fp32"]
     for name, value in parts.items():
         flags += [f"--{name.replace('_', '-')}"] + [value] * (value is not True)
-    done = trainer(*flags, script=chapter, processes=processes, before=COUNT)
+    done = trainer(*flags, script=chapter, processes=processes, before=patches("collectives"))
     (found,) = re.findall("^seen (.*)", done.run.ranks[0].output, re.MULTILINE)
     found = {tuple(name.split(" ")): number for name, number in json.loads(found).items()}
 

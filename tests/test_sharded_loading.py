@@ -5,12 +5,13 @@ import re
 import signal
 
 import pytest
-from conftest import assert_same_model, exact, final_tensors, take_over
-from runner import CHAPTER_3, CHAPTER_21, REPOSITORY, Job
+from helpers.assertions import assert_same_model, exact, final_tensors
+from helpers.runner import CHAPTER_3, CHAPTER_21, SCRIPTS, Job, patches
+from helpers.trainer import take_over
 
 pytestmark = pytest.mark.rest
 
-TOOL = REPOSITORY / "tests" / "families.py"
+TOOL = SCRIPTS / "families.py"
 # Tied and untied, experts, other names in files, buffers in files, layers of several kinds
 SAMPLE = ["apertus", "bamba", "deepseek_v3", "gemma3_text", "gpt2", "mixtral", "olmo_hybrid"]
 ENDS = {
@@ -43,7 +44,7 @@ MIXTURE = ["--tied", "--experts", 8, "--vocabulary", 12000]
 @pytest.mark.parametrize(("ranks", "more"), [(1, []), (2, MIXTURE), (4, []), (4, MIXTURE)])
 def test_memory(tmp_path, ranks, more):
     """Start: the shards, and rows of a unit. From scratch and at the end: a unit, too."""
-    script = REPOSITORY / "tests" / "loading_memory.py"
+    script = SCRIPTS / "loading_memory.py"
     job = Job(script, more, tmp_path / "memory.txt", ranks)
     assert job.wait() == 0, job.output
     lines = [json.loads(x) for x in job.ranks[0].output.splitlines() if x.startswith("{")]
@@ -84,25 +85,10 @@ def test_a_run_of_chapter_3_to_the_last_bit(trainer, pretrained, ranks, flags):
         assert_same_model(resumed, before)
 
 
-# Rank 1 is killed before it writes its second layer.
-KILL = """
-import os, signal, safetensors.torch
-
-def counted(*arguments, **options):
-    files.append(arguments)
-    if len(files) == 2 and os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return save_file(*arguments, **options)
-
-files, save_file = [], safetensors.torch.save_file
-safetensors.torch.save_file = counted
-"""
-
-
 def test_a_kill_while_final_is_written(trainer):
     options = {"script": CHAPTER_21, "processes": 2}
     flags = ["--max-steps", 4, "--ckpt-freq", 4]
-    killed = trainer(*flags, before=KILL, status=None, **options)
+    killed = trainer(*flags, before=patches("kill_at_file_2"), status=None, **options)
     assert killed.status == -signal.SIGKILL
     assert killed.checkpoints == ["step-00000004"]
     assert not (killed.folder / "final").exists()

@@ -4,9 +4,9 @@ import itertools
 import re
 
 import pytest
-from conftest import browser_page, in_browser
-from runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, load, python
-from test_chapters import SCRIPTS, changes
+from helpers.chapters import SCRIPTS, changes
+from helpers.programs import browser_page, in_browser
+from helpers.runner import CHAPTER_1, CHAPTER_2, CHAPTER_3, REPOSITORY, load, python
 
 TOOL = REPOSITORY / "tools" / "side-by-side.py"
 CHAPTERS = [CHAPTER_1, CHAPTER_2, CHAPTER_3]

@@ -4,24 +4,17 @@ import html
 import re
 
 import pytest
-from conftest import browser_page, in_browser
-from runner import REPOSITORY, python
+from helpers.programs import browser_page, in_browser
+from helpers.runner import REPOSITORY, SCRIPTS, python
 
 TOOL = REPOSITORY / "maintain" / "write-site.py"
-# A process that cannot import these, as where only the packages of the site are installed
-WITHOUT_TORCH = """
-import runpy, sys
-sys.modules |= dict.fromkeys(["torch", "transformers", "numpy", "matplotlib"])
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     pytest.importorskip("zensical")
     folder = tmp_path_factory.mktemp("site")
-    result = python("-c", WITHOUT_TORCH, TOOL, "-o", folder)
+    result = python(SCRIPTS / "without_torch.py", TOOL, "-o", folder)
     assert "No issues found" in result.stdout + result.stderr
     return folder
 

@@ -7,16 +7,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import (
-    Trainer,
-    assert_one_sentence,
-    assert_opens,
-    assert_same_losses,
-    kept_bytes,
-    resume,
-)
-from runner import CHAPTER_14, load
-from test_fsdp import OFF
+from helpers.assertions import OFF, assert_one_sentence, assert_opens, assert_same_losses
+from helpers.models import kept_bytes
+from helpers.runner import CHAPTER_14, load
+from helpers.trainer import Trainer, resume
 from transformers import AutoConfig, AutoModelForCausalLM
 
 RANK, DENSITY, ALPHA = 4, 0.05, 9.0

@@ -5,9 +5,9 @@ import subprocess
 from collections import Counter
 
 import pytest
-from conftest import TINY_LLAMA
-from runner import REPOSITORY, load, outcome
-from test_torchrun import FORKING
+from helpers.models import TINY_LLAMA
+from helpers.runner import REPOSITORY, load, outcome
+from helpers.torchrun import FORKING
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TOOL = REPOSITORY / "tools" / "step-timeline.py"

@@ -8,43 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import AT_END, WITHOUT_INDUCTOR, assert_one_sentence, resume, write_documents
-from runner import CHAPTER_4, load
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
-
-# Each rank writes the labels that it was trained on, in their order
-WATCH = """
-import os, torch
-
-seen = []
-
-def to_empty(self, *, device, recurse=True):
-    original_to_empty(self, device=device)
-    forward = self.forward
-    def watched(input_ids, labels, **options):
-        if self.training:
-            seen.append(labels.clone())
-        return forward(input_ids=input_ids, labels=labels, **options)
-    self.forward = watched
-    return self
-
-original_to_empty = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty
-
-def tell():
-    torch.save(torch.stack(seen), os.environ["SEEN"] + os.environ["RANK"])
-"""
-WATCH += AT_END
-
-
-def watched(trainer, *flags, name, processes=2, before="", env=None, **options):
-    """A run of a chapter. `seen` has the rows of each rank, in the order of steps."""
-    path = trainer.folder / f"seen-{name}-"
-    options |= {"before": WATCH + before, "env": {"SEEN": str(path)} | (env or {})}
-    result = trainer(*flags, name=name, processes=processes, **options)
-    saved = [path.with_name(path.name + str(rank)) for rank in range(processes)]
-    result.seen = [torch.load(file) for file in saved if file.exists()]
-    return result
+from helpers.assertions import assert_one_sentence
+from helpers.data import write_documents
+from helpers.plain_loops import plain_losses, reference_rows
+from helpers.runner import CHAPTER_4, load, patches
+from helpers.trainer import resume, watched
+from transformers import AutoTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -106,38 +75,6 @@ def test_two_resumes_in_a_row_across_passes(stream, trainer):
             assert torch.equal(again.seen[rank], origin.seen[rank][second:])
 
 
-def plain_losses(folder, steps: list[torch.Tensor]) -> list[float]:
-    return plain_loop(folder, steps)[0]
-
-
-def plain_loop(folder, steps: list[torch.Tensor]) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of a loop without ranks and micro-batches.
-
-    It takes all rows of a step at once.
-    """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    groups = [
-        [p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)
-    ]
-    groups = [{"params": p, "weight_decay": d} for p, d in zip(groups, (0.01, 0.0), strict=True)]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3)
-    scheduler = get_scheduler("cosine", optimizer, 0, len(steps))
-    losses, norms = [], []
-    for labels in steps:
-        mask = (labels >= 0).long()
-        logits = model(input_ids=labels * mask, attention_mask=mask).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-        )
-        loss.backward()
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, norms
-
-
 @pytest.mark.rest
 @pytest.mark.parametrize(("processes", "accumulation"), [(2, 1), (3, 2)])
 def test_losses_with_padding(stream, pretrained, processes, accumulation):
@@ -150,7 +87,7 @@ def test_losses_with_padding(stream, pretrained, processes, accumulation):
     flags += ["--eval-freq", 0]
     flags += ["--packing", "overflow", "-b", size, "--gradient-accumulation-steps", accumulation]
     flags += ["--compile"] if processes == 2 else []
-    run = stream(*flags, processes=processes, before=WITHOUT_INDUCTOR)
+    run = stream(*flags, processes=processes, before=patches("without_inductor"))
     assert ("8 files for 3 ranks: each rank reads all" in run.output) == (processes == 3)
     steps = [
         torch.cat(
@@ -186,24 +123,6 @@ def test_each_document_once_in_a_pass(stream, pretrained, processes):
     if processes == 2:  # which divide the files: a rank has whole files
         files = [{int(n) // 10 for n in of_rank} for of_rank in first]
         assert not files[0] & files[1]
-
-
-def reference_rows(documents: list[list[int]], packing: str, length: int) -> list[list[int]]:
-    """Token by token, by the definitions."""
-    rows, row = [], []
-    for document in documents:
-        for number, token in enumerate(document):
-            if packing != "trunc" or number < length:
-                row.append(token)
-            if len(row) == length:
-                rows.append(row)
-                row = []
-        if packing != "pack" and row:
-            while len(row) < length:
-                row.append(-100)
-            rows.append(row)
-            row = []
-    return rows
 
 
 class Documents(list):

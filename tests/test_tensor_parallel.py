@@ -1,72 +1,24 @@
 """Chapter 6 trains what chapter 1 trains, with every layer computed by a group of ranks."""
 
 import re
-import sys
 
 import pytest
 import torch
-from conftest import AT_END, assert_same_losses, damaged, save_uneven_weights, write_model
-from runner import CHAPTER_6, REPOSITORY, load
-from test_equal import worst
-from test_fsdp import OFF, told
+from helpers.assertions import OFF, assert_said, assert_same_losses, told, worst
+from helpers.chapters import damaged
+from helpers.models import (
+    UNEVEN_MODELS,
+    UNEVEN_SIZE,
+    write_model,
+    write_weights,
+)
+from helpers.runner import CHAPTER_6, REPOSITORY, patches
+from helpers.trainer import gradients_of
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 pytestmark = pytest.mark.rest
 
 TP = {"script": CHAPTER_6}
-
-SIZE = {"hidden_size": 36, "intermediate_size": 66, "num_hidden_layers": 2, "head_dim": 10}
-SIZE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-SIZE |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-BIASES = {"attention_bias": True, "mlp_bias": True}
-# Shards differ in size: of 66 columns a rank has 33 in a group, which are 17 and 16 in two groups.
-FAMILIES = {
-    "llama": SIZE | BIASES | {"tie_word_embeddings": True},
-    "qwen3": SIZE | {"tie_word_embeddings": False, "attention_bias": True},
-}
-
-
-def write_weights(folder, family: str, families=FAMILIES, **config):
-    write_model(folder, model_type=family, **families[family] | config)
-    return save_uneven_weights(folder)
-
-
-# Put before a script: rank 0 saves the whole gradients of the first step, just before the update.
-GRADIENTS = """
-import os
-import torch
-
-models, saved = [], []
-
-def train(self, mode=True):
-    if hasattr(self, "lm_head"):
-        models[:] = [self]
-    return original_train(self, mode)
-
-original_train = torch.nn.Module.train
-torch.nn.Module.train = train
-
-def update(self, *args, **options):
-    if not saved:
-        (model,) = models
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients.items()}
-        saved.append(whole)
-        if os.environ.get("RANK", "0") == "0":
-            torch.save({n: g.clone() for n, g in whole.items()}, os.environ["GRADIENTS"])
-    return original_update(self, *args, **options)
-
-original_update = torch.optim.AdamW.step
-torch.optim.AdamW.step = update
-"""
-
-
-def gradients_of(trainer, *flags, name, **options):
-    """The gradients of the first step by name, and the run."""
-    file = trainer.folder / f"gradients-{name}"
-    options |= {"env": {"GRADIENTS": str(file)}, "before": GRADIENTS}
-    result = trainer("--no-from-scratch", *flags, name=name, **options)
-    return torch.load(file), result
 
 
 # -- The same training -----------------------------------------------------------------------------
@@ -99,38 +51,11 @@ def test_the_family_that_the_page_adds(trainer, tmp_path):
     assert_same_losses(single, run, 1, **OFF)
 
 
-# Each rank tells at its end the shapes of its activations, and that the weights are still tied.
-WATCH = """
-import torch
-
-shapes, models = set(), []
-
-def to_empty(self, *, device, recurse=True):
-    original_to_empty(self, device=device)
-    models.append(self)
-    for layer in self.model.layers:
-        layer.register_forward_hook(lambda layer, inputs, y: shapes.add(tuple(y.shape)))
-    self.lm_head.register_forward_hook(
-        lambda head, inputs, y: shapes.add(tuple(y.to_local().shape)) and None
-    )
-    return self
-
-original_to_empty = torch.nn.Module.to_empty
-torch.nn.Module.to_empty = to_empty
-
-def tell():
-    assert models[0].lm_head.weight is models[0].model.embed_tokens.weight
-    print("\\nroot", len(models[0]._get_fsdp_state()._fsdp_param_group.fsdp_params))
-    print("shapes", *(f"{'x'.join(map(str, shape))}" for shape in sorted(shapes)))
-"""
-WATCH += AT_END
-
-
 def test_activations_and_tied_weights(trainer, tmp_path):
     """The shares of weights, gradients and moments: test_layouts.py and test_estimate_memory.py"""
-    folder = write_weights(tmp_path / "tied", "llama", num_hidden_layers=1)
+    folder = write_weights(tmp_path / "tied", "llama", UNEVEN_MODELS, num_hidden_layers=1)
     flags = ["-m", folder, "-b", 2, "--max-steps", 2, "--eval-freq", 0, "--tensor-parallel", 2]
-    run = trainer(*flags, processes=4, before=WATCH, **TP)
+    run = trainer(*flags, processes=4, before=patches("shapes_and_ties"), **TP)
     # FSDP gathers the tied weights once; the other tensor of the root is the last norm
     assert told(run, "root ") == [["2"]] * 4
     # Between layers a half of the tokens; a half of the vocabulary in the logits
@@ -139,13 +64,10 @@ def test_activations_and_tied_weights(trainer, tmp_path):
 
 # -- What would happen -----------------------------------------------------------------------------
 
-# For test_first_difference.py: a script that does not tie them; both get the same first values
-UNTIED = {"    model.tie_weights()\n": "    model.tie_weights = lambda **options: None\n"}
-
 
 def test_a_parameter_that_the_plan_misses_is_named(trainer, tmp_path):
     script = damaged(CHAPTER_6, tmp_path, {"self_attn.[qk]_norm": "self_attn.[qk]norm"})
-    folder = write_model(tmp_path / "m", model_type="qwen3", **FAMILIES["qwen3"])
+    folder = write_model(tmp_path / "m", model_type="qwen3", **UNEVEN_MODELS["qwen3"])
     result = trainer("-m", folder, "--max-steps", 1, processes=1, script=script, status=None)
     assert result.status
     assert "error: not in the plan: ['model.layers.0.self_attn.q_norm" in result.output
@@ -154,30 +76,8 @@ def test_a_parameter_that_the_plan_misses_is_named(trainer, tmp_path):
 # -- Wrong flags -----------------------------------------------------------------------------------
 
 
-def said(script, check: str, ranks: int, flags: list, monkeypatch) -> str:
-    """What one of so many ranks says before it ends; nothing, if flags and model are right."""
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, str(ranks))
-    monkeypatch.setattr(sys, "argv", ["train-llm.py", *map(str, flags)])
-    chapter = load(script)
-    try:
-        getattr(chapter, check)(chapter.parse_args())
-    except SystemExit as end:
-        return str(end)
-    return ""
-
-
-def assert_said(script, check: str, case: tuple, folder, monkeypatch) -> None:
-    """A case has the number of ranks, the model, flags, and a part of the sentence, or nothing."""
-    ranks, config, flags, part = case
-    flags = ["-m", write_model(folder / "m", **config), "-s", 32, *flags]
-    sentence = said(script, check, ranks, flags, monkeypatch)
-    assert part in sentence
-    assert bool(part) == bool(sentence)
-
-
-LLAMA = SIZE | {"model_type": "llama"}
-MISTRAL = SIZE | {"model_type": "mistral"}
+LLAMA = UNEVEN_SIZE | {"model_type": "llama"}
+MISTRAL = UNEVEN_SIZE | {"model_type": "mistral"}
 CHECKED = {
     "all is well": (2, LLAMA, [], ""),
     "kv heads": (4, LLAMA, [], "error: --tensor-parallel must divide the 2 kv heads"),

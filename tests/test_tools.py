@@ -6,8 +6,9 @@ import re
 
 import pytest
 import torch
-from conftest import TINY_LLAMA, assert_one_sentence
-from runner import CHAPTER_3, REPOSITORY, python, run_tool
+from helpers.assertions import assert_one_sentence
+from helpers.models import TINY_LLAMA
+from helpers.runner import CHAPTER_3, REPOSITORY, python, run_tool
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 

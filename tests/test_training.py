@@ -8,9 +8,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LLAMA, resume, write_model
-from runner import CHAPTER_1, CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load, outcome, run_tool
-from test_mds_shards import IMPORTABLE
+from helpers.data import IMPORTABLE
+from helpers.models import LLAMA, write_model
+from helpers.runner import (
+    CHAPTER_1,
+    CHAPTERS_BY_NUMBER,
+    REPOSITORY,
+    Job,
+    Run,
+    load,
+    outcome,
+    patches,
+    run_tool,
+)
+from helpers.trainer import resume
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 
 METRICS = {
@@ -26,28 +37,9 @@ METRICS = {
 EVAL_METRICS = {"step", "epoch", "eval/loss", "eval/perplexity"}
 
 
-# An evaluation, and each file of a checkpoint, takes 1,000 seconds more, by the clock of the run.
-SLOW = """
-import os, time, torch
-
-clock, late = time.perf_counter, []
-time.perf_counter = lambda: clock() + sum(late)
-
-def slow(owner, name):
-    original = getattr(owner, name)
-    def call(*arguments):
-        late.append(1000)
-        return original(*arguments)
-    setattr(owner, name, call)
-
-slow(torch.nn.Module, "eval")
-slow(os, "fsync")
-"""
-
-
 def test_a_run_from_start_to_end(trainer, model):
     flags = ["-b", 8, "--eval-freq", 25, "--ckpt-freq", 20]
-    result = trainer("--max-steps", 60, *flags, before=SLOW)
+    result = trainer("--max-steps", 60, *flags, before=patches("slow_clock"))
     losses = result.column("loss")
     assert math.isclose(losses[0], math.log(2048), rel_tol=0.02)  # random: all tokens alike
     assert sum(losses[-5:]) / 5 < losses[0] - 2
@@ -162,23 +154,12 @@ def test_clipping_decay_and_schedule(trainer):
     assert clipped.column("loss")[-1] != result.column("loss")[-1]
 
 
-SCALER = """
-import torch
-
-class Scaler(torch.amp.GradScaler):
-    def __init__(self, device, enabled):
-        super().__init__(device, enabled=True)
-
-torch.amp.GradScaler = Scaler
-"""
-
-
 @pytest.mark.rest
 def test_a_gradient_scaler_changes_nothing(trainer):
     """Gradients are divided by its scale before they are clipped."""
     flags = ["--max-steps", 4, "--eval-freq", 0, "--max-grad-norm", 0.1]
     plain = trainer(*flags, name="plain")
-    scaled = trainer(*flags, name="scaled", before=SCALER)
+    scaled = trainer(*flags, name="scaled", before=patches("scaler"))
     assert min(plain.column("grad_norm")) > 0.1
     for name in ("loss", "grad_norm"):
         assert scaled.column(name) == pytest.approx(plain.column(name), rel=1e-5)
@@ -274,69 +255,6 @@ def test_families_train_from_scratch_and_reload(trainer, family):
 
 # -- Waits for the device --------------------------------------------------------------------------
 
-# Prints how often Python has read a number from a tensor since the last optimizer step. On a GPU,
-# each read waits. Operations whose result has as many rows as the data says wait, too.
-COUNT_READS = """
-import sys
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-aten = torch.ops.aten
-WAITS = [aten._local_scalar_dense.default, aten.nonzero.default, aten.bincount.default]
-reads = []
-
-def note():
-    frame = sys._getframe(2)
-    while frame and not frame.f_code.co_filename.endswith("train-llm.py"):
-        if "/transformers/integrations/moe.py" in frame.f_code.co_filename:
-            return  # the kernel for CPUs; on GPUs, grouped_mm reads no sizes
-        frame = frame.f_back
-    reads.append(None)
-
-class CountReads(TorchDispatchMode):
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        repeats = op is aten.repeat_interleave.Tensor and kwargs.get("output_size") is None
-        if op in WAITS or repeats:
-            note()
-        return op(*args, **kwargs)
-
-def tolist(self):
-    note()
-    return original_tolist(self)
-
-def step(self, *args, **options):
-    print("\\nreads", len(reads))
-    reads.clear()
-    return original(self, *args, **options)
-
-original_tolist = torch.Tensor.tolist
-torch.Tensor.tolist = tolist
-original = torch.optim.AdamW.step
-torch.optim.AdamW.step = step
-CountReads().__enter__()
-"""
-# FlashAttention's way through Transformers, with a stand-in for the package, which needs a GPU.
-FLASH = """
-import torch
-import transformers.modeling_flash_attention_utils as flash
-from transformers import AttentionInterface
-from transformers.integrations.flash_attention import flash_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
-
-def function(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    options = {"scale": softmax_scale, "enable_gqa": True}
-    causal = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
-    return causal.transpose(1, 2)
-
-def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0):
-    raise AssertionError("no sample is packed")
-
-flash._lazy_imports = lambda *names, **options: (function, varlen, None, None, None)
-AttentionInterface.register("flash_stand_in", flash_attention_forward)
-AttentionMaskInterface.register("flash_stand_in", flash_attention_mask)
-"""
 # From chapter 2 on, `all_reduce` exchanges a stop signal on the CPU, so no rank waits for a GPU.
 READS = dict.fromkeys(["02", "03", "05", "06", "07", "08", "11", "13", "14", "18"], 1)
 READS |= {"01": 0, "15": 0, "16": 1, "17": 1, "19": 1, "20": 1, "21": 1, "22": 1}
@@ -366,7 +284,7 @@ def test_no_number_is_read_between_logged_steps(trainer, pretrained, tmp_path, r
     if number == "20":
         request.getfixturevalue("torchao")
     output = trainer.folder / "output.txt"
-    options = {"before": IMPORTABLE + COUNT_READS}
+    options = {"before": IMPORTABLE + patches("reads")}
     kind = Run if number == "01" else partial(Job, processes=2)
     run = kind(CHAPTERS_BY_NUMBER[number], flags, output, **options)
     assert run.wait() == 0, run.output
@@ -379,7 +297,9 @@ def test_flash_attention_reads_no_number_either(trainer):
     """With one sample, Transformers looks for packed texts in each layer."""
     flags = ["--max-steps", 3, "--eval-freq", 0, "-b", 1, "--log-freq", 100]
     usual = trainer(*flags, name="usual")
-    flash = trainer(*flags, "--attention", "flash_stand_in", before=FLASH + COUNT_READS)
+    flash = trainer(
+        *flags, "--attention", "flash_stand_in", before=patches("flash_stand_in", "reads")
+    )
     assert flash.column("loss") == pytest.approx(usual.column("loss"), rel=1e-5)
     reads = [int(count) for count in re.findall(r"^reads (\d+)", flash.output, re.MULTILINE)]
     assert reads == [0, 0, 0]

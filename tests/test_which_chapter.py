@@ -6,16 +6,14 @@ import shlex
 import datasets
 import pyarrow.parquet
 import pytest
-from runner import CHAPTERS_BY_NUMBER, run_tool
-from test_readme import WHICH, assert_flags_are_understood, page
+from helpers.pages import WHICH, assert_flags_are_understood, page
+from helpers.runner import CHAPTERS_BY_NUMBER, run_tool
 from transformers import AutoConfig
 
 TEXT = page("docs/questions.md") + page(WHICH)
 PRINTED = r"^```\npython (tools/\S+ [^\n]*)\n```\n\n```text\n(.*?)```$"
 COMMANDS = re.findall(PRINTED, TEXT, re.MULTILINE | re.DOTALL)
 SENT = re.findall(r"^(?:torchrun|python) .*?(\d\d)-[\w-]+/train-llm\.py (.*)$", TEXT, re.M)
-
-
 # Those that tools/models.json has not
 LLAMA_2 = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
 LLAMA_2 |= {"num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096}

@@ -1,7 +1,7 @@
 """Chapter 21's weights, buffers and final/ against chapter 1's, bit for bit, for many families.
 
-    torchrun --standalone --nproc-per-node 3 tests/families.py
-    torchrun --standalone --nproc-per-node 2 tests/families.py --cpu-offload llama gpt2
+    torchrun --standalone --nproc-per-node 3 tests/helpers/scripts/families.py
+    torchrun --nproc-per-node 2 tests/helpers/scripts/families.py --cpu-offload llama gpt2
 
 Without names, these are all decoders of Transformers that chapter 3 takes and that become tiny
 with the sizes below. Each gets random weights in bf16, in several files. Then it starts from these
@@ -20,10 +20,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from runner import CHAPTERS_BY_NUMBER, load
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from helpers.runner import CHAPTERS_BY_NUMBER, load
 
 SIZE = {"vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
 SIZE |= {"num_attention_heads": 4, "max_position_embeddings": 64, "bos_token_id": 0}

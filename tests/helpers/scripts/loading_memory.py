@@ -25,7 +25,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tools"))
 from models import load_chapter
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

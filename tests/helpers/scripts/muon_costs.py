@@ -3,15 +3,19 @@
 It prints the bytes that rank 0 sends, its collectives, and the millions of its multiplications.
 """
 
+import sys
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from runner import CHAPTER_18, REPOSITORY, load
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from helpers.runner import CHAPTER_18, REPOSITORY, load
 
 CPU = torch.device("cpu")
 LR = 1e-3

@@ -25,7 +25,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPTS = REPOSITORY / "tests" / "helpers" / "scripts"
 
 
 def __getattr__(name: str) -> Path:
@@ -56,11 +57,11 @@ FACTS, CONTINUES = _chapters.FACTS, _chapters.CONTINUES
 CHAPTERS_BY_NUMBER = {name[:2]: script for name, script in _chapters.SCRIPTS.items()}
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["preload"])
+_context.set_forkserver_preload(["helpers.preload"])
 
 
 def _start_server() -> None:
-    """Once. It finds `preload` in this folder."""
+    """Once. It finds `helpers.preload` in the folder of the tests."""
     paths = [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]
     with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, paths))):
         forkserver.ensure_running()
@@ -86,6 +87,16 @@ def _child(script: Path, arguments: list[str], output: Path, options: dict) -> N
         runpy.run_path(str(script), run_name="__main__")
     finally:
         atexit._run_exitfuncs()
+
+
+def patches(*names: str) -> str:
+    """For `before`: these modules of patches/, in this order."""
+    return "".join(f"import helpers.patches.{name}\n" for name in names)
+
+
+def in_step(number: int, action: str, rank: int = 1) -> str:
+    """For `before`: AdamW's step with this number does something else first, on one rank."""
+    return f"from helpers.patches.in_step import on\non({number}, {rank}, {action!r})\n"
 
 
 def wait_for(run, text: str, timeout: float) -> None:

@@ -7,13 +7,16 @@ largest difference of a weight that Muon has trained, and of the other weights.
 
 import sys
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from runner import CHAPTER_18, load
-from torch_muon import AdamWAndMuon
 from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+from helpers.runner import CHAPTER_18, load
+from helpers.torch_muon import AdamWAndMuon
 
 STEPS = 5
 LR, DECAY = 1e-2, 0.1
