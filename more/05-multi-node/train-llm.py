@@ -680,7 +680,7 @@ class CheckpointWriter(dcp.FileSystemWriter):
         self.naming = ExitStack()  # NODES: leaves new_folder() later, perhaps in a thread
         super().__init__(self.naming.enter_context(new_folder(path)))
 
-    def finish(self, metadata, results):  # NODES: DCP calls it after all ranks have written
+    def finish(self, metadata, results):  # NODES: DCP calls it when all files are written
         super().finish(metadata, results)
         self.naming.close()
         if self.args.checkpoint_format == "local":
