@@ -108,7 +108,7 @@ def test_a_sample_trains_as_it_should(tmp_path, monkeypatch):
 def test_the_loss_of_routers_counts_once_in_a_step(tmp_path, monkeypatch):
     """Also where a stored resolution has the lines of chapters 4 and 10 that see to it."""
     monkeypatch.setattr(PROVE, "STEPS", 2)
-    models = PROVE.equal.MODELS
+    models = PROVE.models.MODELS
     has_loss = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     monkeypatch.setitem(models, "mixtral routers", models["mixtral"] | has_loss)
     copies = {"04": [], "10": ["--shard-size", "1"]}
