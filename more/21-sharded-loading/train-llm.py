@@ -354,7 +354,7 @@ def fill_shards(args, model, device):
     filled = set()
 
     def keep_rows(module, name, weight):
-        if isinstance(weight, DTensor):  # not one of the empty model that Transformers makes first
+        if isinstance(weight, DTensor):  # Transformers' own empty model has plain tensors
             # LOAD 3: Copy the rows into the shard, because FSDP has a reference to this memory.
             shard = module.get_parameter(name)
             if shard in filled and not torch.equal(shard.to_local(), weight.to_local()):
@@ -369,6 +369,7 @@ def fill_shards(args, model, device):
     hook = register_module_parameter_registration_hook(keep_rows)
     load_model(args, checkpoint=None)
     hook.remove()
+    # LOAD: from_pretrained() has put new buffers into CPU memory.
     for buffer in model.buffers():
         buffer.data = buffer.to(device)
     wait_for_all()  # until all ranks have read their files
