@@ -23,7 +23,6 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from glob import escape, glob
 from itertools import chain, islice
 from pathlib import Path
@@ -455,12 +454,11 @@ def open_splits(name, subset):
     """The splits of a dataset, as streams of documents."""
     name = os.path.expanduser(name)
     reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
-    # STREAM 6: Open each file when the rank needs it, so that the corpus may exceed the disk.
-    load_dataset = partial(datasets.load_dataset, streaming=True)
     if os.path.isdir(name):
         if not glob(f"{escape(name)}/train-*.parquet"):
             sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
-        splits = load_dataset("parquet", data_dir=name)  # STREAM: reads no document yet
+        # STREAM 6: Open each file when it is needed, so that the corpus may exceed the disk.
+        splits = datasets.load_dataset("parquet", data_dir=name, streaming=True)
     elif reader:
         sizes = [os.path.getsize(file) for file in glob(name, recursive=True)]
         if not any(sizes):
@@ -468,11 +466,12 @@ def open_splits(name, subset):
         if reader == "text" and max(sizes) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
         options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
-        splits = load_dataset(reader, data_files=name, **options)  # STREAM: the same
+        # STREAM: the same
+        splits = datasets.load_dataset(reader, data_files=name, streaming=True, **options)
     elif os.path.isdir(name.split("/")[0]):
         sys.exit(f"error: there is no folder {name}")
     else:  # a dataset on the Hub
-        splits = load_dataset(name, subset)  # STREAM: the same
+        splits = datasets.load_dataset(name, subset, streaming=True)  # STREAM: the same
     return splits
 
 

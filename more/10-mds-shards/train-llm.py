@@ -26,7 +26,7 @@ from collections import OrderedDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from glob import escape, glob
 from itertools import chain, islice
 from pathlib import Path
@@ -588,11 +588,11 @@ def load_eval_tokens(args, tokenizer):
     name = os.path.expanduser(args.eval_dataset)
     reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
     # MDS: Only held-out documents are text. Open a file when one of its documents is needed.
-    load_dataset = partial(datasets.load_dataset, streaming=True)
     if os.path.isdir(name):
         if not glob(f"{escape(name)}/train-*.parquet"):
             sys.exit(f"error: tools/prepare-data.py has not written {name}: give it this folder")
-        splits = load_dataset("parquet", data_dir=name)  # MDS: reads no document yet
+        # MDS: `streaming` reads no document yet.
+        splits = datasets.load_dataset("parquet", data_dir=name, streaming=True)
     elif reader:
         sizes = [os.path.getsize(file) for file in glob(name, recursive=True)]
         if not any(sizes):
@@ -600,11 +600,13 @@ def load_eval_tokens(args, tokenizer):
         if reader == "text" and max(sizes) > 20e6:
             sys.exit(f"error: {name} has a file above 20 MB: let tools/prepare-data.py read it")
         options = {"sample_by": "document"} if reader == "text" else {}  # a row is a whole file
-        splits = load_dataset(reader, data_files=name, **options)  # MDS: the same
+        # MDS: the same
+        splits = datasets.load_dataset(reader, data_files=name, streaming=True, **options)
     elif os.path.isdir(name.split("/")[0]):
         sys.exit(f"error: there is no folder {name}")
     else:  # a dataset on the Hub
-        splits = load_dataset(name, args.eval_dataset_subset)  # MDS: the same
+        # MDS: the same
+        splits = datasets.load_dataset(name, args.eval_dataset_subset, streaming=True)
     eval_split = splits.get("validation") or splits.get("test") or splits["train"]
     documents = tokenize_split(eval_split.take(args.eval_documents), tokenizer, args.text_column)
     ids = chain.from_iterable(document["input_ids"] for document in documents)
@@ -806,7 +808,7 @@ def new_folder(folder):
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """Writes into a temporary folder, which gets its name as soon as all ranks have written."""
+    """Writes into a temporary folder, which gets its name as soon as all files are in it."""
 
     def __init__(self, args, path):
         self.args = args

@@ -790,7 +790,7 @@ def new_folder(folder):
 
 
 class CheckpointWriter(dcp.FileSystemWriter):
-    """Writes into a temporary folder, which gets its name as soon as all ranks have written."""
+    """Writes into a temporary folder, which gets its name as soon as all files are in it."""
 
     def __init__(self, args, path):
         self.args = args

@@ -525,9 +525,9 @@ def evaluate(model, rows, args, device, dp_rank, dp_size):  # DDP: each rank has
         # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
         # A rank without a batch evaluates sample 0, with weight 0.
         batch = model_inputs(rows, indices or [0], args, device)
-        # CHAT 6: Divided by 1, the loss is a sum, because batches differ in their answer tokens.
-        loss = model(**batch, num_items_in_batch=1, use_cache=False).loss
-        loss_sum += loss * bool(indices)
+        # CHAT 6: Multiply the mean of a batch by its answer tokens, because batches differ in them.
+        loss = model(**batch, use_cache=False).loss
+        loss_sum += loss * (batch["labels"] >= 0).sum() * bool(indices)
     dist.all_reduce(loss_sum)  # DDP: adds the sums, because shares may differ in size
     model.train()  # dropout on again
     return loss_sum.item() / (rows["labels"].to_numpy() >= 0).sum()

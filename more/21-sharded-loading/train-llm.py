@@ -351,11 +351,14 @@ def fill_shards(args, model, device):
         steps = getattr(conversion, "operations", [])  # none: the tensor only has another name
         if steps and not isinstance(steps[0], MergeModulelist):
             sys.exit(f"error: the files of {args.model_name} have other tensors: use chapter 3")
+    # LOAD 3: Transformers fills what this method returns, and reads only rows for a DTensor.
+    transformers.PreTrainedModel.maybe_distribute_model = lambda *_: model
     filled = set()
 
+    # LOAD 4: PyTorch calls this hook with each weight that a module gets, and takes its result.
     def keep_rows(module, name, weight):
         if isinstance(weight, DTensor):  # Transformers' own empty model has plain tensors
-            # LOAD 3: Copy the rows into the shard, because FSDP has a reference to this memory.
+            # LOAD 5: Copy the rows into the shard, because FSDP has a reference to this memory.
             shard = module.get_parameter(name)
             if shard in filled and not torch.equal(shard.to_local(), weight.to_local()):
                 sys.exit("error: the model has a head of its own: set tie_word_embeddings to false")
@@ -363,9 +366,6 @@ def fill_shards(args, model, device):
             weight = shard.copy_(weight)
         return weight
 
-    # LOAD 4: Transformers fills what this method returns, and reads only rows for a DTensor.
-    transformers.PreTrainedModel.maybe_distribute_model = lambda *_: model
-    # LOAD 5: PyTorch calls this hook with each weight that a module gets, and takes its result.
     hook = register_module_parameter_registration_hook(keep_rows)
     load_model(args, checkpoint=None)
     hook.remove()
@@ -379,7 +379,7 @@ def load_model(args, checkpoint):
     """Reads the rows of this rank into the model of chapter 3, which is sharded."""
     # fp32, because bf16 numbers near 0.02 are 1e-4 apart: an update by --lr, 3e-5, would be lost.
     options = {"dtype": torch.float32, "attn_implementation": args.attention}
-    options["distributed_config"] = {}  # LOAD: else from_pretrained() would not ask (LOAD 4)
+    options["distributed_config"] = {}  # LOAD: else from_pretrained() would not ask (LOAD 3)
     source = checkpoint or args.model_name
     options["output_loading_info"] = True
     try:
