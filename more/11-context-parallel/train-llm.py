@@ -62,7 +62,7 @@ PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the signal handler appends to this list, and the training loop reads it
-training_has_begun = False  # until then, an error is one sentence, without a traceback
+training_has_begun = False  # before it has, an error is one sentence, without a traceback
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
@@ -99,18 +99,18 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # With -e, a run continues from its newest checkpoint, if its setup is still the same.
-    # Above 100 million tokens, the hash has 1,000 pieces, since reading all would take minutes.
+    # The hash shows whether the text is still the same. It reads up to 1,000 pieces, to be fast.
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
+    # With -e, a run continues from its newest checkpoint, if its setup is still the same.
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
     # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
     setups = gather(setup | {"step of the checkpoint": state.step})
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
         sys.exit(f"error: ranks differ in {differing}: use the same flags, data and --save-dir")
-    samples_left = args.num_epochs * train_samples - state.samples
+    samples_left = args.num_epochs * train_samples - state.samples  # the batch may have changed
     total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
@@ -120,7 +120,7 @@ def main():
     # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
     model = build_model(args, device, checkpoint)
     vocab_size = model.config.get_text_config().vocab_size
-    if max(tokenizer.get_vocab().values()) >= vocab_size:  # then the text must not use such tokens
+    if max(tokenizer.get_vocab().values()) >= vocab_size:  # harmless unless the text uses them
         largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
         if largest >= vocab_size:
             sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -150,7 +150,7 @@ def main():
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
     logged_time = time.perf_counter()
-    # None: a bar only on a terminal
+    # disable=None: a bar only on a terminal
     progress = tqdm(total=total_steps, initial=state.step, file=sys.stdout, disable=None)
     stop_signal = 0  # none
     model.train()  # turns dropout on, if the model has any
@@ -159,7 +159,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # checks for NaN before both
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # each log checks for NaN
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -210,7 +210,7 @@ def main():
         dist.all_reduce(received, dist.ReduceOp.MAX)
         stop_signal = received.item()
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # phases of other steps are not measured
+            times = times if log_now else {}  # without `wait`, they are wrong
             save_now = log_now = True
         if log_now:
             # CP: Average the loss over ranks, because each rank has seen its own tokens only.
@@ -289,7 +289,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace two functions of Transformers, which wait for the GPU to look for packed documents.
+    # Replace two searches of Transformers for the ends of documents, which wait for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     share_attention(model, args)  # CP: after the attention function has been chosen
@@ -836,7 +836,7 @@ class RunLog:
     def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
         if checkpoint:
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # drops lines after its step
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without lines of later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
@@ -877,7 +877,7 @@ DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/models/tiny-llama",
     "from_scratch": True,
-    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",  # _*.py differ between systems
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",  # Python's library; _*.py vary
     "seq_length": 256,
     "context_parallel": DEMO_RANKS,
     "batch_size": max(1, 8 * DEMO_RANKS // WORLD_SIZE),  # CP: chapter 1's global batch, or near it
@@ -937,7 +937,7 @@ def parse_args():
     add("--demo", action=switch, default=False, help="a small preset; other flags override it")
     if parser.parse_args().demo:
         parser.set_defaults(DEMO)
-    args = parser.parse_args()
+    args = parser.parse_args()  # again, with these defaults
     if min(args.lr, args.weight_decay, args.max_grad_norm) < 0 or not 0 <= args.adam_beta2 < 1:
         parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1")
     args.pop("config")  # its flags are in `args`
