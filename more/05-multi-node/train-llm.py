@@ -85,7 +85,7 @@ def main():
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # the share of the data that this rank reads. In later chapters, ranks share one
+    dp_rank = RANK  # which share of the data this rank reads. Later, several ranks read the same
     dp_size = WORLD_SIZE  # number of shares
     if args.global_batch_size:  # NODES: each share of the data makes so many passes
         accumulation, rest = divmod(args.global_batch_size, args.batch_size * dp_size)
@@ -147,7 +147,7 @@ def main():
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # sharded_state() has the live weights and moments. dcp.load() fills them, not decay or lr.
+        # dcp.load() writes into the live weights and moments. The flags decide about decay and lr.
         read_parts(checkpoint, sharded_state(model, saved_parts))  # NODES: of any format
     elif args.resume_dir:
         # NODES: With --skip-optimizer, take only the weights. The rest of the run begins anew.
@@ -158,7 +158,7 @@ def main():
         run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
     # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
-    # DDP: torchrun sends SIGUSR1 only with --signals-to-handle. It kills after --shutdown-timeout.
+    # DDP: torchrun sends SIGUSR1 only with --signals-to-handle, and kills after --shutdown-timeout.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, remember_signal)
@@ -225,7 +225,7 @@ def main():
         state.epoch = state.samples / train_samples
         progress.update()
 
-        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        # DDP: A signal may reach ranks in different steps. With the maximum, all stop together.
         received = torch.tensor(max(received_signals, default=0))
         dist.all_reduce(received, dist.ReduceOp.MAX)
         stop_signal = received.item()
@@ -751,7 +751,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: Ranks meet in torchrun's store. It keeps old keys over a restart, so add a prefix.
+    # DDP: Ranks meet in torchrun's store. After a restart, a prefix hides the old keys.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
         # NODES: Each torchrun counts its own restarts, so the ranks would use different prefixes.
@@ -766,7 +766,7 @@ def join_process_group():
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
 
 
-def wait_for_all():  # FSDP: in place of gather(None), which waits half an hour
+def wait_for_all():  # FSDP: gather(None) would fail after half an hour
     """A barrier that waits up to a day, because rank 0 may read or write a large model."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     dist.barrier(group)

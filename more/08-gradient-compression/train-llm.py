@@ -79,7 +79,7 @@ def main():
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # the share of the data that this rank reads. In later chapters, ranks share one
+    dp_rank = RANK  # which share of the data this rank reads. Later, several ranks read the same
     dp_size = WORLD_SIZE  # number of shares
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
@@ -156,7 +156,7 @@ def main():
         run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
     # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
-    # DDP: torchrun sends SIGUSR1 only with --signals-to-handle. It kills after --shutdown-timeout.
+    # DDP: torchrun sends SIGUSR1 only with --signals-to-handle, and kills after --shutdown-timeout.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, remember_signal)
@@ -185,7 +185,7 @@ def main():
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # DDP 7: Earlier passes only add up, as in `no_sync()`. The last averages the sum.
+            # DDP 7: Only the last pass averages, as the others add up. This is DDP's `no_sync()`.
             ddp_model.require_backward_grad_sync = micro_step == accumulation - 1
             with timed("data", times, wait):
                 epoch, offset = divmod(first, train_samples)
@@ -195,7 +195,7 @@ def main():
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
                 # use_cache would keep keys and values, which only generation needs.
-                # DDP 8: Call the wrapper: `model` averages no gradients. evaluate() needs none.
+                # DDP 8: Call the wrapper, which averages gradients. evaluate() has none.
                 loss = ddp_model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
                 loss = loss / accumulation  # the micro-batches of a step then add up to a mean
             with timed("backward", times, wait):
@@ -218,7 +218,7 @@ def main():
         state.epoch = state.samples / train_samples
         progress.update()
 
-        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        # DDP: A signal may reach ranks in different steps. With the maximum, all stop together.
         received = torch.tensor(max(received_signals, default=0))
         dist.all_reduce(received, dist.ReduceOp.MAX)
         stop_signal = received.item()
@@ -696,7 +696,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: Ranks meet in torchrun's store. It keeps old keys over a restart, so add a prefix.
+    # DDP: Ranks meet in torchrun's store. After a restart, a prefix hides the old keys.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.

@@ -131,7 +131,7 @@ def main():
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # sharded_state() has the live weights and moments. dcp.load() fills them, not decay or lr.
+        # dcp.load() writes into the live weights and moments. The flags decide about decay and lr.
         dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -139,7 +139,7 @@ def main():
         run_log = RunLog(args, run_folder, checkpoint, state, parameters)
         run_log.comet.set_model_graph(str(model))  # the architecture as text
     # Ctrl-C, `kill`, a closed terminal and Slurm's SIGUSR1 end the run after a step.
-    # DDP: torchrun sends SIGUSR1 only with --signals-to-handle. It kills after --shutdown-timeout.
+    # DDP: torchrun sends SIGUSR1 only with --signals-to-handle, and kills after --shutdown-timeout.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):
         if signal.getsignal(number) != signal.SIG_IGN:  # `nohup` ignores SIGHUP
             signal.signal(number, remember_signal)
@@ -205,7 +205,7 @@ def main():
         state.epoch = state.samples / train_samples
         progress.update()
 
-        # DDP: A signal may reach the ranks in different steps. All must stop after the same step.
+        # DDP: A signal may reach ranks in different steps. With the maximum, all stop together.
         received = torch.tensor(max(received_signals, default=0))
         dist.all_reduce(received, dist.ReduceOp.MAX)
         stop_signal = received.item()
@@ -718,7 +718,7 @@ def new_folder(folder):
     if not all(gather(temporary.exists())):
         sys.exit(f"error: not all ranks see {temporary}: put --save-dir on a shared disk")
     yield temporary
-    if RANK > 0:  # rank 0 does the rest, without a message to the others
+    if RANK > 0:  # rank 0 does the rest, and needs no other rank for it
         return
     for file in temporary.glob("*.safetensors"):  # safetensors lets only the owner read them
         shutil.copymode(temporary / "tokenizer_config.json", file)
@@ -735,7 +735,7 @@ def save_checkpoint(args, run_folder, model, tokenizer, saved_parts, state):
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
         # FSDP 11: Each rank saves its shards: none has room for all. dcp waits for all ranks.
         dcp.save(sharded_state(model, saved_parts), checkpoint_id=folder)
-        if RANK > 0:  # rank 0 does the rest, without a message to the others
+        if RANK > 0:  # rank 0 does the rest, and needs no other rank for it
             return
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
@@ -756,7 +756,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: Ranks meet in torchrun's store. It keeps old keys over a restart, so add a prefix.
+    # DDP: Ranks meet in torchrun's store. After a restart, a prefix hides the old keys.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -765,7 +765,7 @@ def join_process_group():
     return torch.device("cuda", LOCAL_RANK) if on_gpu else torch.device("cpu")
 
 
-def wait_for_all():  # FSDP: in place of gather(None), which waits half an hour
+def wait_for_all():  # FSDP: gather(None) would fail after half an hour
     """A barrier that waits up to a day, because rank 0 may read or write a large model."""
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     dist.barrier(group)
