@@ -70,7 +70,7 @@ ANSWERS = {
     "packed documents": "questions.html#does-packing-leak",
     "add new tokens": "questions.html#how-do-i-add-new-tokens",
     "learning rate": "questions.html#which-learning-rate",
-    "gradient noise": "questions.html#how-large-may-the-global-batch",
+    "gradient noise": "questions.html#how-large-can-the-global-batch",
     "lora rank": "questions.html#lora-rank",
     "z-loss": "questions.html#z-loss",
     "LoRA on two nodes": "questions.html#lora-on-two-nodes",

@@ -93,12 +93,12 @@ for step, batch in enumerate(islice(loader, STEPS), start=1):
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()  # because backward() adds to the gradients
-    loss = loss.detach()  # of the samples of this rank
+    loss = loss.detach()  # over this rank's samples
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     if rank == 0:
         print(f"step {step:2}  loss {loss.item():.4f}  gradient norm {grad_norm.item():.4f}")
 
 if rank == 0:
     model.module.save_pretrained(output)
-del model  # DDP's wrapper must be gone before its process group
+del model  # delete the wrapper before its process group
 dist.destroy_process_group()

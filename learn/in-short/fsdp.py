@@ -97,7 +97,7 @@ for step, batch in enumerate(islice(loader, STEPS), start=1):
     grad_norm = grad_norm.full_tensor()  # of the shards of all ranks
     optimizer.step()
     optimizer.zero_grad()  # because backward() adds to the gradients
-    loss = loss.detach()  # of the samples of this rank
+    loss = loss.detach()  # over this rank's samples
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     if rank == 0:
         print(f"step {step:2}  loss {loss.item():.4f}  gradient norm {grad_norm.item():.4f}")

@@ -91,7 +91,7 @@ for step, batch in enumerate(islice(loader, STEPS), start=1):
             outer_optimizer.step()
             for weight, parameter in zip(shared, model.parameters(), strict=True):
                 parameter.copy_(weight)  # all replicas go on from the same weights
-    loss = loss.detach()  # of the samples of this rank
+    loss = loss.detach()  # over this rank's samples
     dist.all_reduce(loss, dist.ReduceOp.AVG)
     dist.all_reduce(grad_norm, dist.ReduceOp.AVG)  # each replica has its own
     if rank == 0:
