@@ -626,6 +626,8 @@ def check_machine(args, parameters: int, chapter, report: Report) -> None:
         report.error(f"-m {args.model_name}: only a shell knows ~ and $, so write the whole path")
     if "$" in args.dataset_name:
         report.error(f"-d {args.dataset_name}: only a shell knows $, so write the whole path")
+    if "://" in args.save_dir:
+        report.error(f"--save-dir {args.save_dir}: must be a path, so copy folders into the bucket")
     folders = {"HF_HOME": Path(datasets.config.HF_CACHE_HOME)}
     folders["HF_DATASETS_CACHE"] = Path(datasets.config.HF_DATASETS_CACHE)
     if args.experiment_name:
