@@ -44,6 +44,10 @@ IN_16S = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # for cha
 models.MODELS |= {f"{name} in 16s": models.MODELS[name] | IN_16S for name in ("llama", "mixtral")}
 IN_64S = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # for chapter 22
 models.MODELS["llama in 64s"] = models.MODELS["llama"] | IN_64S
+models.MODELS["llama with 8 kv heads"] = models.MODELS["llama"] | {"num_key_value_heads": 8}
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+models.MODELS["mixtral with router loss"] = models.MODELS["mixtral"] | ROUTERS
+models.MODELS["qwen3_moe in all layers"] = models.MODELS["qwen3_moe"] | {"mlp_only_layers": []}
 CUT_THE_MODEL = {"06", "07", "11", "12", "13"}
 DEGREES = ("--tensor-parallel", "--context-parallel", "--pipeline-parallel")
 

@@ -60,6 +60,41 @@ def test_trials():
     assert (trial.like_flags, trial.moved_flags) == (["--a", "1"], [])
 
 
+GROUPS = ["--tensor-parallel", "2", "--context-parallel", "4"]
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.parametrize("pair", ["06+11", "11+13"])
+def test_the_kv_heads_of_a_rank(pair, heads, tmp_path, monkeypatch):
+    """Context groups exchange the heads that a tensor group leaves to a rank."""
+    COMBINE.write([NAMES[number] for number in pair.split("+")], tmp_path, None)
+    config = {"model_type": "llama"} | PROVE.models.SIZE | {"num_key_value_heads": heads}
+    sentence = "the 2 kv heads of a rank cannot be shared equally" if heads == 4 else ""
+    case = (8, config, GROUPS, sentence)
+    PROVE.assertions.assert_said(
+        tmp_path / "train-llm.py", "check_model", case, tmp_path, monkeypatch
+    )
+
+
+@pytest.mark.parametrize("pair", ["06+11", "07+11", "11+13"])
+def test_groups_that_do_not_divide_the_ranks(pair, tmp_path, monkeypatch, capsys):
+    """Ranks that share samples are all groups together. By default, one dimension has the rest."""
+    COMBINE.write([NAMES[number] for number in pair.split("+")], tmp_path, None)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    script = PROVE.runner.load(tmp_path / "train-llm.py")
+    flag = "--pipeline-parallel" if pair == "07+11" else "--tensor-parallel"
+    monkeypatch.setattr(sys, "argv", ["train-llm.py", "--context-parallel", "4"])
+    assert getattr(script.parse_args(), flag[2:].replace("-", "_")) == 2
+    monkeypatch.setattr(sys, "argv", [*sys.argv, flag, "4"])
+    with pytest.raises(SystemExit):
+        script.parse_args()
+    said = capsys.readouterr().err
+    assert "must divide the number of ranks, 8" in said
+    assert flag in said
+    assert "--context-parallel" in said
+
+
 def test_a_pair_with_conflicts_is_stale(monkeypatch):
     monkeypatch.setattr(COMBINE, "stored_resolutions", lambda *names: [])
     assert PROVE.is_stale(PROVE.read_proofs()["04+06"])
@@ -108,9 +143,9 @@ def test_a_pair_without_a_line_joins_with_a_warning(tmp_path, monkeypatch, capsy
     assert (tmp_path / "new" / "changes.diff").exists()
 
 
-# A run takes seconds, so only these in each test of all. No pair has chapter 13. Chapter 20 is
-# compared beside the others, because it needs torchao.
-SAMPLE = ["04+06", "05+17+19", "07+18", "10+21", "11+12", "15+19", "04+08-03"]
+# A run takes seconds, so only these in each test of all. Chapter 20 is compared beside the others,
+# because it needs torchao.
+SAMPLE = ["04+06", "05+17+19", "07+18", "10+21", "11+12", "15+19", "04+08-03", "06+12", "11+13"]
 
 
 @pytest.mark.rest
