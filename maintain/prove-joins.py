@@ -9,9 +9,9 @@
 `maintain/joins/pairs.txt` says with what each pair is compared, and with which flags. On 2 and 4
 ranks, in fp32, the losses and norms of 6 steps, two held-out losses, all gradients of two steps and
 the final model must be those of that chapter. A run that goes on from the checkpoint of step 3 must
-repeat the rest to the last bit. And each chapter must keep its promise: a rank of chapter 11 has a
-part of the tokens. Each row goes into benchmarks/records/combining.md at once, so a stopped run can
-go on.
+repeat the rest to the last bit; with other flags, which make other groups of the ranks, but for
+rounding. And each chapter must keep its promise: a rank of chapter 11 has a part of the tokens.
+Each row goes into benchmarks/records/combining.md at once, so a stopped run can go on.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -44,6 +44,11 @@ IN_16S = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}  # for cha
 models.MODELS |= {f"{name} in 16s": models.MODELS[name] | IN_16S for name in ("llama", "mixtral")}
 IN_64S = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}  # for chapter 22
 models.MODELS["llama in 64s"] = models.MODELS["llama"] | IN_64S
+models.MODELS["llama with 8 kv heads"] = models.MODELS["llama"] | {"num_key_value_heads": 8}
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+models.MODELS["mixtral with router loss"] = models.MODELS["mixtral"] | ROUTERS
+models.MODELS["qwen3_moe in all layers"] = models.MODELS["qwen3_moe"] | {"mlp_only_layers": []}
+CUT_THE_MODEL = {"06", "07", "11", "12", "13"}
 DEGREES = ("--tensor-parallel", "--context-parallel", "--pipeline-parallel")
 
 
@@ -60,6 +65,8 @@ class Trial:
     like: str
     like_ranks: int
     like_flags: list[str]
+    model: str
+    moved_flags: list[str]  # with which the run also goes on from its checkpoint, if there are any
 
 
 @dataclass
@@ -68,9 +75,9 @@ class Proof:
 
     name: str
     like: str  # the chapter that defines the training, or `16 with torch.optim.Muon`
-    model: str
     trials: list[Trial]
     damage: tuple[str, str] = ("", "")  # lines of the joined script, and wrong ones
+    number_of_damage: int = 0  # among those of all pairs
 
     @property
     def numbers(self) -> list[str]:
@@ -86,24 +93,33 @@ def read_proofs() -> dict[str, Proof]:
     for pair in combine.known_pairs().values():
         if pair.status == "like":
             like, *parts = (part.strip() for part in pair.text.split("|"))
-            values = dict(part.split(":", 1) for part in parts)
-            model = values.pop("model", "llama").strip()
-            trials = [read_trial(int(ranks), text, like) for ranks, text in values.items()]
-            found[pair.name] = Proof(pair.name, like, model, trials)
+            pieces = [part.split(":", 1) for part in parts]
+            model = next((text.strip() for head, text in pieces if head == "model"), "llama")
+            trials = [read_trial(*piece, like, model) for piece in pieces if piece[0] != "model"]
+            found[pair.name] = Proof(pair.name, like, trials)
     return found
 
 
-def read_trial(ranks: int, text: str, like: str) -> Trial:
-    """`--shard-size 1`, or `--shard-size 1 = itself on 2: --shard-size 2`."""
+def read_trial(head: str, text: str, like: str, model: str) -> Trial:
+    """`2`, or with a model of its own `2 qwen3`, and then flags:
+
+    `--shard-size 1`, `--shard-size 1 = itself on 2: --shard-size 2`, `--shard-size 1 > --shard-size
+    2`.
+    """
+    number, _, own_model = head.partition(" ")
+    ranks, model = int(number), own_model or model
+    text, _, moved = text.partition(">")
     own, _, other = text.partition("=")
     flags = own.split()
     if other:
         what, _, like_flags = other.partition(":")
         script, _, like_ranks = what.strip().rpartition(" on ")
-        return Trial(ranks, flags, script, int(like_ranks), like_flags.split())
-    # Each rank has its own place in a stream. Other chapters train the same on any ranks.
-    is_stream = like.startswith("04")
-    return Trial(ranks, flags, like, shares(ranks, flags) if is_stream else 1, [])
+        compared_with = (script, int(like_ranks), like_flags.split())
+    else:
+        # Each rank has its own place in a stream. Other chapters train the same on any ranks.
+        is_stream = like.startswith("04")
+        compared_with = (like, shares(ranks, flags) if is_stream else 1, [])
+    return Trial(ranks, flags, *compared_with, model, moved.split())
 
 
 def shares(ranks: int, flags: list[str]) -> int:
@@ -226,22 +242,36 @@ def run_trials(proof: Proof, folder: Path) -> None:
     script = own_script(proof, folder)
     chapters = chapters_in(proof.numbers, proof.without)
     for trial in proof.trials:
+        if not (folder / trial.model).exists():
+            models.write_weights(folder / trial.model, trial.model)
         name, like_name = names_of_runs(proof, trial)
         if not (folder / like_name).exists():  # other pairs are compared with this run, too
             like, like_chapters = like_script(proof, trial.like, script, folder)
-            described = (like, like_chapters, trial.like_ranks, trial.like_flags, proof.model)
+            described = (like, like_chapters, trial.like_ranks, trial.like_flags, trial.model)
             run_job([case(folder, like_name, *described)], trial.like_ranks, folder)
-        described = (script, chapters, trial.ranks, trial.flags, proof.model)
+        described = (script, chapters, trial.ranks, trial.flags, trial.model)
         cases = [case(folder, name, *described), case(folder, f"{name} again", *described)]
-        step = f"step-{STEPS // 2:08d}"
-        cases[1]["continues"] = [str(folder / each / step) for each in (name, f"{name} again")]
+        cases[1]["continues"] = checkpoint_of(name, f"{name} again", folder)
         run_job(cases, trial.ranks, folder)
+        if trial.moved_flags:
+            moved = f"{name} moved"
+            described = (script, chapters, trial.ranks, trial.moved_flags, trial.model)
+            continues = {"continues": checkpoint_of(name, moved, folder)}
+            run_job([case(folder, moved, *described) | continues], trial.ranks, folder)
+
+
+def checkpoint_of(name: str, other: str, folder: Path) -> list[str]:
+    """The checkpoint in the middle of a run, and its place in another one."""
+    return [str(folder / each / f"step-{STEPS // 2:08d}") for each in (name, other)]
 
 
 def names_of_runs(proof: Proof, trial: Trial) -> tuple[str, str]:
     like = proof.name if trial.like == "itself" else trial.like
-    like = f"like {like} on {trial.like_ranks} {proof.model} {' '.join(trial.like_flags)}"
-    return f"{proof.name} on {trial.ranks}", like.strip()
+    like = f"like {like} on {trial.like_ranks} {trial.model} {' '.join(trial.like_flags)}"
+    own = f"{proof.name} on {trial.ranks} {trial.model} {' '.join(trial.flags)}".strip()
+    if proof.number_of_damage:
+        own += f" damaged {proof.number_of_damage}"
+    return own, like.strip()
 
 
 def finds(*folders: Path) -> str:
@@ -314,7 +344,8 @@ class Row:
     script: str  # a hash of the joined script
 
     def __str__(self) -> str:
-        ranks = " and ".join(map(str, self.ranks))
+        *others, last = map(str, self.ranks)
+        ranks = f"{', '.join(others)} and {last}" if others else last
         like = f"chapter {self.like}" if self.like[0].isdigit() else self.like
         numbers = f"{self.losses:.0e} | {self.gradients:.0e}"
         kept = ", ".join(self.promises) or "the losses"
@@ -329,12 +360,7 @@ def compared(proof: Proof, folder: Path) -> Row:
             trainings.Case(folder / each) for each in (name, f"{name} again", like_name)
         )
         limits = limits_of(proof, trial)
-        columns = {"loss": limits.loss, "eval/loss": limits.loss, "grad_norm": limits.norm}
-        for column, most in columns.items():
-            error = largest_difference(like.column(column), own.column(column))
-            if error > most:
-                raise Wrong(f"{name}: {column} {own.column(column)}, not {like.column(column)}")
-            losses = max(losses, error if column != "grad_norm" else 0)
+        losses = max(losses, compare_records(name, like, own, limits))
         is_mixture = any("experts" in tensor for tensor in like.gradients(1))
         for step in (1,) if is_mixture else (1, 2):  # a router may choose another expert then
             error, parameter = assertions.worst(like.gradients(step), own.gradients(step))
@@ -347,11 +373,34 @@ def compared(proof: Proof, folder: Path) -> Row:
         compare_models(name, *finals, limits.model)
         if assertions.exact(again.records) != assertions.exact(own.records):
             raise Wrong(f"{name}: the resumed run has other losses")
+        if trial.moved_flags:
+            moved = trainings.Case(folder / f"{name} moved")
+            losses = max(losses, compare_records(f"{name} moved", like, moved, limits))
         for number in sorted(chapters_in(proof.numbers, proof.without) & PROMISES.keys()):
             if promise := PROMISES[number](trial, facts_of(folder / name)):
                 promises[promise] = None
-    ranks = [trial.ranks for trial in proof.trials]
+    ranks = sorted({trial.ranks for trial in proof.trials})
+    known = [*dict.fromkeys(trial.model for trial in proof.trials)]
+    if len(known) > 1:
+        promises[f"also with {', '.join(known[1:])}"] = None
+    if any(trial.moved_flags for trial in proof.trials):
+        promises["goes on with other groups"] = None
     return Row(proof.name, proof.like, ranks, losses, gradients, [*promises], hash_of(proof))
+
+
+def compare_records(name: str, like, own, limits: Limits) -> float:
+    """The largest difference of the losses. A wrong loss or norm is an error."""
+    largest = 0.0
+    for column, most in {
+        "loss": limits.loss,
+        "eval/loss": limits.loss,
+        "grad_norm": limits.norm,
+    }.items():
+        error = largest_difference(like.column(column), own.column(column))
+        if error > most:
+            raise Wrong(f"{name}: {column} {own.column(column)}, not {like.column(column)}")
+        largest = max(largest, error if column != "grad_norm" else 0)
+    return largest
 
 
 def largest_difference(expected: list[float], found: list[float]) -> float:
@@ -487,28 +536,37 @@ def prove(proofs: list[Proof], folder: Path) -> Iterator[tuple[str, Row | str]]:
     """For each pair its row, or what is wrong."""
     write_data(folder, with_rows=any("10" in proof.numbers for proof in proofs))
     for proof in proofs:
-        if not (folder / proof.model).exists():
-            models.write_weights(folder / proof.model, proof.model)
-        try:
-            run_trials(proof, folder)
-            yield proof.name, compared(proof, folder)
-        except (Wrong, AssertionError) as error:
-            yield proof.name, f"{proof.name} is wrong: {error}"
+        yield proof.name, proved(proof, folder)
+
+
+def proved(proof: Proof, folder: Path) -> Row | str:
+    try:
+        run_trials(proof, folder)
+        return compared(proof, folder)
+    except (Wrong, AssertionError) as error:
+        return f"{proof.name} is wrong: {error}"
 
 
 def damages_are_noticed(proofs: dict[str, Proof], names: list[str]) -> bool:
-    """Whether each line of maintain/joins/damages.txt makes its pair (#) wrong, on 4 ranks."""
-    known = {damage.chapter: damage for damage in damages.damages([combine.JOINS / "damages.txt"])}
-    chosen = names or [*known]
-    for name in chosen:
-        proofs[name].damage = ("\n".join(known[name].old), "\n".join(known[name].new))
-        proofs[name].trials = [trial for trial in proofs[name].trials if trial.ranks == 4]
+    """Whether each line of maintain/joins/damages.txt makes its pair (#) wrong on 4 ranks or more.
+
+    With several trials, one has to be wrong.
+    """
+    chosen = damages.damages([combine.JOINS / "damages.txt"])
+    chosen = [damage for damage in chosen if not names or damage.chapter in names]
     all_noticed = True
     with tempfile.TemporaryDirectory() as folder:
-        for name, result in prove([proofs[name] for name in chosen], Path(folder)):
-            verdict = "MISSED" if isinstance(result, Row) else f"noticed: {result[:100]}"
-            print(f"{name}: {known[name].what}: {verdict}", flush=True)
-            all_noticed = all_noticed and not isinstance(result, Row)
+        write_data(Path(folder), with_rows=any("10" in damage.chapter for damage in chosen))
+        for number, damage in enumerate(chosen, 1):
+            proof = proofs[damage.chapter]
+            lines = ("\n".join(damage.old), "\n".join(damage.new))
+            proof = replace(proof, damage=lines, number_of_damage=number)
+            parts = [replace(proof, trials=[trial]) for trial in proof.trials if trial.ranks >= 4]
+            results = (proved(part, Path(folder)) for part in parts)
+            result = next((result for result in results if not isinstance(result, Row)), None)
+            verdict = f"noticed: {result[:120]}" if result else "MISSED"
+            print(f"{proof.name}: {damage.what}: {verdict}", flush=True)
+            all_noticed = all_noticed and result is not None
     return all_noticed
 
 

@@ -33,11 +33,66 @@ def test_all_pairs_join(tmp_path):
 
 
 def test_stored_resolutions():
-    """Each has at most three places, and is of a pair in the list."""
-    files = [*COMBINE.JOINS.glob("[0-9]*.txt")]
-    for file in files:
+    """Each is of a pair in the list, and has few places, unless both chapters cut the model."""
+    for file in COMBINE.JOINS.glob("[0-9]*.txt"):
         assert PAIRS[file.stem].status == "like", file
-        assert 1 <= len(COMBINE.read_resolutions(file)) <= 3, file
+        both_cut = {*COMBINE.parts_of(file.stem)[0]} <= PROVE.CUT_THE_MODEL
+        assert 1 <= len(COMBINE.read_resolutions(file)) <= (26 if both_cut else 3), file
+
+
+def test_a_side_without_lines(tmp_path):
+    """A resolution may keep nothing of a place where one side has removed all lines."""
+    (tmp_path / "06+11.txt").write_text("The other chapter has it elsewhere\n-\n- seed = 1\n")
+    (place,) = COMBINE.read_resolutions(tmp_path / "06+11.txt")
+    assert place.fits([], ["    seed = 1\n"])
+    assert place.fits(["    seed = 1\n"], [])
+    assert not place.fits(["    seed = 2\n"], ["    seed = 1\n"])
+    assert place.lines([], ["    seed = 1\n"]) == ""
+
+
+def test_trials():
+    """A run of a pair may have a model of its own, and go on with other groups."""
+    trial = PROVE.read_trial("8 llama untied", " --a 2 > --a 4 --b", "01", "qwen3")
+    assert (trial.ranks, trial.model, trial.like_ranks) == (8, "llama untied", 1)
+    assert (trial.flags, trial.moved_flags) == (["--a", "2"], ["--a", "4", "--b"])
+    trial = PROVE.read_trial("4", " --a 2 = itself on 2: --a 1", "01", "qwen3")
+    assert (trial.model, trial.like, trial.like_ranks) == ("qwen3", "itself", 2)
+    assert (trial.like_flags, trial.moved_flags) == (["--a", "1"], [])
+
+
+GROUPS = ["--tensor-parallel", "2", "--context-parallel", "4"]
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.parametrize("pair", ["06+11", "11+13"])
+def test_the_kv_heads_of_a_rank(pair, heads, tmp_path, monkeypatch):
+    """Context groups exchange the heads that a tensor group leaves to a rank."""
+    COMBINE.write([NAMES[number] for number in pair.split("+")], tmp_path, None)
+    config = {"model_type": "llama"} | PROVE.models.SIZE | {"num_key_value_heads": heads}
+    sentence = "the 2 kv heads of a rank cannot be shared equally" if heads == 4 else ""
+    case = (8, config, GROUPS, sentence)
+    PROVE.assertions.assert_said(
+        tmp_path / "train-llm.py", "check_model", case, tmp_path, monkeypatch
+    )
+
+
+@pytest.mark.parametrize("pair", ["06+11", "07+11", "11+13"])
+def test_groups_that_do_not_divide_the_ranks(pair, tmp_path, monkeypatch, capsys):
+    """Ranks that share samples are all groups together. By default, one dimension has the rest."""
+    COMBINE.write([NAMES[number] for number in pair.split("+")], tmp_path, None)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    script = PROVE.runner.load(tmp_path / "train-llm.py")
+    flag = "--pipeline-parallel" if pair == "07+11" else "--tensor-parallel"
+    monkeypatch.setattr(sys, "argv", ["train-llm.py", "--context-parallel", "4"])
+    assert getattr(script.parse_args(), flag[2:].replace("-", "_")) == 2
+    monkeypatch.setattr(sys, "argv", [*sys.argv, flag, "4"])
+    with pytest.raises(SystemExit):
+        script.parse_args()
+    said = capsys.readouterr().err
+    assert "must divide the number of ranks, 8" in said
+    assert flag in said
+    assert "--context-parallel" in said
 
 
 def test_a_pair_with_conflicts_is_stale(monkeypatch):
@@ -88,9 +143,9 @@ def test_a_pair_without_a_line_joins_with_a_warning(tmp_path, monkeypatch, capsy
     assert (tmp_path / "new" / "changes.diff").exists()
 
 
-# A run takes seconds, so only these in each test of all. No pair has chapter 13. Chapter 20 is
-# compared beside the others, because it needs torchao.
-SAMPLE = ["04+06", "05+17+19", "07+18", "10+21", "11+12", "15+19", "04+08-03"]
+# A run takes seconds, so only these in each test of all. Chapter 20 is compared beside the others,
+# because it needs torchao.
+SAMPLE = ["04+06", "05+17+19", "07+18", "10+21", "11+12", "15+19", "04+08-03", "06+12", "11+13"]
 
 
 @pytest.mark.rest
@@ -98,8 +153,9 @@ def test_a_sample_trains_as_it_should(tmp_path, monkeypatch):
     monkeypatch.setattr(PROVE, "STEPS", 2)
     proofs = PROVE.read_proofs()
     chosen = [proofs[name] for name in SAMPLE]
-    for proof in chosen:
-        proof.trials = [trial for trial in proof.trials if trial.ranks == 2]
+    for proof in chosen:  # on 2 ranks, if they are enough
+        proof.trials = proof.trials[:1]
+        proof.trials[0].moved_flags = []
     found = dict(PROVE.prove(chosen, tmp_path))
     assert [row for row in found.values() if not isinstance(row, PROVE.Row)] == []
 
@@ -116,7 +172,8 @@ def test_the_loss_of_routers_counts_once_in_a_step(tmp_path, monkeypatch):
     flags["10+11"] = [*flags["04+11"], *copies["10"]]
     proofs = []
     for name, own in flags.items():
-        trial = PROVE.Trial(2, own, name[:2], 2, copies[name[:2]])
-        proofs.append(PROVE.Proof(name, name[:2], "mixtral routers", [trial]))
+        model = "mixtral routers"
+        trial = PROVE.Trial(2, own, name[:2], 2, copies[name[:2]], model, [])
+        proofs.append(PROVE.Proof(name, name[:2], [trial]))
     found = dict(PROVE.prove(proofs, tmp_path))
     assert [row for row in found.values() if not isinstance(row, PROVE.Row)] == []

@@ -75,9 +75,11 @@ def verdict(numbers: list[str], without: str | None = None) -> Pair:
     pair = known.get(name, Pair(name, "not tried", "nobody has compared it with a chapter"))
     if pair.status == "like" and name in proved:
         _, like, ranks, *_, besides, _ = proved[name]
-        flags = re.findall(r"\| 4: ([^|=]*)", pair.text)
+        runs = re.findall(r"\| (\d+)[^:|]*: ([^|=>]*)", pair.text)
+        on_four = [flags.strip() for number, flags in runs if number == "4"]
+        flags = (on_four or [runs[0][1].strip()])[0]
         text = f"like {like} on {ranks} ranks, {besides}"
-        return Pair(name, "proved", text + "".join(f" (`{x.strip()}`)" for x in flags if x.strip()))
+        return Pair(name, "proved", text + (f" (`{flags}`)" if flags else ""))
     if pair.status == "like":
         return Pair(name, "joins", "it joins, and maintain/prove-joins.py has no row of it")
     if len(numbers) > 2 and name not in known:
@@ -306,7 +308,8 @@ class Resolution:
 
 
 def has(side: list[str], line: str) -> bool:
-    return line.strip() in [each.strip() for each in side]
+    """An empty line stands for a side without lines."""
+    return line.strip() in [each.strip() for each in side] if line else not side
 
 
 def stored_resolutions(names: list[str], without: str | None) -> list[Resolution]:
@@ -321,7 +324,7 @@ def read_resolutions(file: Path) -> list[Resolution]:
     found = []
     for line in file.read_text().splitlines():
         sign, rest = line[:2], line[2:]
-        if sign in ("= ", "- "):
+        if sign in ("= ", "- ", "-"):
             found[-1].known_by.append((sign[0], rest))
         elif sign in ("~ ", "~"):
             found[-1].old.append(rest)
