@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
 import sys
 from argparse import Namespace
 from functools import lru_cache
@@ -20,6 +19,7 @@ from helpers.runner import (
     CHAPTER_13,
     REPOSITORY,
     load,
+    outcome,
     patches,
     run_tool,
 )
@@ -61,21 +61,20 @@ def estimate(method, nodes, cluster=CLUSTER, model=LLAMA_8B, **changes):
 def test_bytes_between_two_nodes(tmp_path):
     """On 4 ranks, by the counters of the interface; the same rows give the same losses."""
     methods = ["FSDP", "HSDP", "PP over the link"]
-    command = [sys.executable, SLOW_LINKS, "--rates", "--rounds", 1, "--steps", 2]
-    command += ["--processes", 2, "--json", tmp_path / "measured.json"]
-    command += ["--methods", *methods]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500)
-    if "cannot make two nodes" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
+    flags = ["--rates", "--rounds", 1, "--steps", 2, "--processes", 2, "--methods", *methods]
+    flags += ["--json", tmp_path / "measured.json"]
+    status, output = outcome(tmp_path, SLOW_LINKS, *flags, before=patches("forks"))
+    if "cannot make two nodes" in output:
+        pytest.skip(output.strip())
+    assert status == 0, output
     rows = json.loads((tmp_path / "measured.json").read_text())
     assert [row["method"] for row in rows] == methods
     for row in rows:
         (run,) = row["runs"]
         # Besides: heads of packets, the norm, the loss, the signals to stop
         assert row["gloo"] < run["bytes"] < 1.03 * row["gloo"] + 10_000, row["method"]
-        assert f"| {row['method']} | as it is |" in done.stdout
-    assert done.stdout.count("\n|") == 2 + len(rows)
+        assert f"| {row['method']} | as it is |" in output
+    assert output.count("\n|") == 2 + len(rows)
 
 
 def test_rounds_of_local_steps():
