@@ -155,36 +155,20 @@ def test_tensorboard_while_the_run_goes_on(run, tmp_path):
     assert read_tensorboard(tmp_path / "tb" / "my-run")[0]["new"] == [(30, 1)]
 
 
-def read_archive(file):
-    """What an archive for `comet upload` has: name and project, values, parameters."""
-    with zipfile.ZipFile(file) as archive:
-        project = json.loads(archive.read("experiment.json"))["project_name"]
-        messages = [json.loads(line) for line in archive.read("messages.json").splitlines()]
-    payloads = {"log_other": [], "metric_msg": [], "parameter_msg": []}
-    for message in messages:
-        payloads[message["type"]].append(message["payload"])
-    (name,) = [p["value"] for p in payloads["log_other"] if p["key"] == "Name"]
-    metrics = [payload["metric"] for payload in payloads["metric_msg"]]
-    values = {(m["step"], m["metricName"]): m["metricValue"] for m in metrics}
-    assert len(values) == len(metrics), "a value is there twice"
-    del values[max(values)[0], "process duration"]  # Comet's own
-    parameters = [payload["param"] for payload in payloads["parameter_msg"]]
-    parameters = {p["paramName"]: p["paramValue"] for p in parameters if p["source"] == "manual"}
-    return (name, project), values, parameters
-
-
-def values_of(records):
-    """Of each step and name."""
-    found = {(r["step"], name): value for r in records for name, value in r.items()}
-    known = {key: value for key, value in found.items() if value is not None}
-    return {key: value for key, value in known.items() if key[1] not in ("step", "epoch")}
-
-
 @pytest.mark.rest
 def test_comet(run, tmp_path):
+    """The archive has the names, steps and values of the records."""
     output = export(run, "--to", "comet", "-o", tmp_path / "out")
-    (archive,) = re.findall("^comet upload (.*[.]zip)$", output, re.MULTILINE)
-    assert read_archive(archive) == (("my-run", "my-project"), values_of(RECORDS), PARAMETERS)
+    (file,) = re.findall("^comet upload (.*[.]zip)$", output, re.MULTILINE)
+    with zipfile.ZipFile(file) as archive:
+        assert json.loads(archive.read("experiment.json"))["project_name"] == "my-project"
+        messages = [json.loads(line) for line in archive.read("messages.json").splitlines()]
+    logged = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
+    found = [(metric["metricName"], metric["step"], metric["metricValue"]) for metric in logged]
+    for record in RECORDS:
+        for name in record.keys() - {"step", "epoch"}:
+            count = 1 if record[name] is not None else 0
+            assert found.count((name, record["step"], record[name])) == count, name
 
 
 # Config, and the parameters that a token uses, counted by hand
