@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.assertions import assert_one_sentence, exact
@@ -39,25 +38,22 @@ def test_shellcheck_finds_nothing():
 STUB = """#!/bin/sh
 if [ "$1" = -c ]; then echo 3; exit; fi
 case "$*" in *preflight.py*) echo "$@" > preflight.txt; exit "${FOUND-0}" ;; esac
-echo "python $PYTHON_NAME" "store ${TORCH_DISABLE_SHARE_RDZV_TCP_STORE-}" "folder $PWD"
+echo "python of the environment" "store ${TORCH_DISABLE_SHARE_RDZV_TCP_STORE-}" "folder $PWD"
 for argument in "$@"; do echo "$argument"; done
 """
-
-
-def write_stub(file: Path, name: str) -> None:
-    file.parent.mkdir(parents=True)
-    file.write_text(STUB.replace("$PYTHON_NAME", name))
-    file.chmod(0o755)
 
 
 @pytest.fixture
 def start(tmp_path):
     """Calls run.sh from another folder; returns what it would have started, line by line."""
-    write_stub(tmp_path / "venv" / "bin" / "python", "active")
+    stub = tmp_path / "venv" / "bin" / "python"
+    stub.parent.mkdir(parents=True)
+    stub.write_text(STUB)
+    stub.chmod(0o755)
 
     def call(*arguments, status=0, **variables):
-        stub = {"VIRTUAL_ENV": "yes", "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}"}
-        options = {"env": CLEAN | stub | variables, "cwd": tmp_path, "text": True}
+        active = {"VIRTUAL_ENV": "yes", "PATH": f"{stub.parent}:{os.environ['PATH']}"}
+        options = {"env": CLEAN | active | variables, "cwd": tmp_path, "text": True}
         done = subprocess.run([RUN, *arguments], capture_output=True, timeout=30, **options)
         assert done.returncode == status, done.stderr
         return done.stderr if status else done.stdout.splitlines()
@@ -77,7 +73,7 @@ def test_one_node_needs_no_variable(start, tmp_path, name):
     """Flags arrive as they are, and file names in them are still relative to the caller."""
     flags = ["--demo", "-d", "a file.txt", "", "*", "$HOME"]
     started = start(name, *flags)
-    assert started[0] == f"python active store 1 folder {tmp_path}"
+    assert started[0] == f"python of the environment store 1 folder {tmp_path}"
     options, script, arguments = understood(started)
     chapter = CHAPTER_10 if "10" in name else CHAPTER_2
     assert (script, arguments) == (str(chapter), flags)
