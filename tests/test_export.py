@@ -3,13 +3,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import time
 import zipfile
 
 import pytest
-from helpers.runner import REPOSITORY, load
+from helpers.runner import REPOSITORY, Run, load, run_tool
 from transformers import AutoConfig
 
 TOOL = REPOSITORY / "tools" / "export-metrics.py"
@@ -38,17 +36,8 @@ def run(tmp_path):
     return run
 
 
-def start(*arguments, **variables):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")} | variables
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, TOOL, *map(str, arguments)], env=env, **pipes)
-
-
-def export(*arguments, **variables) -> str:
-    process = start(*arguments, **variables)
-    output, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
-    return output
+def export(folder, run, service: str, output) -> str:
+    return run_tool(folder, TOOL.name, run, "--to", service, "-o", folder / output)
 
 
 def read_tensorboard(folder):
@@ -62,7 +51,7 @@ def read_tensorboard(folder):
 
 @pytest.mark.rest
 def test_tensorboard(run, tmp_path):
-    export(run, "--to", "tensorboard", "-o", tmp_path / "tb")
+    export(tmp_path, run, "tensorboard", "tb")
     scalars, events = read_tensorboard(tmp_path / "tb" / "my-run")
     assert scalars.pop("eval/loss") == [(20, 2.75)]
     assert scalars.pop("grad_norm") == [(20, 1.5)]
@@ -102,7 +91,7 @@ def read_wandb(data: bytes):
 
 @pytest.mark.rest
 def test_wandb_offline(run, tmp_path):
-    output = export(run, "--to", "wandb", "-o", tmp_path / "wb")
+    output = export(tmp_path, run, "wandb", "wb")
     (folder,) = (tmp_path / "wb" / "wandb").glob("offline-run-*")
     assert f"wandb sync {folder}" in output
     from wandb.proto import wandb_internal_pb2
@@ -130,8 +119,9 @@ def test_tensorboard_while_the_run_goes_on(run, tmp_path):
     (run / "final").mkdir()
     os.utime(run / "final", (0, 0))
     run.rename(tmp_path / "later")
-    process = start(run, "--to", "tensorboard", "-o", tmp_path / "tb", "--follow")
-    assert process.stdout.readline() == f"waiting for {run}\n"
+    flags = [run, "--to", "tensorboard", "-o", tmp_path / "tb", "--follow"]
+    process = Run(TOOL, flags, tmp_path / "output.txt")
+    process.wait_for(f"waiting for {run}\n")
     (tmp_path / "later").rename(run)
 
     def losses():
@@ -141,16 +131,16 @@ def test_tensorboard_while_the_run_goes_on(run, tmp_path):
     def wait_for(count):
         end = time.monotonic() + 60
         while len(losses()) != count:
-            assert time.monotonic() < end, process.poll()
+            assert time.monotonic() < end, process.output
             time.sleep(0.05)
 
     wait_for(2)
     write(run, [*RECORDS, {"step": 30, "epoch": 1.5, "loss": 2.0, "new": 1}])
     wait_for(3)
-    assert process.poll() is None
+    assert process.status is None
     os.utime(run / "final")
     assert process.wait(30) == 0
-    assert "4 records" in process.communicate()[0]
+    assert "4 records" in process.output
     assert losses() == [(10, 3.5), (20, 2.5), (30, 2.0)]
     assert read_tensorboard(tmp_path / "tb" / "my-run")[0]["new"] == [(30, 1)]
 
@@ -158,7 +148,7 @@ def test_tensorboard_while_the_run_goes_on(run, tmp_path):
 @pytest.mark.rest
 def test_comet(run, tmp_path):
     """The archive has the names, steps and values of the records."""
-    output = export(run, "--to", "comet", "-o", tmp_path / "out")
+    output = export(tmp_path, run, "comet", "out")
     (file,) = re.findall("^comet upload (.*[.]zip)$", output, re.MULTILINE)
     with zipfile.ZipFile(file) as archive:
         assert json.loads(archive.read("experiment.json"))["project_name"] == "my-project"
@@ -208,7 +198,7 @@ def test_operations_per_token(case):
 def test_tflops_of_a_run(trainer, model, tmp_path):
     """Of the whole model and of the whole job, divided by the devices."""
     run = trainer("--max-steps", 2, "--eval-freq", 0, processes=2)
-    export(run.folder, "--to", "tensorboard", "-o", tmp_path / "tb")
+    export(tmp_path, run.folder, "tensorboard", "tb")
     scalars, _ = read_tensorboard(tmp_path / "tb" / "run")
     models = load(REPOSITORY / "tools" / "models.py")
     flops = models.flops_per_token(models.load_config(str(model)), 32)
