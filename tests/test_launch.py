@@ -82,25 +82,28 @@ def test_one_node_needs_no_variable(start, tmp_path, name):
     assert (options.nproc_per_node, options.max_restarts) == ("3", 0)
 
 
-def test_variables(start):
-    variables = {"NPROC_PER_NODE": "5", "MAX_RESTARTS": "7", "MASTER_ADDR": "node-0"}
-    options, *_ = understood(start("03", **variables))  # of several nodes, but there is one
-    assert options.standalone
-    assert (options.nproc_per_node, options.max_restarts) == ("5", 7)
+ONE = {"NPROC_PER_NODE": "5", "MAX_RESTARTS": "7", "MASTER_ADDR": "node-0"}
+TWO = ONE | {"NNODES": "2", "PREFLIGHT": "0"}
+AS_TWO = {"standalone": False, "nnodes": "2", "rdzv_backend": "c10d", "rdzv_id": "03-fsdp"}
+AS_TWO |= {"rdzv_endpoint": "node-0:29400", "rdzv_conf": "", "local_addr": None}
+SOME = ONE | {"NNODES": "1:2", "MASTER_PORT": "1234", "RDZV_ID": "a job", "LOCAL_ADDR": "ib0"}
+AS_SOME = {"nnodes": "1:2", "rdzv_endpoint": "node-0:1234", "rdzv_id": "a job", "local_addr": "ib0"}
 
-    options, script, _ = understood(start("03", NNODES="2", PREFLIGHT="0", **variables))
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        # As of several nodes, but there is one
+        (ONE, {"standalone": True, "nproc_per_node": "5", "max_restarts": 7}),
+        (TWO, AS_TWO),
+        (SOME | {"NODE_RANK": "0"}, AS_SOME | {"rdzv_conf": "is_host=true"}),
+        (SOME | {"NODE_RANK": "1"}, AS_SOME | {"rdzv_conf": "is_host=false"}),
+    ],
+)
+def test_variables(start, variables, expected):
+    options, script, _ = understood(start("03", **variables))
     assert script == str(CHAPTER_3)
-    assert not options.standalone
-    assert (options.nnodes, options.rdzv_backend) == ("2", "c10d")
-    assert (options.rdzv_endpoint, options.rdzv_id) == ("node-0:29400", "03-fsdp")
-    assert (options.rdzv_conf, options.local_addr) == ("", None)
-
-    variables |= {"NNODES": "1:2", "MASTER_PORT": "1234", "RDZV_ID": "a job", "LOCAL_ADDR": "ib0"}
-    for rank, host in (("0", "true"), ("1", "false")):
-        options, *_ = understood(start("03", NODE_RANK=rank, **variables))
-        assert (options.nnodes, options.rdzv_conf) == ("1:2", f"is_host={host}")
-        assert (options.rdzv_endpoint, options.rdzv_id) == ("node-0:1234", "a job")
-        assert options.local_addr == "ib0"
+    assert vars(options) == vars(options) | expected
 
 
 def test_nodes_are_compared_first(start, tmp_path):
