@@ -35,12 +35,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 # The longest ones, in this order, some of it without computing: one of them at the end leaves a
 # core idle.
 LONGEST = (
-    "test_demo_and_the_commands",
     "test_equal_to_chapter_1",
     "test_signal_requeue_and_scancel",
     "test_time_limit",
     "test_killed_workers_come_back",
-    "test_bytes_between_two_nodes",
     "test_an_elastic_job",
     "test_kinds_of_hangs",
 )

@@ -5,7 +5,7 @@ import re
 import subprocess
 
 import pytest
-from helpers.runner import REPOSITORY, load, outcome, python
+from helpers.runner import REPOSITORY, load, outcome
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 tool = load(BENCHMARKS / "run.py")
@@ -15,8 +15,8 @@ tool = load(BENCHMARKS / "run.py")
 def run(tmp_path):
     """Runs a benchmark; what it starts with `subprocess.run` are forks of it."""
 
-    def call(script, *arguments, status=0, before="") -> str:
-        before += "from helpers.scripts import forking\nforking.patch()\n"
+    def call(script, *arguments, status=0, jobs=True) -> str:
+        before = f"from helpers.scripts import forking\nforking.patch(jobs={jobs})\n"
         options = {"before": before, "timeout": 500}
         found, output = outcome(tmp_path, BENCHMARKS / script, *arguments, **options)
         assert found == status, output
@@ -40,14 +40,13 @@ def test_peers(run, tmp_path):
 
 
 @pytest.mark.rest
-def test_the_peer_of_tensor_parallelism(tmp_path):
+def test_the_peer_of_tensor_parallelism(run, tmp_path):
     """It does not clip. As a fork, Transformers waits without end when it loads the model."""
     flags = ["--only", "chapter 1", "Transformers TP", "--devices", 1, 2, "--rounds", 1]
     flags += ["--warmup", 5, "--steps", 5, "-b", 2, "-s", 64, "-o", tmp_path / "table.md"]
     flags += ["--flags", f"-d {REPOSITORY}/README.md --num-epochs 99 --max-grad-norm 0"]
-    methods = ["--methods", "chapters", "transformers-tp"]
-    done = python(BENCHMARKS / "run.py", *methods, *flags)
-    assert re.search(r"^\| 2 \| Transformers TP \| [\d,.]+ \|", done.stdout, re.MULTILINE)
+    output = run("run.py", "--methods", "chapters", "transformers-tp", *flags, jobs=False)
+    assert re.search(r"^\| 2 \| Transformers TP \| [\d,.]+ \|", output, re.MULTILINE)
 
 
 def contender(method, devices, speeds, losses, script=tool.CHAPTERS[0]):

@@ -241,28 +241,35 @@ def test_chapters_do_not_grow(name):
         assert TABLES.changed_code_lines(name) <= limit, "changed lines: the limit of chapter.toml"
 
 
-def test_a_new_chapter(tmp_path):
+@pytest.fixture(scope="module")
+def new_chapter(tmp_path_factory):
+    """A copy of the repository with a new chapter, and the list of what is left to do."""
+    folder = tmp_path_factory.mktemp("repository")
+    load(REPOSITORY / "maintain" / "damages.py").copy_repository(folder)
+    done = python(folder / "maintain/new-chapter.py", 99, "two-words", "--continues", "02")
+    return folder, done.stdout
+
+
+def test_a_new_chapter(new_chapter):
     """What a tool writes has it at once, and the tests of its list exist."""
-    load(REPOSITORY / "maintain" / "damages.py").copy_repository(tmp_path)
-    done = python(tmp_path / "maintain/new-chapter.py", 99, "two-words", "--continues", "02")
+    copy, left = new_chapter
     folder = "../more/99-two-words"
     row = f"| [`99-two-words`]({folder}/README.md) | TODO | 2 | [0]({folder}/changes.diff) |"
-    assert row in (tmp_path / "docs" / "chapters.md").read_text()
-    assert ", 99 | as in chapter 1 |" in (tmp_path / "docs" / "demos.md").read_text()
-    assert python(tmp_path / "maintain" / "write-tables.py").stdout == ""
-    for test in re.findall(r"^    test_(\w+\.py::\w+)", done.stdout, re.MULTILINE):
+    assert row in (copy / "docs" / "chapters.md").read_text()
+    assert ", 99 | as in chapter 1 |" in (copy / "docs" / "demos.md").read_text()
+    assert python(copy / "maintain" / "write-tables.py").stdout == ""
+    for test in re.findall(r"^    test_(\w+\.py::\w+)", left, re.MULTILINE):
         file, _, function = test.partition("::")
-        assert f"\ndef {function}(" in (tmp_path / "tests" / f"test_{file}").read_text(), test
+        assert f"\ndef {function}(" in (copy / "tests" / f"test_{file}").read_text(), test
 
 
 @pytest.mark.rest
-def test_each_test_of_its_list_asks_for_its_line(tmp_path):
-    load(REPOSITORY / "maintain" / "damages.py").copy_repository(tmp_path)
-    done = python(tmp_path / "maintain/new-chapter.py", 99, "two-words", "--continues", "02")
-    tests = re.findall(r"^    (test_\S+)$", done.stdout.partition("Later")[0], re.MULTILINE)
+def test_each_test_of_its_list_asks_for_its_line(new_chapter):
+    copy, left = new_chapter
+    tests = re.findall(r"^    (test_\S+)$", left.partition("Later")[0], re.MULTILINE)
     assert len(tests) == 6
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", *(f"tests/{t}" for t in tests)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     assert {*re.findall(r"^FAILED tests/(\S+)", done.stdout, re.MULTILINE)} == {*tests}
 
 

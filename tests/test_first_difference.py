@@ -51,34 +51,15 @@ SPLITS = {
     "11": ["-b", 8, "--context-parallel", 2],
     "12": ["-b", 4],
 }
+DIVIDE = "        experts.set_gradient_divide_factor(WORLD_SIZE)\n"
 # The damaged lines, and what the tool says
 DAMAGES = {
-    "model in place of the wrapper": (
-        "02",
-        {"loss = ddp_model(": "loss = model("},
-        "The ranks do not average this gradient",
-    ),
-    "the samples of rank 0": (
-        "02",
-        {"(micro_step * dp_size + dp_rank) * args": "(micro_step * dp_size) * args"},
-        "The ranks have read the same samples",
-    ),
-    "micro-batches are summed": (
-        "02",
-        {"loss = loss / accumulation": "pass"},
-        "All gradients are 2 times too large.* Clipping hides this",
-    ),
-    "gradients are not zeroed": (
-        "03",
-        {"            optimizer.zero_grad()": "            pass"},
-        "gradients are not zeroed",
-    ),
-    "embeddings are not tied": ("06", UNTIED, "Only tied or embedding weights differ"),
-    "experts are not divided": (
-        "12",
-        {"        experts.set_gradient_divide_factor(WORLD_SIZE)\n": ""},
-        "experts.*Only these gradients are 2 times too large",
-    ),
+    "no wrapper": ("02", {"loss = ddp_model(": "loss = model("}, "do not average this gradient"),
+    "the samples of rank 0": ("02", {"* dp_size + dp_rank)": "* dp_size)"}, "the same samples"),
+    "a sum": ("02", {"loss = loss / accumulation": "pass"}, "2 times too large.*Clipping hides"),
+    "no zeros": ("03", {"            optimizer.zero_grad()": "            pass"}, "are not zeroed"),
+    "not tied": ("06", UNTIED, "Only tied or embedding weights differ"),
+    "experts": ("12", {DIVIDE: ""}, "experts.*Only these gradients are 2 times too large"),
 }
 
 
@@ -178,21 +159,24 @@ AVERAGE = """    for p in model.parameters() if world_size > 1 else ():
     optimizer.step()"""
 SHARD = "from torch.distributed.fsdp import fully_shard\nfully_shard(model[0])\n"
 NO_DDP = {"net = torch.nn.parallel.DistributedDataParallel(model)": "pass"}
+LAST = "    schedule.step()"
+DDP = "net = torch"
+LEFT_OUT = f"model._ddp_params_and_buffers_to_ignore = ['0.bias']\n    {DDP}"
+PARAMETERS = "SGD(model.parameters()"
+NEW_PARAMETER = "SGD([*model.parameters(), torch.nn.Parameter(torch.ones(1))]"
+LOST = {"(net(x), x[:, :4]": "(net(x)[1:], x[1:, :4]", "loss.backward()": "(2 * loss).backward()"}
 # Damages of the runs with several ranks, and the sentences
 MLP_DAMAGES = {
     "nothing": ({}, "No difference: 6 parameters, 2 steps"),
-    "other weights": ({"manual_seed(0)": "manual_seed(world_size)"}, "begin with other weights"),
+    "weights": ({"manual_seed(0)": "manual_seed(world_size)"}, "begin with other weights"),
     "learning rate": ({"lr=0.1": "lr=0.1 * world_size"}, r"lr of 0.weight: 0.1 .* 0.2 in the port"),
-    "state": (
-        {"    schedule.step()": "    schedule.step()\n    optimizer.state.clear()"},
-        "Step 2 .* compare the optimizers",
-    ),
+    "state": ({LAST: f"{LAST}\n    optimizer.state.clear()"}, "Step 2 .* compare the optimizers"),
     "changed weights": (
-        {"    schedule.step()": "    schedule.step()\n    model[0].weight.data *= 1.01"},
+        {LAST: f"{LAST}\n    model[0].weight.data *= 1.01"},
         "Step 2 .* changed the weights between the steps",
     ),
     "a bias that DDP leaves out": (
-        {"net = torch": "model._ddp_params_and_buffers_to_ignore = ['0.bias']\n    net = torch"},
+        {DDP: LEFT_OUT},
         r"gradient of 0.bias on ranks 0 and 1 .*, ratio rank 1 / rank 0 -?[\d.]+ .*Only norms or ",
     ),
     "another number on each rank": (
@@ -206,22 +190,13 @@ MLP_DAMAGES = {
     ),
     "a norm for the log": ({STEP: LOG_NORM + AVERAGE} | NO_DDP, "No difference: 6 parameters"),
     "clip before average": ({STEP: CLIP + AVERAGE} | NO_DDP, "Each rank clips its own gradient"),
-    "a parameter without use": (
-        {"SGD(model.parameters()": "SGD([*model.parameters(), torch.nn.Parameter(torch.ones(1))]"},
-        "No difference: 6 parameters, 2 steps",
-    ),
+    "an unused parameter": ({PARAMETERS: NEW_PARAMETER}, "No difference: 6 parameters, 2 steps"),
     "sharded after the optimizer": (
         {"schedule = ": SHARD + "schedule = "} | NO_DDP,
         "^error: 0.bias has a gradient in the reference.* made before fully_shard",
     ),
-    "uneven ranks": (
-        {"x.chunk(world_size)[rank]": "x[:4] if rank == 0 else x[4:]"},
-        "from 4 to 8 labels",
-    ),
-    "labels lost, and the loss is doubled": (
-        {"(net(x), x[:, :4]": "(net(x)[1:], x[1:, :4]", "loss.backward()": "(2 * loss).backward()"},
-        "have 10 labels, those of the reference 12",
-    ),
+    "uneven": ({"x.chunk(world_size)[rank]": "x[4 * rank : 4 + 8 * rank]"}, "from 4 to 8 labels"),
+    "labels are lost": (LOST, "have 10 labels, those of the reference 12"),
     "half a loss": ({"loss.backward()": "(loss + net(x).mean()).backward()"}, "No known pattern"),
     "dropout": ({"nn.Tanh()": "nn.Dropout(0.1)"}, "Warning: the forward pass draws random numbers"),
 }

@@ -1,6 +1,5 @@
 """tools/where-it-hangs.py: what the ranks of learn/broken/ wait for, and dumps of other kinds."""
 
-import json
 import os
 import pickle
 import re
@@ -191,69 +190,44 @@ def test_a_process_that_is_no_rank(tmp_path):
     assert "No process has joined a process group in 1.8 seconds" in done.stdout
 
 
-# -- Dumps of NCCL as its documentation describes them, not recorded on GPUs. ----------------------
+# In their second call, ranks write what PyTorch has recorded, under the names of NCCL's files.
+RECORD = """call = dist.barrier if rank else lambda **options: dist.all_reduce(mine, **options)
+    mine = torch.ones(4)
+    work = call(async_op=True)
+    record = torch._C._distributed_c10d._dump_fr_trace()
+    open(f"nccl_trace_rank_{rank}", "wb").write(record)
+    os._exit(0)"""
 
 
-def nccl_entry(number, operation, line, state, sizes=((1024,),), group=("0", "default_pg"), **more):
-    frame = {"name": "main", "filename": "/home/me/train.py", "line": line}
-    library = {"name": operation, "filename": "/x/site-packages/torch/distributed/c.py", "line": 1}
-    entry = {"frames": [library, frame], "record_id": number, "pg_id": 0, "process_group": group}
-    entry |= {"collective_seq_id": number, "p2p_seq_id": 0, "op_id": number, "is_p2p": False}
-    entry |= {"profiling_name": f"nccl:{operation}", "state": state, "timeout_ms": 600000}
-    entry |= {"input_sizes": sizes, "output_sizes": sizes, "time_created_ns": number}
-    entry |= {"input_dtypes": ["Float"], "output_dtypes": ["Float"], "retired": False}
-    entry |= {"time_discovered_started_ns": number, "time_discovered_completed_ns": None}
-    return entry | more
+def test_dumps_of_the_flight_recorder(tool, tmp_path, capsys):
+    """The recorder is that of all backends, but only Gloo's calls were recorded here."""
+    script, dumps = tmp_path / "kind.py", tmp_path / "dumps"
+    script.write_text(AFTER_START.replace("LINES", RECORD))
+    dumps.mkdir()
+    job = Job(script, [], tmp_path / "output", 2, cwd=dumps)
+    assert job.wait(60) == 0, job.output
+    assert tool.report(tool.read_dumps(dumps)) == 1
+    sentence = (
+        r"rank 0 went to all_reduce at kind.py:11 .*; rank 1 waits in barrier at kind.py:13 .*"
+    )
+    assert re.fullmatch(sentence, capsys.readouterr().out.splitlines()[-1])
 
 
-def write_nccl(folder, calls_of_ranks):
-    ranks = json.dumps([*range(len(calls_of_ranks))])
-    config = {"0": {"name": "0", "desc": "default_pg", "ranks": ranks}}
-    for rank, entries in enumerate(calls_of_ranks):
-        dump = {"version": "2.10", "pg_config": config, "pg_status": {}, "entries": entries}
-        (folder / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump))
+FOREIGN = {
+    "nothing": b"",
+    "text": b"text",
+    "other keys": pickle.dumps({}),
+    "code": pickle.dumps(print),
+}
 
 
-def loop(count, last):
-    calls = [nccl_entry(n, "all_reduce", 120, "completed") for n in range(1, count + 1)]
-    return [*calls, last]
-
-
-def test_dumps_of_nccl(tool, tmp_path, capsys):
-    waits = nccl_entry(8, "all_reduce", 120, "started")
-    left = nccl_entry(8, "all_gather", 140, "started")
-    write_nccl(tmp_path, [loop(7, waits), loop(7, left), loop(7, waits), loop(7, waits)])
-    assert tool.report(tool.read_dumps(tmp_path)) == 1
-    output = capsys.readouterr().out.splitlines()
-    sentence = "rank 1 went to all_gather at train.py:140 (main) after 7 calls of train.py:120 "
-    sentence += "(main); ranks 0, 2, 3 wait in all_reduce at train.py:120 (main)."
-    assert output[-1] == sentence
-    assert "       7  all   all_reduce of 1024 numbers at train.py:120 (main)" in output
-
-
-def test_other_sizes_and_a_rank_without_a_call(tool, tmp_path, capsys):
-    waits = nccl_entry(3, "all_reduce", 120, "scheduled")
-    other = nccl_entry(3, "all_reduce", 120, "scheduled", sizes=((512,),))
-    write_nccl(tmp_path, [loop(2, waits), loop(2, waits), loop(2, other)])
-    assert tool.report(tool.read_dumps(tmp_path)) == 1
-    assert "rank 2 and ranks 0, 1 make the same call with other sizes" in capsys.readouterr().out
-    write_nccl(tmp_path, [loop(2, waits), loop(2, waits), loop(2, waits)[:2]])
-    assert tool.report(tool.read_dumps(tmp_path)) == 1
-    output = capsys.readouterr().out
-    last = "all_reduce of 1024 numbers at train.py:120 (main), in group 0 default_pg"
-    assert f"rank 2 last called {last}, and never made this call; ranks 0, 1 wait" in output
-
-
-# Rank 0 and rank 1 of a pipeline: both receive. The files are as `write_nccl` writes them.
-PIPELINE_DUMPS = REPOSITORY / "tests" / "nccl-dumps"
-
-
-def test_messages_of_nccl_have_lines(tool, tmp_path, capsys):
-    assert tool.report(tool.read_dumps(PIPELINE_DUMPS)) == 1
-    assert capsys.readouterr().out.splitlines()[:2] == [
-        "rank 0 waits in recv 0<-1 of 1024 numbers at train.py:30 (main), in group 0 default_pg",
-        "rank 1 waits in recv 1<-0 of 1024 numbers at train.py:40 (main), in group 0 default_pg",
-    ]
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_other_files_end_in_a_sentence(tool, tmp_path, capsys, content):
+    """No code of a pickle runs."""
+    (tmp_path / "nccl_trace_rank_0").write_bytes(content)
+    with pytest.raises(SystemExit):
+        tool.read_dumps(tmp_path)
+    assert "nccl_trace_rank_0 is no dump of collectives" in capsys.readouterr().err
 
 
 def test_the_preload_imports_torch_only_when_the_script_does(tmp_path):

@@ -5,7 +5,6 @@ import re
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.assertions import assert_one_sentence, exact
@@ -39,25 +38,22 @@ def test_shellcheck_finds_nothing():
 STUB = """#!/bin/sh
 if [ "$1" = -c ]; then echo 3; exit; fi
 case "$*" in *preflight.py*) echo "$@" > preflight.txt; exit "${FOUND-0}" ;; esac
-echo "python $PYTHON_NAME" "store ${TORCH_DISABLE_SHARE_RDZV_TCP_STORE-}" "folder $PWD"
+echo "python of the environment" "store ${TORCH_DISABLE_SHARE_RDZV_TCP_STORE-}" "folder $PWD"
 for argument in "$@"; do echo "$argument"; done
 """
-
-
-def write_stub(file: Path, name: str) -> None:
-    file.parent.mkdir(parents=True)
-    file.write_text(STUB.replace("$PYTHON_NAME", name))
-    file.chmod(0o755)
 
 
 @pytest.fixture
 def start(tmp_path):
     """Calls run.sh from another folder; returns what it would have started, line by line."""
-    write_stub(tmp_path / "venv" / "bin" / "python", "active")
+    stub = tmp_path / "venv" / "bin" / "python"
+    stub.parent.mkdir(parents=True)
+    stub.write_text(STUB)
+    stub.chmod(0o755)
 
     def call(*arguments, status=0, **variables):
-        stub = {"VIRTUAL_ENV": "yes", "PATH": f"{tmp_path}/venv/bin:{os.environ['PATH']}"}
-        options = {"env": CLEAN | stub | variables, "cwd": tmp_path, "text": True}
+        active = {"VIRTUAL_ENV": "yes", "PATH": f"{stub.parent}:{os.environ['PATH']}"}
+        options = {"env": CLEAN | active | variables, "cwd": tmp_path, "text": True}
         done = subprocess.run([RUN, *arguments], capture_output=True, timeout=30, **options)
         assert done.returncode == status, done.stderr
         return done.stderr if status else done.stdout.splitlines()
@@ -77,7 +73,7 @@ def test_one_node_needs_no_variable(start, tmp_path, name):
     """Flags arrive as they are, and file names in them are still relative to the caller."""
     flags = ["--demo", "-d", "a file.txt", "", "*", "$HOME"]
     started = start(name, *flags)
-    assert started[0] == f"python active store 1 folder {tmp_path}"
+    assert started[0] == f"python of the environment store 1 folder {tmp_path}"
     options, script, arguments = understood(started)
     chapter = CHAPTER_10 if "10" in name else CHAPTER_2
     assert (script, arguments) == (str(chapter), flags)
@@ -86,25 +82,28 @@ def test_one_node_needs_no_variable(start, tmp_path, name):
     assert (options.nproc_per_node, options.max_restarts) == ("3", 0)
 
 
-def test_variables(start):
-    variables = {"NPROC_PER_NODE": "5", "MAX_RESTARTS": "7", "MASTER_ADDR": "node-0"}
-    options, *_ = understood(start("03", **variables))  # of several nodes, but there is one
-    assert options.standalone
-    assert (options.nproc_per_node, options.max_restarts) == ("5", 7)
+ONE = {"NPROC_PER_NODE": "5", "MAX_RESTARTS": "7", "MASTER_ADDR": "node-0"}
+TWO = ONE | {"NNODES": "2", "PREFLIGHT": "0"}
+AS_TWO = {"standalone": False, "nnodes": "2", "rdzv_backend": "c10d", "rdzv_id": "03-fsdp"}
+AS_TWO |= {"rdzv_endpoint": "node-0:29400", "rdzv_conf": "", "local_addr": None}
+SOME = ONE | {"NNODES": "1:2", "MASTER_PORT": "1234", "RDZV_ID": "a job", "LOCAL_ADDR": "ib0"}
+AS_SOME = {"nnodes": "1:2", "rdzv_endpoint": "node-0:1234", "rdzv_id": "a job", "local_addr": "ib0"}
 
-    options, script, _ = understood(start("03", NNODES="2", PREFLIGHT="0", **variables))
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        # As of several nodes, but there is one
+        (ONE, {"standalone": True, "nproc_per_node": "5", "max_restarts": 7}),
+        (TWO, AS_TWO),
+        (SOME | {"NODE_RANK": "0"}, AS_SOME | {"rdzv_conf": "is_host=true"}),
+        (SOME | {"NODE_RANK": "1"}, AS_SOME | {"rdzv_conf": "is_host=false"}),
+    ],
+)
+def test_variables(start, variables, expected):
+    options, script, _ = understood(start("03", **variables))
     assert script == str(CHAPTER_3)
-    assert not options.standalone
-    assert (options.nnodes, options.rdzv_backend) == ("2", "c10d")
-    assert (options.rdzv_endpoint, options.rdzv_id) == ("node-0:29400", "03-fsdp")
-    assert (options.rdzv_conf, options.local_addr) == ("", None)
-
-    variables |= {"NNODES": "1:2", "MASTER_PORT": "1234", "RDZV_ID": "a job", "LOCAL_ADDR": "ib0"}
-    for rank, host in (("0", "true"), ("1", "false")):
-        options, *_ = understood(start("03", NODE_RANK=rank, **variables))
-        assert (options.nnodes, options.rdzv_conf) == ("1:2", f"is_host={host}")
-        assert (options.rdzv_endpoint, options.rdzv_id) == ("node-0:1234", "a job")
-        assert options.local_addr == "ib0"
+    assert vars(options) == vars(options) | expected
 
 
 def test_nodes_are_compared_first(start, tmp_path):

@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers.data import write_documents
 from helpers.models import DEMO_TEMPLATE, LLAMA, MODELS, TINY_LLAMA, save_weights, write_model
-from helpers.runner import CHAPTERS_BY_NUMBER, FACTS, REPOSITORY, Job, load
+from helpers.runner import CHAPTERS_BY_NUMBER, FACTS, REPOSITORY, Job, load, patches
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -49,6 +49,11 @@ def look(tool, tmp_path, monkeypatch, capsys):
         return end.value.code, capsys.readouterr().out
 
     return look
+
+
+def parsed(chapter: str, *flags):
+    with mock.patch.object(sys, "argv", ["train-llm.py", *map(str, flags)]):
+        return load(CHAPTERS_BY_NUMBER[chapter]).parse_args()
 
 
 def test_a_folder_whose_name_begins_another(tool, tmp_path, monkeypatch):
@@ -86,19 +91,9 @@ def dead():
     return written("x.txt", b"text", "*.txt")
 
 
-def hidden():
-    written("a/.cache/x.txt", b"hidden")
-    return written("a/y.txt", b"seen", "a/**/*.txt")
-
-
 def saved_to_disk():
     datasets.Dataset.from_dict({"text": MANY}).save_to_disk("saved")
     return ["-d", "saved"]
-
-
-def folder():
-    written("a/x.txt", b"text")
-    return ["-d", "a"]
 
 
 def changed_at_the_same_time():
@@ -137,20 +132,16 @@ def with_end(backend, path):
     )
 
 
-def of_qwen2():
-    path = model(model_type="qwen2", num_key_value_heads=2)
-    return ["-m", path, *jsonl(["In 1984"])]
-
-
 def edited(path, file="config.json", **values):
     config = json.loads((path / file).read_text()) | values
     (path / file).write_text(json.dumps(config))
     return path
 
 
-def biases():
-    path = model(weights=True, attention_bias=True)
-    return ["-m", edited(path, attention_bias=False), "--no-from-scratch"]
+def unlike(name, made, said):
+    """Weights of a model with another value in its config."""
+    path = edited(model(weights=True, **{name: made}), **{name: said})
+    return ["-m", path, "--no-from-scratch"]
 
 
 def stale_shards():
@@ -174,27 +165,16 @@ def prepared(split=""):
     return ["-d", f"p{split}"]
 
 
-def untied():
-    path = edited(model(weights=True, tie_word_embeddings=False), tie_word_embeddings=True)
-    return ["-m", path, "--no-from-scratch"]
-
-
 def begun(**changes):
     """A run whose checkpoint has other parameters, or none."""
     folder = Path("runs", "run", "step-00000001")
     folder.mkdir(parents=True)
     flags = ["-m", TINY_LLAMA, "--from-scratch", "-s", 32, "-e", "run", "--save-dir", "runs"]
-    flags = [*map(str, flags), *jsonl(MANY)]
+    flags += jsonl(MANY)
     if changes:
-        with mock.patch.object(sys, "argv", ["train-llm.py", *flags]):
-            parameters = load(CHAPTERS_BY_NUMBER["01"]).parse_args().as_dict()
+        parameters = parsed("01", *flags).as_dict()
         (folder / "parameters.json").write_text(json.dumps(parameters | changes))
     return flags
-
-
-def other_shapes():
-    path = edited(model(weights=True), intermediate_size=48)
-    return ["-m", path, "--no-from-scratch"]
 
 
 def spoiled(value: float, ending="safetensors"):
@@ -221,116 +201,98 @@ def unfit(**changes):
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2}
 OPT = {"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 32}
 XLM = {"model_type": "xlm", "emb_dim": 32, "n_layers": 2, "n_heads": 4}
-CASES = {
-    "pointers": (
-        lambda: written("x.txt", b"version https://git-lfs.github.com/spec/v1\noid"),
-        "lfs",
-    ),
-    "latin-1 text": (
-        lambda: written("x.txt", "caf\u00e9 ol\u00e9 ".encode("latin-1") * 30),
-        "not UTF-8",
-    ),
-    "latin-1 rows": (
-        lambda: written("x.jsonl", '{"text": "caf\u00e9"}'.encode("latin-1")),
-        "not UTF-8",
-    ),
-    "a byte order mark": (
-        lambda: written("x.txt", "\ufefftext".encode() * 30),
-        "becomes a token",
-    ),
-    "large text": (
-        lambda: written("x.txt", b"a text " * 3_000_000),
-        "python tools/prepare-data.py 'x.txt' -o FOLDER",
-    ),
-    "held out by name": (
-        lambda: [*jsonl(MANY, "test.jsonl"), *jsonl(MANY), "-d", "*.jsonl"],
-        "test.jsonl: trained on",
-    ),
-    "of another writer": (prepared, "has not written p"),
-    "a prepared folder": (of_the_tool, "10 documents are copies: prepare them with --dedupe"),
+FEW_POSITIONS = {"max_position_embeddings": 16}
+IMAGES = {"model_type": "gemma3", "text_config": {}, "vision_config": {}}
+ERRORS = {
+    "pointers": (lambda: written("x.txt", b"version https://git-lfs.github.com/spec/v1\n"), "lfs"),
+    "latin-1 text": (lambda: written("x.txt", b"caf\xe9 ol\xe9 " * 30), "not UTF-8"),
+    "latin-1 rows": (lambda: written("x.jsonl", b'{"text": "caf\xe9"}'), "not UTF-8"),
+    "large text": (lambda: written("x.txt", b"a text " * 3_000_000), "prepare-data.py 'x.txt' -o"),
     "held-out files": (lambda: of_the_tool("/*.parquet"), "give the folder, -d p"),
-    "no such split": (lambda: prepared(":sft"), "no such split: choose one of ['train']"),
+    "no such split": (lambda: prepared(":sft"), "choose one of ['train']"),
     "utf-16 rows": (lambda: written("x.csv", "text\na\n".encode("utf-16")), "UTF-16"),
     "binary": (lambda: written("x.txt", b"a\0b" * 99), "zero bytes"),
-    "linked twice": (linked, "a link leads there"),
     "a dead link": (dead, "links to files that do not exist"),
     "pages": (lambda: written("x.html", b"<p>text", "*.html"), "no chapter reads x.html"),
-    "semicolons": (lambda: written("x.csv", b"id;text\n1;a\n"), "give --delimiter"),
-    "hidden": (hidden, "1 hidden files: .cache/x.txt"),
-    "save_to_disk": (saved_to_disk, "python tools/prepare-data.py saved -o FOLDER"),
-    "a folder": (folder, "python tools/prepare-data.py a -o FOLDER"),
+    "semicolons": (lambda: written("x.csv", b"id;text\n1;a\n"), "--delimiter"),
+    "save_to_disk": (saved_to_disk, "tools/prepare-data.py saved -o"),
+    "a folder": (lambda: written("a/x.txt", b"text", "a"), "tools/prepare-data.py a -o"),
     "stale cache": (changed_at_the_same_time, "`touch` the files"),
-    "missing cells": (lambda: written("x.csv", b"text,n\nNone,1\nNA,2\nwords,3\n"), "2 cells"),
-    "zeros in front": (
-        lambda: written("x.csv", b"text\na\n" + b"0000123\n" * 20_000),
-        "10,001 cells, such as 0000123",
-    ),
     "bytes": (lambda: parquet(pa.array([b"text"])), "but a bytes"),
     "lists": (lambda: parquet(pa.array([["a", "b"]])), "but a list"),
     "fields": (lambda: parquet(pa.array([{"role": "user"}])), "but a dict"),
     "numbers": (lambda: parquet(pa.array([1, 2])), "but a int"),
     "another column": (lambda: jsonl(MANY, column="story"), "choose --text-column"),
+    "outside": (unfit(vocab_size=100), "outside the embeddings"),
+    "other shapes": (lambda: unlike("intermediate_size", 64, 48), "tensors of another shape"),
+    "an untied head": (lambda: unlike("tie_word_embeddings", False, True), "embeddings to false"),
+    "quantized": (unfit(quantization_config={"quant_method": "fp8"}), "is quantized"),
+    "positions": (lambda: ["-s", 4096], "positions"),
+    "positions of GPT-2": (lambda: ["-m", model(**GPT2, **FEW_POSITIONS)], "16 positions"),
+    "positions of OPT": (lambda: ["-m", model(**OPT, **FEW_POSITIONS)], "16 positions"),
+    "one token": (lambda: ["-s", 1], "--seq-length 1 leaves no token"),
+    "NaN": (spoiled(float("nan")), "the loss is NaN: model.layers.1.mlp"),
+    "infinity": (spoiled(-float("inf")), "the loss is NaN: model.layers.1.mlp"),
+    "NaN in .bin": (spoiled(float("nan"), "bin"), "the loss is NaN: model.layers.1.mlp"),
+    "attention of servers": (lambda: ["--attention", "paged|eager"], "cannot train"),
+    "half of a model": (lambda: ["-m", model(model_type="bart")], "no plain decoder of text"),
+    "an encoder": (lambda: ["-m", model(**XLM)], "choose a decoder"),
+    "images": (lambda: ["-m", model(**IMAGES)], "no plain decoder of text"),
+    "a home in quotes": (lambda: ["-m", "~/model"], "write the whole path"),
+    "a variable in quotes": (lambda: ["-d", "$DATA/x.txt"], "write the whole path"),
+    "no folder": (lambda: ["-e", "run", "--save-dir", "/proc/x"], "cannot"),
+    "a wrong file": (lambda: ["-d", "none.txt"], "none.txt"),
+    "a run of other flags": (lambda: begun(seed=1), "seed was 1, and is 0 now"),
+    "an old run": (begun, "has no parameters.json"),
+}
+WARNINGS = {
+    "a byte order mark": (lambda: written("x.txt", b"\xef\xbb\xbftext" * 30), "becomes a token"),
+    "held out by name": (
+        lambda: [*jsonl(MANY, "test.jsonl"), *jsonl(MANY), "-d", "*.jsonl"],
+        "test.jsonl: trained on",
+    ),
+    "of another writer": (prepared, "has not written p"),
+    "a prepared folder": (of_the_tool, "10 documents are copies"),
+    "linked twice": (linked, "a link leads there"),
+    "missing cells": (lambda: written("x.csv", b"text,n\nNone,1\nNA,2\nwords,3\n"), "2 cells"),
+    "zeros in front": (
+        lambda: written("x.csv", b"text\na\n" + b"0000123\n" * 20_000),
+        "10,001 cells, such as 0000123",
+    ),
     "empty documents": (lambda: jsonl(["", *MANY]), "2% of the documents are empty"),
     "copies": (lambda: jsonl(["a", "a", "b"]), "copies"),
     "special tokens": (lambda: [*tokenizer(with_begin), *jsonl(["b a b"])], "special tokens"),
     "twice begun": (lambda: [*tokenizer(with_begin), *jsonl(["a"])], "twice"),
     "twice ended": (lambda: tokenizer(with_end), "documents end with two"),
-    "another class": (of_qwen2, "other tokens than tokenizer.json"),
+    "another class": (
+        lambda: ["-m", model(model_type="qwen2", num_key_value_heads=2), *jsonl(["In 1984"])],
+        "other tokens than tokenizer.json",
+    ),
     "another end": (unfit(eos_token_id=5), "does not stop there"),
-    "outside": (unfit(vocab_size=100), "outside the embeddings"),
-    "biases": (biases, "tensors that the model does not use"),
+    "biases": (lambda: unlike("attention_bias", True, False), "tensors that the model does not"),
     "stale shards": (stale_shards, "model-00001-of-00002.safetensors in"),
-    "other shapes": (other_shapes, "tensors of another shape"),
-    "an untied head": (untied, "set tie_word_embeddings to false"),
-    "quantized": (unfit(quantization_config={"quant_method": "fp8"}), "is quantized"),
-    "positions": (lambda: ["-s", 4096], "positions"),
-    "positions of GPT-2": (
-        lambda: ["-m", model(**GPT2, max_position_embeddings=16)],
-        "--seq-length 32 is more than the model's 16 positions",
-    ),
-    "positions of OPT": (
-        lambda: ["-m", model(**OPT, max_position_embeddings=16)],
-        "--seq-length 32 is more than the model's 16 positions",
-    ),
-    "one token": (lambda: ["-s", 1], "--seq-length 1 leaves no token to predict"),
-    "NaN": (spoiled(float("nan")), "NaN or infinity, so that the loss is NaN: model.layers.1.mlp"),
-    "infinity": (spoiled(-float("inf")), "NaN or infinity, so that the loss is NaN: model.layers"),
-    "NaN in .bin": (spoiled(float("nan"), "bin"), "NaN or infinity, so that the loss is NaN: mod"),
-    "attention of servers": (lambda: ["--attention", "paged|eager"], "cannot train"),
     "no backward pass": (lambda: ["--attention", "flex_attention"], "no backward pass on CPUs"),
-    "half of a model": (lambda: ["-m", model(model_type="bart")], "no plain decoder of text"),
-    "an encoder": (lambda: ["-m", model(**XLM)], "choose a decoder"),
-    "images": (
-        lambda: ["-m", model(model_type="gemma3", text_config={}, vision_config={})],
-        "no plain decoder of text",
-    ),
-    "a home in quotes": (lambda: ["-m", "~/model"], "write the whole path"),
-    "a variable in quotes": (lambda: ["-d", "$DATA/x.txt"], "write the whole path"),
     "no layers": (lambda: ["-m", model(model_type="openai-gpt", n_embd=32)], "in no layer, so"),
-    "no folder": (lambda: ["-e", "run", "--save-dir", "/proc/x"], "cannot"),
-    "a wrong file": (lambda: ["-d", "none.txt"], "none.txt"),
-    "a run of other flags": (lambda: begun(seed=1), "seed was 1, and is 0 now"),
     "a run of another rate": (lambda: begun(lr=1), "lr was 1, and is 0.001 now"),
-    "a rate of fine-tuning": (lambda: ["--lr", 3e-5], "are for fine-tuning: from scratch"),
-    "an old run": (begun, "has no parameters.json"),
+    "a rate of fine-tuning": (lambda: ["--lr", 3e-5], "are for fine-tuning"),
 }
-WARNINGS = {"a byte order mark", "held out by name", "of another writer", "twice ended"}
-WARNINGS |= {"no backward pass", "a run of another rate", "a rate of fine-tuning"}
-WARNINGS |= {"a prepared folder"}
-WARNINGS |= {"linked twice", "hidden", "missing cells", "empty documents"}
-WARNINGS |= {"another class", "copies", "zeros in front", "special tokens", "twice begun"}
-WARNINGS |= {"another end", "biases", "stale shards", "no layers"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*ERRORS, *WARNINGS])
 def test_named(look, case):
-    make, part = CASES[case]
+    make, part = (ERRORS | WARNINGS)[case]
     flags = make()
     flags = flags if "-d" in flags else [*jsonl(MANY), *flags]
     status, output = look(*flags)
     (line,) = [line for line in output.splitlines() if part in line]
-    assert line.startswith("  warning: ") == (case in WARNINGS - {"hidden"})
-    assert status == (case not in WARNINGS), output
+    assert line.startswith("  warning: ") == (case in WARNINGS)
+    assert status == (case in ERRORS), output
+
+
+def test_hidden_files_are_counted(look):
+    written("a/.cache/x.txt", b"hidden")
+    status, output = look(*written("a/y.txt", b"seen", "a/**/*.txt"))
+    assert (status, "1 hidden files: .cache/x.txt" in output) == (0, True), output
 
 
 def by_the_tool(monkeypatch, *flags):
@@ -365,15 +327,12 @@ def test_rows_of_conversations(look, monkeypatch):
         assert part in output, (part, output)
     mixing = ["-m", model(**OPT)]
     for flags, part in (
-        (
-            ["-d", "chats.jsonl"],
-            'chats.jsonl has no rows: first run `python tools/prepare-data.py "',
-        ),
+        (["-d", "chats.jsonl"], "chats.jsonl has no rows: first run `python tools/prepare-data.py"),
         ([*data, "-s", 64], "p has another length: run `python tools/prepare-data.py"),
-        ([*data, *mixing], "it mixes the texts of a row: prepare the rows with --no-packing"),
+        ([*data, *mixing], "prepare the rows with --no-packing"),
     ):
         status, output = look(*flags, chapter="16")
-        assert (status, f"error: {part}" in output) == (1, True), output
+        assert (status, part in output) == (1, True), output
     status, output = look(*rows_by_the_tool(monkeypatch, "--no-packing"), *mixing, chapter="16")
     assert (status, "79 of 32 tokens: one text and padding" in output) == (0, True), output
 
@@ -429,8 +388,7 @@ def test_figures_that_chapters_change(look):
 
 def test_devices_of_nodes(tool, monkeypatch, tmp_path):
     """Two nodes of 8 devices: one count for the steps and for the memory."""
-    with mock.patch.object(sys, "argv", ["train-llm.py", "-m", str(TINY_LLAMA), "-s", "32"]):
-        args = load(CHAPTERS_BY_NUMBER["03"]).parse_args()
+    args = parsed("03", "-m", TINY_LLAMA, "-s", 32)
     run = mock.Mock(return_value=mock.Mock(stdout="table"))
     monkeypatch.setattr(tool.subprocess, "run", run)
     for world, local, devices in ((2, 1, 16), (16, 8, 16), (1, 1, 8), (8, 8, 8)):
@@ -452,29 +410,36 @@ def test_targets_that_no_layer_has(look, pretrained, monkeypatch):
     assert (status, "q_proj,v_proj not found" in output) == (1, True), output
 
 
-def test_what_stays_in_16_bits(tool, tmp_path):
-    """Of two layers: rows of 66 numbers, and embeddings. Of a mixture: most of it."""
+def four_bits(tool, family: str):
+    """What the tool says of a model of two layers, and the number of warnings."""
     chapter = load(CHAPTERS_BY_NUMBER["22"])
     args = SimpleNamespace(lora_rank=8, lora_alpha=8, lora_targets="all-linear", seed=0, dtype=None)
     args.model_name = "a model"
     sizes = {"hidden_size": 64, "intermediate_size": 66, "num_hidden_layers": 2, "vocab_size": 64}
-    for family, share in (("llama", 2 * 64 * 66 + 2 * 64 * 64), ("mixtral", None)):
-        config = AutoConfig.for_model(family, **sizes, num_attention_heads=4, num_key_value_heads=4)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        chapter.add_adapters(model, args)
-        report = tool.Report()
-        tool.check_four_bits(model, args, chapter, report)
-        said = report.facts["not in 4 bits"]
-        if family == "llama":
-            assert report.warnings == 0
-            whole = 2 * (4 * 64 * 64 + 3 * 64 * 66) + 2 * 64 * 64
-            assert f"{share / whole:.0%} of the weights stay in bf16" in said
-            assert "model.layers.mlp.down_proj" in said
-            assert "gate_proj" not in said
-        else:
-            assert report.warnings == 1
-            assert "experts" in said
+    config = AutoConfig.for_model(family, **sizes, num_attention_heads=4, num_key_value_heads=4)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    chapter.add_adapters(model, args)
+    report = tool.Report()
+    tool.check_four_bits(model, args, chapter, report)
+    return report.facts["not in 4 bits"], report.warnings
+
+
+def test_what_stays_in_16_bits(tool):
+    """Rows of 66 numbers, and embeddings."""
+    said, warnings = four_bits(tool, "llama")
+    whole = 2 * (4 * 64 * 64 + 3 * 64 * 66) + 2 * 64 * 64
+    share = 2 * 64 * 66 + 2 * 64 * 64
+    assert f"{share / whole:.0%} of the weights stay in bf16" in said
+    assert "model.layers.mlp.down_proj" in said
+    assert "gate_proj" not in said
+    assert warnings == 0
+
+
+def test_most_of_a_mixture_stays_in_16_bits(tool):
+    said, warnings = four_bits(tool, "mixtral")
+    assert "experts" in said
+    assert warnings == 1
 
 
 # By hand: what weight decay takes, since it has two dimensions, and what is no matrix
@@ -521,10 +486,8 @@ def test_demos_are_clean(look, tmp_path, chapter):
 
 def test_length_of_a_run(tool, tmp_path, capsys):
     """Of a billion parameters: first with an estimate of its speed, then with its log."""
-    args = load(CHAPTERS_BY_NUMBER["03"]).parse_args
     flags = ["-m", TINY_LLAMA, "-e", "run", "--save-dir", tmp_path, "--max-steps", 100_000]
-    with mock.patch.object(sys, "argv", ["train-llm.py", *map(str, flags)]):
-        args = args()
+    args = parsed("03", *flags)
     report = tool.Report()
     assert tool.check_length_of_run(args, 10**9, report) == pytest.approx(40)
     log = tmp_path / "run" / "metrics.jsonl"
@@ -565,16 +528,11 @@ def test_nodes_are_compared(tmp_path):
     """By torchrun; rank 1 has another clock and no shared folder."""
     flags = ["-m", TINY_LLAMA, "--from-scratch", "-s", 32, "--save-dir", "runs"]
     (tmp_path / "data.txt").write_text("text " * 99)
-    before = "import os, sys, time\n"
-    before += "if os.environ.get('RANK') == '1':\n"
-    before += "    clock = time.time\n    time.time = lambda: clock() + 100\n"
-    before += "    os.makedirs('other', exist_ok=True)\n"
-    before += "    os.chdir('other')\n"
-    before += "    sys.argv += ['--seed', '1']\n"
     flags += ["-d", tmp_path / "data.txt"]
     alike = Job(TOOL, ["02", *flags], tmp_path / "alike", 2, cwd=tmp_path)
     assert alike.wait() == 0, alike.output
-    job = Job(TOOL, ["02", *flags], tmp_path / "output", 2, before=before, cwd=tmp_path)
+    other = patches("other_node")
+    job = Job(TOOL, ["02", *flags], tmp_path / "output", 2, before=other, cwd=tmp_path)
     assert job.wait() == 1
     assert "not all nodes see" in job.ranks[0].output
     assert "error: nodes differ in seed: " in job.ranks[0].output

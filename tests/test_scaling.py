@@ -5,13 +5,13 @@ import itertools
 import json
 import math
 import re
-import subprocess
 import sys
 from argparse import Namespace
 from functools import lru_cache
 
 import pytest
 from helpers.models import LLAMA, TINY_LLAMA, write_model
+from helpers.pages import page
 from helpers.runner import (
     CHAPTER_6,
     CHAPTER_7,
@@ -20,6 +20,7 @@ from helpers.runner import (
     CHAPTER_13,
     REPOSITORY,
     load,
+    outcome,
     patches,
     run_tool,
 )
@@ -61,21 +62,20 @@ def estimate(method, nodes, cluster=CLUSTER, model=LLAMA_8B, **changes):
 def test_bytes_between_two_nodes(tmp_path):
     """On 4 ranks, by the counters of the interface; the same rows give the same losses."""
     methods = ["FSDP", "HSDP", "PP over the link"]
-    command = [sys.executable, SLOW_LINKS, "--rates", "--rounds", 1, "--steps", 2]
-    command += ["--processes", 2, "--json", tmp_path / "measured.json"]
-    command += ["--methods", *methods]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500)
-    if "cannot make two nodes" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr
+    flags = ["--rates", "--rounds", 1, "--steps", 2, "--processes", 2, "--methods", *methods]
+    flags += ["--json", tmp_path / "measured.json"]
+    status, output = outcome(tmp_path, SLOW_LINKS, *flags, before=patches("forks"))
+    if "cannot make two nodes" in output:
+        pytest.skip(output.strip())
+    assert status == 0, output
     rows = json.loads((tmp_path / "measured.json").read_text())
     assert [row["method"] for row in rows] == methods
     for row in rows:
         (run,) = row["runs"]
         # Besides: heads of packets, the norm, the loss, the signals to stop
         assert row["gloo"] < run["bytes"] < 1.03 * row["gloo"] + 10_000, row["method"]
-        assert f"| {row['method']} | as it is |" in done.stdout
-    assert done.stdout.count("\n|") == 2 + len(rows)
+        assert f"| {row['method']} | as it is |" in output
+    assert output.count("\n|") == 2 + len(rows)
 
 
 def test_rounds_of_local_steps():
@@ -285,51 +285,32 @@ def long(ranks):
     return titan(B8, "CP" if ranks > 1 else "FSDP", 1, settings)
 
 
-def llama_3(nodes, count):
+def llama_3(nodes, count, **more):
     flops = 6 * B405.parameters + 6 * B405.layers * B405.hidden_size * 8192
-    settings = IN_LLAMA_3 | {"batch_size": 1 / 8, "gradient_accumulation_steps": count}
+    settings = IN_LLAMA_3 | {"batch_size": 1 / 8, "gradient_accumulation_steps": count} | more
     return B405, "3D", nodes, settings, flops / 1e12
 
 
 M13, M30, M70 = mpt(40, 5120), mpt(48, 7168), mpt(80, 8192)
 TWO = TITAN | {"batch_size": 2}
-# The page's name and layout; the run; the published speed. A row without a layout is the base of
-# the rows after it: the rate of the products of matrices is set so that this row agrees.
-PUBLISHED = [
-    ("torchtitan, 8B", "FSDP", titan(B8, "FSDP", 1, TWO), 6667, "base"),
-    ("torchtitan, 8B", "FSDP", titan(B8, "FSDP", 16, TWO), 6514, ""),
-    ("torchtitan, 8B, 32k tokens", "FSDP", long(1), 3890, "base"),
-    ("torchtitan, 8B, 64k tokens", "cp2", long(2), 2540, ""),
-    ("torchtitan, 8B, 128k tokens", "cp4", long(4), 1071, ""),
-    ("torchtitan, 8B, 256k tokens", "cp8", long(8), 548, ""),
-    ("torchtitan, 8B, Float8", "FSDP", titan(B8, "FSDP", 1, TWO), 8532, "base"),
-    ("torchtitan, 70B, Float8", "tp8", titan(B70, "TP", 32, TWO | AGAIN | TP8), 829, ""),
-    ("torchtitan, 405B, Float8", "tp8 pp8", titan(B405, "3D", 64, IN_405B), 100, ""),
-    ("torchtitan, 405B, Float8", "tp8 pp8, interleaved", titan(B405, "3D", 64, IN_TURNS), 128, ""),
-    ("Llama 3, 405B", "tp8 pp16, interleaved", llama_3(1024, 2), 430, "base"),
-    ("Llama 3, 405B", "tp8 pp16, interleaved", llama_3(2048, 1), 400, ""),
-    ("Megatron-LM, 39B", "tp8 pp2, interleaved", megatron(48, 8192, 8, 2, 512, 1536), 138, "base"),
-    ("Megatron-LM, 1.7B", "DDP", megatron(24, 2304, 1, 1, 32, 512), 137, ""),
-    ("Megatron-LM, 3.6B", "tp2", megatron(30, 3072, 2, 1, 64, 512), 138, ""),
-    ("Megatron-LM, 7.5B", "tp4", megatron(36, 4096, 4, 1, 128, 512), 142, ""),
-    ("Megatron-LM, 18B", "tp8", megatron(40, 6144, 8, 1, 256, 1024), 135, ""),
-    ("Megatron-LM, 76B", "tp8 pp4, interleaved", megatron(60, 10240, 8, 4, 1024, 1792), 140, ""),
-    ("Megatron-LM, 146B", "tp8 pp8, interleaved", megatron(80, 12288, 8, 8, 1536, 2304), 148, ""),
-    (
-        "Megatron-LM, 310B",
-        "tp8 pp16, interleaved",
-        megatron(96, 16384, 8, 16, 1920, 2160),
-        155,
-        "held out",
-    ),
-    ("llm-foundry, 30B", "FSDP", foundry(M30, 1, 3, 21, A100), 916, "base"),
-    ("llm-foundry, 70B", "FSDP", foundry(M70, 4, 2, 16, A100), 373, ""),
-    ("llm-foundry, 70B", "FSDP", foundry(M70, 8, 8, 4, A100), 410, "held out"),
-    ("llm-foundry, 13B, 40 GB", "FSDP", foundry(M13, 2, 10), 1993, "base"),
-    ("llm-foundry, 13B, 40 GB", "FSDP", foundry(M13, 16, 16), 1972, ""),
-    ("llm-foundry, 30B, 40 GB", "FSDP", foundry(M30, 16, 6), 865, ""),
-    ("llm-foundry, 70B, 40 GB", "FSDP", foundry(M70, 8, 2), 276, ""),
-    ("llm-foundry, 70B, 40 GB", "FSDP", foundry(M70, 16, 4), 376, ""),
+# In the order of the record's table
+RUNS = [
+    *[titan(B8, "FSDP", 1, TWO), titan(B8, "FSDP", 16, TWO)],
+    *[long(1), long(2), long(4), long(8)],
+    *[titan(B8, "FSDP", 1, TWO), titan(B70, "TP", 32, TWO | AGAIN | TP8)],
+    *[titan(B405, "3D", 64, IN_405B), titan(B405, "3D", 64, IN_TURNS)],
+    *[llama_3(1024, 2), llama_3(2048, 1)],
+    megatron(48, 8192, 8, 2, 512, 1536),
+    megatron(24, 2304, 1, 1, 32, 512),
+    megatron(30, 3072, 2, 1, 64, 512),
+    megatron(36, 4096, 4, 1, 128, 512),
+    megatron(40, 6144, 8, 1, 256, 1024),
+    megatron(60, 10240, 8, 4, 1024, 1792),
+    megatron(80, 12288, 8, 8, 1536, 2304),
+    megatron(96, 16384, 8, 16, 1920, 2160),
+    *[foundry(M30, 1, 3, 21, A100), foundry(M70, 4, 2, 16, A100), foundry(M70, 8, 8, 4, A100)],
+    *[foundry(M13, 2, 10), foundry(M13, 16, 16)],
+    *[foundry(M30, 16, 6), foundry(M70, 8, 2), foundry(M70, 16, 4)],
 ]
 
 
@@ -358,30 +339,33 @@ def rate_of(run, published: float) -> float:
     return low
 
 
+# Name, GPUs, layout, published and estimated speed, difference. "base" begins a group of rows: the
+# rate of the products of matrices is set so that this row agrees.
+ROW = r"^\| (.+) \| ([\d,]+) \| (.+) \| ([\d,]+) \| ([\d,]+) \| (base|\S+ %) \|"
+
+
 def test_published_speeds():
     """The record's table: most rows are within 15 %, and the record names the others."""
-    page = (REPOSITORY / "benchmarks" / "records" / "links.md").read_text()
-    far, count = [], 0
-    for name, layout, run, published, note in PUBLISHED:
-        if note == "base":
+    record = page("benchmarks/records/links.md")
+    far, near = [], []
+    rows = re.findall(ROW, record, re.MULTILINE)
+    for (name, devices, _, published, estimated, off), run in zip(rows, RUNS, strict=True):
+        assert devices == f"{8 * run[2]:,}"
+        published = int(published.replace(",", ""))
+        if off == "base":
             rate = rate_of(run, published)
         found = speed(run, rate)
-        off = found / published - 1
-        cells = [name, f"{8 * run[2]:,}", layout, f"{published:,}", f"{found:,.0f}"]
-        cells.append("base" if note == "base" else f"{off:+.0%}".replace("%", " %"))
-        row = f"| {' | '.join(cells)} |{' held out |' if note == 'held out' else ' |'}"
-        assert row in page, row
-        if note != "base":
-            count += 1
-            far += [name] if abs(off) > 0.15 else []
-    assert len(far) < count / 4
-    text = " ".join(page.split())
-    base, other = (run for name, _, run, *_ in PUBLISHED if name == "Llama 3, 405B")
-    base, other = ((*run[:3], run[3] | {"stages_per_rank": 2}, run[4]) for run in (base, other))
-    assert f"16,384 GPUs is {speed(other, rate_of(base, 430)):.0f} TFLOP/s" in text
-    assert f"{count - len(far)} of the {count} estimates are within 15 %" in text
+        assert f"{found:,.0f}" == estimated, name
+        if off != "base":
+            assert off == f"{found / published - 1:+.0%}".replace("%", " %"), name
+            (far if abs(found / published - 1) > 0.15 else near).append(name)
+    assert len(far) < len(near) / 3
+    text = " ".join(record.split())
+    assert f"{len(near)} of the {len(near + far)} estimates are within 15 %" in text
     for name in far:
-        assert f"**{name}**" in page, name
+        assert f"**{name}**" in record, name
+    base, other = (llama_3(*sizes, stages_per_rank=2) for sizes in ((1024, 2), (2048, 1)))
+    assert f"16,384 GPUs is {speed(other, rate_of(base, 430)):.0f} TFLOP/s" in text
 
 
 @pytest.mark.rest
@@ -456,19 +440,19 @@ PUBLISHED_LAYOUTS = [  # the page's name, size, devices, samples of a step, the 
 
 def test_choices_on_the_page():
     """The first choices for four models, and those beside published layouts."""
-    page = (REPOSITORY / "docs" / "scaling.md").read_text()
+    text = page("docs/scaling.md")
     for size in ("1B", "8B", "70B", "405B"):
         cells = [first_choice(size, devices) for devices in (8, 64, 256, 1024)]
         row = f"| {size} | {' | '.join(cells)} |"
-        assert row in page, row
-    page = (REPOSITORY / "benchmarks" / "records" / "links.md").read_text()
+        assert row in text, row
+    text = page("benchmarks/records/links.md")
     for name, size, devices, samples, published in PUBLISHED_LAYOUTS:
         choice = first_choice(size, devices, "--global-batch-size", samples)
         row = f"| {name}, {size} | {devices:,} | {published} | {choice} |"
-        assert row in page, row
+        assert row in text, row
     slower = first_choice("405B", 8192, "--global-batch-size", 2048, "--link", 100)
     assert slower.startswith("tp8 pp32 dp32"), slower
-    assert slower in " ".join(page.split()), slower
+    assert slower in " ".join(text.split()), slower
 
 
 SMALL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 2048}

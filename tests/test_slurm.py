@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.assertions import exact
-from helpers.runner import CHAPTER_1, CHAPTER_2, CHAPTERS_BY_NUMBER, REPOSITORY
+from helpers.runner import CHAPTER_2, CHAPTERS_BY_NUMBER, REPOSITORY
 from helpers.slurm import Slurm
 from helpers.torchrun import CLEAN
 
@@ -99,7 +99,7 @@ def runs_to_its_end(slurm):
 
 def fails(slurm):
     """The status of the job is that of the run, and its log names the logs with the cause."""
-    failing = BatchJob(slurm, TWO_NODES, "stand-in", "fails")
+    failing = BatchJob(slurm, [], "stand-in", "fails")
     failing.end("FAILED")
     assert failing.show("ExitCode") == "1:0"
     assert "error: this run fails" in failing.output
@@ -108,32 +108,28 @@ def fails(slurm):
     assert failing.show("Restarts") == "0"
 
 
-# Job scripts as people write them. The output has the name of the log of a node.
-OWN_SCRIPT = """#!/bin/sh
+# A job script as people write it. The output has the name of the log of a node.
+OWN_SCRIPT = f"""#!/bin/sh
 #SBATCH --signal=USR1@120 --time=60 --output=slurm-%j-0-own.log
 export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+srun --cpu-bind=none torchrun --standalone --nproc-per-node 1 {CHAPTER_2} "$@"
 """
-STARTS = {CHAPTER_1: "python", CHAPTER_2: "torchrun --standalone --nproc-per-node 2"}
 
 
-def start_without_the_launcher(slurm, trainer, flags) -> dict[str, BatchJob]:
-    jobs = {}
-    for name, (chapter, start) in zip(("own-1", "own-2"), STARTS.items(), strict=True):
-        script = slurm.work / f"{name}.sh"
-        script.write_text(f'{OWN_SCRIPT}srun --cpu-bind=none {start} {chapter} "$@"\n')
-        jobs[name] = BatchJob(slurm, [], *trainer.defaults(name), *flags, script=script)
-    return jobs
+def start_without_the_launcher(slurm, trainer, flags) -> BatchJob:
+    script = slurm.work / "own.sh"
+    script.write_text(OWN_SCRIPT)
+    return BatchJob(slurm, [], *trainer.defaults("own"), *flags, script=script)
 
 
-def stop_at_a_signal(slurm, trainer, jobs) -> None:
-    """Slurm sends SIGUSR1 to all processes of `srun`, and the run saves."""
-    for name, job in jobs.items():
-        job.wait_for("step 5/")
-        slurm.ask("scancel", "--signal=USR1", job.number)
-        job.end("FAILED")  # the exit code of `srun` is not 0, so the training is not complete
-        (stop,) = map(int, re.findall(r"Stopped after step (\d+)", job.output))
-        assert (trainer.folder / name / f"step-{stop:08d}" / "state.json").exists()
-        assert len(records(trainer.folder / name)) == stop
+def stop_at_a_signal(slurm, trainer, job) -> None:
+    """Slurm sends SIGUSR1 to all processes of `srun`, torchrun passes it on, and the run saves."""
+    job.wait_for("step 5/")
+    slurm.ask("scancel", "--signal=USR1", job.number)
+    job.end("FAILED")  # the exit code of `srun` is not 0, so the training is not complete
+    (stop,) = map(int, re.findall(r"Stopped after step (\d+)", job.output))
+    assert (trainer.folder / "own" / f"step-{stop:08d}" / "state.json").exists()
+    assert len(records(trainer.folder / "own")) == stop
 
 
 def test_signal_requeue_and_scancel(slurm, trainer):

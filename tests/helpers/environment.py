@@ -19,3 +19,5 @@ os.environ["COMET_AUTO_LOG_ENV_DETAILS"] = "false"  # a list of all packages, in
 os.environ["COMET_CONFIG"] = os.path.join(_CACHE.name, "comet.config")
 for name in ("COMET_API_KEY", "HF_TOKEN", "HF_HUB_OFFLINE"):
     os.environ.pop(name, None)
+for name in [name for name in os.environ if name.startswith("WANDB_")]:
+    del os.environ[name]

@@ -82,12 +82,14 @@ class Popen(subprocess.Popen):
             super().__del__()
 
 
-def patch():
+def patch(jobs=True):
+    """Without `jobs`, torchrun is a real one, and so are its workers."""
     subprocess.Popen = Popen
     original = subprocess.run
 
     def fork(command, env=os.environ, check=False, **options):
-        if command[0] != sys.executable:
+        is_job = "torch.distributed.run" in command
+        if command[0] != sys.executable or (is_job and not jobs):
             return original(command, env=env, check=check, **options)
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             context = multiprocessing.get_context("fork")
