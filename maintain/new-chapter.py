@@ -78,10 +78,10 @@ Later, or only if it is so:
 
 - the number of changed lines as `changed` in chapter.toml, with the reason in the commit
     test_chapters.py::test_chapters_do_not_grow[{folder}]
-- other losses than chapter 1's: `losses` in chapter.toml, and their proof in its own tests
-    test_quick.py::test_one_job[{folder}], test_equal.py
-- flags of its own: a table in its README, below "Chapter {number} adds flags"; cases with them in
-  test_quick.py and test_equal.py
+- other losses than chapter 1's: `losses` in chapter.toml, and a reference of its own for its rows
+    test_matrix.py
+- flags of its own: a table in its README, below "Chapter {number} adds flags"; rows with them in
+  test_matrix.py, and a wrong one in test_bad_input.py
     test_readme.py::test_flags_are_those_of_help[{folder}]
 - packages: `needs` in chapter.toml, an extra in pyproject.toml, a version in constraints.txt
     test_preflight.py

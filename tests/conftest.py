@@ -7,6 +7,7 @@ import random
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,12 +36,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 # The longest ones, in this order, some of it without computing: one of them at the end leaves a
 # core idle.
 LONGEST = (
-    "test_equal_to_chapter_1",
     "test_signal_requeue_and_scancel",
     "test_time_limit",
     "test_killed_workers_come_back",
     "test_an_elastic_job",
     "test_kinds_of_hangs",
+    "test_rows",
 )
 
 
@@ -48,6 +49,12 @@ def pytest_addoption(parser):
     group = parser.getgroup("tiers", "two tiers of tests").addoption
     group("--rest", action="store_true", help="what the quick tier leaves out")
     group("--all", action="store_true", help="both tiers")
+
+
+def pytest_itemcollected(item):
+    """`-k qwen3` selects the jobs of test_matrix.py that have such a row."""
+    parameters = getattr(item, "callspec", SimpleNamespace(params={})).params
+    item.extra_keyword_matches |= {str(row) for row in parameters.get("rows", ())}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -193,6 +200,12 @@ def torchao():
 @pytest.fixture
 def trainer(tmp_path, model, dataset) -> Trainer:
     return Trainer(tmp_path, model, dataset)
+
+
+@pytest.fixture
+def train(trainer, request) -> Trainer:
+    """Runs the chapter of this file, on two ranks if a call does not say otherwise."""
+    return trainer.of(request.module.CHAPTER)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 from helpers.assertions import assert_one_sentence
+from helpers.data import IMPORTABLE
 from helpers.models import LLAMA, TINY_LLAMA, save_weights, write_model
+from helpers.runner import CHAPTERS_BY_NUMBER, CONTINUES, FACTS
 from safetensors.torch import load_file, save_file
 
 RANGES = "--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1"
@@ -98,6 +100,35 @@ def test_one_sentence(trainer, files, case):
     assert [*trainer.folder.glob("run/step-*/*")] == []
     if case == "not finite":  # the bad step is logged. JSON has no infinity
         assert result.column("loss")[-1] is None or result.column("grad_norm")[-1] is None
+
+
+# By chapter: the ranks, flags, a part of the sentence
+OWN_LOSSES = {name for name in CONTINUES if "losses" in FACTS[name]}
+CHAPTERS = dict.fromkeys(CONTINUES.keys() - OWN_LOSSES, (2, ["--cpu-offlod"], "--cpu-offlod"))
+CHAPTERS |= {
+    "02-ddp": (2, ["-b", 0], "batch_size"),
+    "04-streaming": (2, ["--shuffle-window", 0], "shuffle_window"),
+    "05-multi-node": (2, ["--shard-size", 3], "--shard-size 3 does not divide the 2 ranks"),
+    "06-tensor-parallel": (2, ["--tensor-parallel", 3], "number of ranks, 2"),
+    "07-pipeline-parallel": (2, ["--layers-per-stage", "1,2"], "cannot share 2 layers as [1, 2]"),
+    "08-gradient-compression": (2, ["--compress", "zip"], "invalid choice"),
+    "10-mds-shards": (2, ["--local-cache"], "expected one argument"),
+    "11-context-parallel": (2, ["--context-parallel", 3], "number of ranks, 2"),
+    "12-expert-parallel": (2, ["-m", "{mixtral}", "--expert-parallel", 3], "--expert-parallel 3"),
+    "13-3d-parallel": (4, ["--pipeline-parallel", 1, "--tensor-parallel", 3], "of ranks, 4"),
+}
+LOOK_AT_THE_MODEL = ("07-pipeline-parallel", "12-expert-parallel")  # the others: by the parser
+
+
+@pytest.mark.parametrize("chapter", sorted(CHAPTERS))
+def test_a_wrong_flag(trainer, mixtral, chapter):
+    """Rank 0 says it for all, and nothing is written."""
+    ranks, flags, part = CHAPTERS[chapter]
+    flags = [str(flag).format(mixtral=mixtral) for flag in flags]
+    options = {"script": CHAPTERS_BY_NUMBER[chapter[:2]], "processes": ranks, "before": IMPORTABLE}
+    result = trainer(*flags, status=1 if chapter in LOOK_AT_THE_MODEL else 2, **options)
+    assert_one_sentence(result.run.ranks[0].output, part)
+    assert result.checkpoints == []
 
 
 @pytest.mark.rest

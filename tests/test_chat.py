@@ -1,6 +1,6 @@
-"""Chapter 16: a plain loop, in which each conversation is alone, has the same losses and gradients.
+"""Chapter 16: conversations that share a sample, its rows, and what a server needs of a run.
 
-test_labels.py has its rows, which tools/prepare-data.py writes.
+test_labels.py has the rows as tools/prepare-data.py writes them.
 """
 
 import json
@@ -10,19 +10,19 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from helpers.assertions import assert_one_sentence
 from helpers.models import DEMO_TEMPLATE, LLAMA, TINY_LLAMA, save_weights, write_model
-from helpers.plain_loops import BATCH, SIZE, assert_job_is_plain, flags_for, plain_loop, samples_of
-from helpers.runner import CHAPTER_16, load, run_tool
-from helpers.trainings import described
+from helpers.plain_loops import SIZE, flags_for, samples_of
+from helpers.runner import CHAPTER_16, CHAPTERS_BY_NUMBER, load, run_tool
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
 )
 
 
@@ -134,50 +134,43 @@ def test_rows_of_something_else_are_refused(chat, tmp_path, rows_of_conversation
     refused(f"x/y has no rows: first run {commands}", dataset_name="x/y")
 
 
-# -- The plain loop --------------------------------------------------------------------------------
+# -- What comes with a run -------------------------------------------------------------------------
 
 
-# By the ranks: the model, the samples of a rank at a time, and other flags
-CASES = {
-    1: [("tied", 12), ("untied", 4, "--no-packing")],
-    2: [("untied", 3, "--compile"), ("tied", 1, "--no-packing", "blank"), ("tied", 6, "text")],
-    3: [("tied", 2, "--no-reshard-after-forward"), ("untied", 4, "--cpu-offload")],
-    4: [("untied", 3, "--activation-checkpointing"), ("tied", 1, "--no-packing", "blank")],
-}
-
-
-def without_labels(rows, folder):
-    """A copy in which about every second row has no label, so some micro-batches have no answer."""
-    shutil.copytree(rows, folder)
-    for file in folder.glob("train-*"):
-        found = pq.read_table(file).to_pylist()
-        for row in found:
-            if row["input_ids"][3] % 2:
-                row |= {"labels": [-100] * SIZE, "answer_tokens": 0}
-        pq.write_table(pa.Table.from_pylist(found), file)
-    return folder
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("ranks", CASES)
-def test_each_conversation_alone(chat, tmp_path, rows_of_conversations, dataset, ranks):
-    """And each document of rows of text."""
-    cases, plain = [], {}
-    for kind, batch, *more in CASES[ranks]:
-        folder = tmp_path / kind
-        if not folder.exists():
-            save_weights(write_model(folder, **LLAMA | {"tie_word_embeddings": kind == "tied"}))
-        name = f"{kind}-{batch}"
-        rows = rows_of_conversations(*[flag for flag in more if flag == "--no-packing"])
-        if "text" in more:
-            rows = tmp_path / "rows-of-text"
-            command = [dataset, "--rows", "-m", TINY_LLAMA, "-s", SIZE, "-o", rows]
-            run_tool(tmp_path, "prepare-data.py", *command)
-        if "blank" in more:
-            rows = without_labels(rows, tmp_path / f"rows-of-{name}")
-        flags = [*flags_for(folder, rows), "--lr", 1e-3]
-        flags += ["--gradient-accumulation-steps", BATCH // ranks // batch]
-        flags += [flag for flag in more if flag not in ("blank", "text", "--no-packing")]
-        plain[name] = plain_loop(chat, folder, rows)
-        cases.append(described(tmp_path, name, "16", kind, batch, flags))
-    assert_job_is_plain(tmp_path, cases, plain, ranks)
+@pytest.mark.parametrize("chapter", ["16-chat", "17-lora"])
+def test_a_run_and_what_must_stay(
+    trainer, pretrained, conversations, rows_of_conversations, chapter
+):
+    """`final/` has the template and the token that ends an answer, as a server needs them."""
+    folder = shutil.copytree(pretrained, trainer.folder / "chat-model")
+    GenerationConfig(eos_token_id=5).save_pretrained(folder)
+    flags = [*flags_for(folder, rows_of_conversations()), "-b", 2, "--max-steps", 1]
+    options = {"script": CHAPTERS_BY_NUMBER[chapter[:2]], "processes": 2}
+    run = trainer(*flags, **options)
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
+    assert tokenizer.chat_template == DEMO_TEMPLATE.read_text()
+    for name in ("final", "step-00000001"):  # the stop tokens of the base, and of the answers
+        stops = GenerationConfig.from_pretrained(run.folder / name).eos_token_id
+        assert stops == [5, tokenizer.eos_token_id]
+    command = [run.folder / "final", "--prompt", "Hi", "--temperature", 0, "--max-new-tokens", 9]
+    whole, answer = (
+        run_tool(trainer.folder, "generate.py", *command, *more)
+        for more in (["--prompt", "User: Hi\nAssistant:"], ["--chat"])
+    )
+    assert whole == f"User: Hi\nAssistant:{answer}"
+    refused = {}
+    if chapter == "16-chat":
+        other = trainer.folder / "other.jinja"
+        other.write_text("{# another #}" + DEMO_TEMPLATE.read_text())
+        refused["rows_hash was"] = ["-d", rows_of_conversations("--chat-template", other)]
+    else:
+        command = [run.folder / "step-00000001", trainer.folder / "new", "--to", "transformers"]
+        output = run_tool(trainer.folder, "convert-checkpoint.py", *command, status=1)
+        assert_one_sentence(output, "chapter 17, with B and A apart")
+        save_weights(folder, dtype=torch.bfloat16)  # another base in the same folder
+        refused["base_hash was"] = []
+    refused["/chat.jsonl has no rows"] = ["-d", conversations]
+    for part, more in refused.items():
+        result = trainer(*flags, "--max-steps", 2, *more, status=1, **options)
+        assert_one_sentence(result.run.ranks[0].output, part)
+        assert result.checkpoints == ["step-00000001"]

@@ -72,7 +72,7 @@ def test_each_sample_is_used_once(trainer):
 
 
 def test_resume_on_other_numbers_of_ranks_and_under_the_other_chapter(trainer, dropout_model):
-    """The losses of an undisturbed run. On as many ranks, test_quick.py compares all bits."""
+    """The losses of an undisturbed run. On as many ranks, test_matrix.py compares all bits."""
     flags = ["-m", dropout_model, "--max-steps", 12, "--eval-freq", 6, "--ckpt-freq", 4]
     flags += ["--keep-checkpoints", 9, "-b", 4, "--log-freq", 3]
     two, four = ["--gradient-accumulation-steps", 2], ["--gradient-accumulation-steps", 4]

@@ -1,10 +1,9 @@
-"""Chapter 17 trains what PEFT trains in one process, and keeps no more than A and B need."""
+"""Chapter 17 keeps no more than A and B need. PEFT opens what it has trained."""
 
 import json
 import re
 import shutil
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import peft
@@ -13,23 +12,14 @@ import torch
 from helpers.assertions import assert_same_model, exact, whole_state
 from helpers.chapters import damaged
 from helpers.models import DEMO_TEMPLATE, write_weights
-from helpers.plain_loops import BATCH, assert_job_is_plain, flags_for, plain_loop, with_adapters
+from helpers.plain_loops import flags_for
 from helpers.runner import CHAPTER_17, load, patches
-from helpers.trainings import AGAIN, OFFLOAD, WHOLE, described
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 README = CHAPTER_17.with_name("README.md").read_text()
 # Transformers does not save a changed config of this kind, since it lacks `do_sample`.
 SAMPLING = {"temperature": 0.9, "top_p": 0.6}
-PATTERN = ["--lora-targets", ".*(q|v)_proj"]
-# By the ranks: the model, the samples of a rank at a time, and other flags
-CASES = {
-    1: [("llama untied", 12, [])],
-    2: [("llama", 3, [OFFLOAD]), ("mixtral", 6, [AGAIN]), ("llama", 6, ["--compile", AGAIN])],
-    3: [("gpt2", 4, []), ("llama", 2, PATTERN)],
-    4: [("llama untied", 3, [WHOLE])],
-}
 
 
 @pytest.fixture(scope="module")
@@ -78,25 +68,6 @@ def test_what_is_refused(lora, tmp_path, monkeypatch):
     weights["model.layers.1.mlp.up_proj.weight"] += 1e-3
     save_file(weights, base / "model.safetensors", {"format": "pt"})  # of the same size
     assert lora.hash_of_base(base) != before
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("ranks", CASES)
-def test_equal_to_plain_peft(lora, tmp_path, rows_of_conversations, ranks):
-    rows = rows_of_conversations()
-    cases, plain = [], {}
-    for model, batch, more in CASES[ranks]:
-        folder = tmp_path / model
-        if not folder.exists():
-            write_weights(folder, model)
-        flags = [*flags_for(folder, rows), "--lr", 1e-3, *more]
-        flags += ["--gradient-accumulation-steps", BATCH // ranks // batch]
-        name = f"{model}-{batch}"
-        cases.append(described(tmp_path, name, "17", model, batch, flags))
-        options = {"targets": PATTERN[1]} if more == PATTERN else {}
-        adapt = partial(with_adapters, **options)
-        plain[name] = plain_loop(lora, folder, rows, adapt)
-    assert_job_is_plain(tmp_path, cases, plain, ranks)
 
 
 def python_of_the_readme(begin: str, run) -> str:

@@ -120,12 +120,12 @@ def pair_of_cases(folder, data, ranks, model, batch, more) -> list[dict]:
         write_bases(folder / kind, model, torch.bfloat16 if "bf16" in more else torch.float32)
     cases = []
     for number, base in (("22", kind), ("17", f"{kind} rounded")):
-        flags = [*flags_for(folder / base, data), "--lr", 1e-3, *more]
+        flags = [*flags_for(folder / base, data), "-b", batch, "--lr", 1e-3, *more]
         flags += ["--gradient-accumulation-steps", BATCH // ranks // batch]
         if number == "17" and "--compile" in flags:
             flags.remove("--compile")
         name = f"{number} {kind} {batch} {' '.join(map(str, more))}"
-        cases.append(described(folder, name, number, base, batch, flags))
+        cases.append(described(folder, name, number, flags))
     return cases
 
 
@@ -205,7 +205,7 @@ def assert_bytes(output: str, weights: int, adapters: int, others: int) -> None:
 
 def test_one_job(tmp_path, rows_of_conversations):
     """On two ranks: bits and bytes, losses of chapter 17, a resume, and files of another type."""
-    more = ["--dtype", "bf16", "--ckpt-freq", 1]
+    more = ["--dtype", "bf16"]
     rows = rows_of_conversations()
     original, of_17 = pair_of_cases(tmp_path, rows, 2, "llama untied", 6, more)
     original["facts"] = True

@@ -158,7 +158,7 @@ def test_full_disk_while_saving(trainer):
 
 
 def test_files_are_on_the_disk_before_a_folder_gets_its_name(trainer):
-    """A killed process cannot show a missing sync. Chapters 2 to 10: test_quick.py"""
+    """A killed process cannot show a missing sync. Other chapters: test_matrix.py"""
     result = trainer("--max-steps", 2, "--ckpt-freq", 1, before=patches("files_on_disk"))
     assert_synced(result.output, ["step-00000001", "step-00000002", "final"])
 

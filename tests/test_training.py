@@ -215,7 +215,7 @@ def test_schedules_with_options(trainer, schedule):
 
 @pytest.mark.rest
 def test_compile_changes_nothing_but_speed(trainer):
-    """With checkpointing: test_equal.py"""
+    """With checkpointing: test_matrix.py"""
     plain = trainer("--max-steps", 4, "--eval-freq", 2, name="plain")
     compiled = trainer("--max-steps", 4, "--eval-freq", 2, "--compile", name="compiled")
     assert compiled.column("loss") == pytest.approx(plain.column("loss"), rel=1e-4)

@@ -113,6 +113,10 @@ MODELS = {
     "opt": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 96}
     | {"word_embed_proj_dim": 64, "max_position_embeddings": 64, "dropout": 0.0},
     "mixtral": SIZE | TIED | {"num_local_experts": 4, "intermediate_size": 40},
+    "mixtral with a loss of its router": SIZE
+    | TIED
+    | {"num_local_experts": 4, "intermediate_size": 40, "num_hidden_layers": 2}
+    | {"output_router_logits": True, "router_aux_loss_coef": 0.1},
     "qwen3_moe": SIZE | UNTIED | EXPERT | {"num_experts": 6, "mlp_only_layers": [0]},
     "olmoe": SIZE | UNTIED | EXPERT | {"num_experts": 8, "head_dim": 8, "hidden_size": 64},
     "gpt_oss": SIZE | UNTIED | {"num_local_experts": 4, "intermediate_size": 40},

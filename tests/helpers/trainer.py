@@ -1,5 +1,6 @@
 """`Trainer` runs a chapter and reads what it wrote."""
 
+import copy
 import itertools
 import json
 import shutil
@@ -40,15 +41,25 @@ class Trainer:
     That is chapter 1, or with `processes` chapter 2 on so many ranks, without torchrun.
     """
 
+    script, processes = None, 0
+
     def __init__(self, folder: Path, model: Path, dataset: Path):
         self.folder, self.model, self.dataset = folder, model, dataset
         self.numbers = itertools.count()
+
+    def of(self, script: Path) -> "Trainer":
+        """The same with another chapter, on two ranks if a call does not say otherwise."""
+        other = copy.copy(self)
+        other.script, other.processes = script, 2
+        return other
 
     def defaults(self, name: str) -> list:
         defaults = ["-e", name, "--save-dir", self.folder, "-m", self.model, "--from-scratch"]
         return [*defaults, "-d", self.dataset, "-s", 32, "-b", 4, "--lr", 1e-2, "--log-freq", 1]
 
-    def start(self, *flags, name="run", script=None, comet=False, processes=0, **options):
+    def start(self, *flags, name="run", script=None, comet=False, processes=None, **options):
+        script = script or self.script
+        processes = self.processes if processes is None else processes
         output = self.folder / f"output-{next(self.numbers)}.txt"
         env = {"COMET_AUTO_LOG_DISABLE": str(not comet).lower()} | options.pop("env", {})
         flags = [*self.defaults(name), *flags]

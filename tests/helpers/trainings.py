@@ -3,27 +3,23 @@
 import json
 
 import torch
-from helpers.chapters import damaged
 from helpers.runner import CHAPTERS_BY_NUMBER, SCRIPTS, Job, free_port
 from helpers.trainer import Folder
 
-STEPS, BATCH = 2, 24  # samples per step, for 1, 2, 3, 4 and 8 ranks
 AGAIN, WHOLE, OFFLOAD = "--activation-checkpointing", "--no-reshard-after-forward", "--cpu-offload"
 PARTS = ["--rank", 4, "--density", 0.05, "--alpha", 9]
+STEPS = ["--max-steps", 2, "--eval-freq", 1, "--ckpt-freq", 1, "--log-freq", 1]
+STEPS += ["--keep-checkpoints", 9]
 
 
-def described(folder, name, number, model, batch, more) -> dict:
-    script = CHAPTERS_BY_NUMBER.get(number, number)  # or a script
-    if number == "19":
-        script = damaged(script, folder, {"LOSS_CHUNK = 1024": "LOSS_CHUNK = 50"})
-    flags = ["-e", name, "-m", folder / model, "--save-dir", folder]
-    flags += PARTS if number == "14" else ["--no-from-scratch"]
-    flags += ["-d", folder / "text.jsonl", "-s", 32, "-b", batch, "--lr", 1e-4, "--log-freq", 1]
-    flags += ["--max-steps", STEPS, "--eval-freq", STEPS // 2, "--ckpt-freq", 99, *more]
-    (folder / name).mkdir()
-    env = {"MASTER_PORT": str(free_port())}
-    case = {"name": name, "script": str(script), "env": env, "folder": str(folder / name)}
-    return case | {"flags": [str(flag) for flag in flags]}
+def described(folder, name: str, script, flags, **more) -> dict:
+    """A case of many_trainings.py: two steps, with an evaluation and a checkpoint after each."""
+    script = CHAPTERS_BY_NUMBER.get(script, script)
+    flags = ["-e", name, "--save-dir", folder, *STEPS, *flags]
+    (folder / name).mkdir(exist_ok=True)  # with the checkpoint of another run
+    case = {"name": name, "script": str(script), "folder": str(folder / name)}
+    case |= {"flags": [str(flag) for flag in flags], "env": {"MASTER_PORT": str(free_port())}}
+    return case | more
 
 
 def run_cases(folder, name, cases, processes, before="") -> Job:
@@ -39,3 +35,8 @@ class Case(Folder):
         """Of all ranks; those of a stage are equal on all of its ranks."""
         files = sorted(self.folder.glob(f"gradients-{step}-*"))
         return {name: g for file in files for name, g in torch.load(file).items()}
+
+    @property
+    def graphs(self) -> list[int]:
+        """How many each rank has compiled."""
+        return [int(file.read_text()) for file in sorted(self.folder.glob("graphs-*"))]

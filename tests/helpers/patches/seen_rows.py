@@ -25,3 +25,4 @@ def to_empty(original_to_empty, self, *, device, recurse=True):
 @at_end
 def tell():
     torch.save(torch.stack(seen), os.environ["SEEN"] + os.environ["RANK"])
+    seen.clear()  # a run of its own may follow

@@ -1,25 +1,32 @@
 """Runs chapters many times in the processes of one job: `many_trainings.py CASES`.
 
-Starting processes takes longer than these trainings. In its first two steps, each rank saves its
-gradients, before they are clipped.
+A case finds what a new process would find. In its first two steps, each rank saves its gradients,
+before they are clipped, and in the end how many graphs it has compiled.
 """
 
 import functools
 import json
 import os
+import random
 import runpy
 import shutil
 import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import filelock
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch.distributed.checkpoint import state_dict
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 aot_eager = functools.partial(torch.compile, backend="aot_eager")  # in seconds, not in minutes
 torch.compile, models = aot_eager, []
+rank = int(os.environ.get("RANK", "0"))
+save = torch.serialization.save  # a patch may slow down torch.save, which chapters use
 
 
 def watch(name: str) -> None:
@@ -27,15 +34,18 @@ def watch(name: str) -> None:
 
     def call(parameters, *arguments):
         parameters = list(parameters)
+        first = case.setdefault("first parameter", id(parameters[0]))
+        if id(parameters[0]) != first:  # chapter 12 clips those of each mesh
+            return original(parameters, *arguments)
         case["step"] += 1
         if case["step"] == 1 and case.get("facts"):
-            torch.save(facts(), f"{case['folder']}/facts-{os.environ.get('RANK', '0')}")
+            save(facts(), f"{case['folder']}/facts-{rank}")
         if case["step"] < 3:
             named = models[0].named_parameters()
             gradients = {n: p.grad for n, p in named if p.grad is not None}
             whole = {n: getattr(g, "full_tensor", lambda g=g: g)() for n, g in gradients.items()}
-            file = f"{case['folder']}/gradients-{case['step']}-{os.environ.get('RANK', '0')}"
-            torch.save({n: g.clone() for n, g in whole.items()}, file)
+            file = f"{case['folder']}/gradients-{case['step']}-{rank}"
+            save({n: g.clone() for n, g in whole.items()}, file)
         return original(parameters, *arguments)
 
     setattr(torch.nn.utils, name, call)
@@ -102,23 +112,60 @@ original_train, torch.nn.Module.train = torch.nn.Module.train, train
 original_init, torch.optim.AdamW.__init__ = torch.optim.AdamW.__init__, remember_optimizer
 original_set, state_dict.set_model_state_dict = state_dict.set_model_state_dict, count_sent
 original_checkpoint = torch.utils.checkpoint.checkpoint
-registers = [each._global_mapping for each in (AttentionInterface, AttentionMaskInterface)]
-originals = [dict(register) for register in registers]  # chapter 11 changes both
-for case in json.load(open(sys.argv[1])):
+registers = [AttentionInterface, AttentionMaskInterface, ExpertsInterface]  # chapters 11 and 12
+registers = [each._global_mapping for each in registers]
+originals = [dict(register) for register in registers]
+
+
+def begin_anew(number: int) -> None:
+    """As a new process. Its random numbers are others each time, as they are for a user."""
     case["step"] = 0
+    for register, original in zip(registers, originals, strict=True):
+        register.clear()
+        register.update(original)
+    random.seed(seed := 100 * number + rank)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # or the ninth compilation of a function is silently none
+        torch._dynamo.utils.counters.clear()
+
+
+def compiled_graphs() -> int:
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo.utils.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+@contextmanager
+def away(folder: str):
+    """Nobody can read the weights of this model meanwhile. All ranks wait for rank 0."""
+    file, elsewhere = Path(folder, "model.safetensors"), Path(folder, "elsewhere")
+    file.rename(elsewhere)
+    yield
+    elsewhere.rename(file)
+
+
+def take_over(checkpoint: str, to: str) -> None:
+    """With the records of all steps, as a killed run leaves them."""
+    shutil.copytree(checkpoint, to)
+    shutil.copy(Path(checkpoint).with_name("metrics.jsonl"), Path(to).parent)
+
+
+for number, case in enumerate(json.load(open(sys.argv[1]))):
+    begin_anew(number)
     if case.get("facts"):
         torch.utils.checkpoint.checkpoint = count_chunks
-    for register, original in zip(registers, originals, strict=True):
-        register.update(original)
     os.environ.update(case["env"])
     sys.argv = [case["script"], *case["flags"]]
-    if "continues" in case and os.environ["RANK"] == "0":  # the other ranks wait for rank 0
-        shutil.copytree(*case["continues"])
+    if "continues" in case and rank == 0:  # the other ranks wait for rank 0
+        take_over(*case["continues"])
     print("\ncase", case["name"], flush=True)
-    try:
-        runpy.run_path(case["script"], run_name="__main__")
-    except SystemExit as end:
-        if end.code:
-            raise
+    with away(case["without"]) if "without" in case and rank == 0 else nullcontext():
+        try:
+            runpy.run_path(case["script"], run_name="__main__")
+        except SystemExit as end:
+            if end.code:
+                raise
+    Path(case["folder"], f"graphs-{rank}").write_text(str(compiled_graphs()))
     while locks:
         locks.pop().release(force=True)
