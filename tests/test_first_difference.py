@@ -6,7 +6,7 @@ import sys
 import pytest
 from helpers.chapters import damaged, replaced
 from helpers.models import LLAMA, MIXTURES, save_weights, write_model, write_weights
-from helpers.runner import CHAPTERS_BY_NUMBER, REPOSITORY, Job, Run, load, patches, python
+from helpers.runner import CHAPTERS_BY_NUMBER, REPOSITORY, SCRIPTS, Job, Run, load, patches, python
 
 TOOL = REPOSITORY / "tools" / "first-difference.py"
 # A script that does not tie them; both get the same first values
@@ -124,32 +124,7 @@ def test_bf16_has_its_own_tolerance_and_a_warning(start, tool, capsys):
 
 # -- Scripts of other people -----------------------------------------------------------------------
 
-MLP = """
-import os
-import torch
-import torch.distributed as dist
-
-world_size = int(os.environ.get("WORLD_SIZE", 1))
-rank = int(os.environ.get("RANK", 0))
-torch.manual_seed(0)
-model = torch.nn.Sequential(
-    torch.nn.Linear(8, 16), torch.nn.LayerNorm(16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
-)
-net = model
-if world_size > 1:
-    dist.init_process_group("gloo")
-    net = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-inputs = torch.randn(5, 12, 8)
-for x in inputs:
-    x = x.chunk(world_size)[rank]
-    loss = torch.nn.functional.cross_entropy(net(x), x[:, :4].argmax(1))
-    loss.backward()
-    optimizer.step()
-    schedule.step()
-    optimizer.zero_grad()
-"""
+MLP = (SCRIPTS / "mlp.py").read_text()
 LOG_NORM = "    torch.nn.utils.clip_grad_norm_(model.parameters(), float('inf'))\n"
 CLIP = LOG_NORM.replace("'inf'", "'0.01'")
 STEP = "    optimizer.step()"

@@ -6,8 +6,6 @@ Which tokens have labels is written out by hand, for templates in the manner of 
 import json
 import random
 import re
-import shutil
-import signal
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -239,6 +237,17 @@ TURNS = [
 ]
 
 
+def ids_of_a_server(tokenizer, messages: list, tools) -> tuple[list, list]:
+    """Those of the prompt of the last message, and of this message."""
+    options = {"tokenize": False, "tools": tools}
+    prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, **options)
+    whole = tokenizer.apply_chat_template(messages, **options)
+    answer = whole[len(prompt) :].rstrip()
+    return tuple(
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, answer)
+    )
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_tokens_of_a_server(labels, family):
     """The ids of each prompt, alone, and of each answer, alone. No other token has a label."""
@@ -265,17 +274,9 @@ def test_tokens_of_a_server(labels, family):
             assert texts == [([], [])]
             continue
         count = 0
-        for n, message in enumerate(parsed):
+        for n, message in enumerate(parsed, 1):
             if message["role"] == "assistant":
-                options = {"tokenize": False, "tools": tools}
-                prompt = tokenizer.apply_chat_template(
-                    parsed[:n], add_generation_prompt=True, **options
-                )
-                whole = tokenizer.apply_chat_template(parsed[: n + 1], **options)
-                prompt_ids, answer_ids = (
-                    tokenizer(text, add_special_tokens=False)["input_ids"]
-                    for text in (prompt, whole[len(prompt) :].rstrip())
-                )
+                prompt_ids, answer_ids = ids_of_a_server(tokenizer, parsed[:n], tools)
                 end = len(prompt_ids) + len(answer_ids)
                 assert any(
                     ids[:end] == prompt_ids + answer_ids
@@ -347,57 +348,57 @@ REFUSED_ROW = {"messages": [Q | {"content": "No"}, A]}
 CODES = [{"instruction": "q", "input": f"{n:03}", "output": "NA"} for n in range(99)]
 CALLED = [[{"function": {"name": "f", "arguments": {key: 1}}}] for key in "ab"]
 CALLED = [{"messages": [Q, A | {"tool_calls": calls}]} for calls in CALLED]
+NULL = {"messages": [Q, A | {"tool_calls": CALLS}]}
+TOOL = TURN | {"tools": [{"name": "f"}]}
 # The ending of a file, its rows, and what the output has
 FILES = {
     "codes": ("csv", CODES, "user\nq\n\n000<|im_end|>\n<|im_start|>assistant\n«NA"),
     # Nulls in a table are those of absent keys. In JSON, they are meant.
     "calls with nulls": ("parquet", CALLED * 50, "«a<call>a=1<|call|>»"),
-    "a null that is meant": (
-        "jsonl",
-        [{"messages": [Q, A | {"tool_calls": CALLS}]}] + [TURN] * 99,
-        "«a<call>a=nullb=3<|call|>»",
-    ),
-    "tools": ("jsonl", [TURN | {"tools": [{"name": "f"}]}] * 99, '{"name": "f"}<|im_s'),
+    "a null that is meant": ("jsonl", [NULL] + [TURN] * 99, "«a<call>a=nullb=3<|call|>»"),
+    "tools": ("jsonl", [TOOL] * 99, '{"name": "f"}<|im_s'),
     "a long one at the end": ("jsonl", [TURN] * 50 + [LONG] * 2, "49 rows in train, 1 rows in val"),
     "a plain one": ("jsonl", [TURN] * 9, PLAIN),
     "few refused": (
         "jsonl",
         [TURN] * 96 + [REFUSED_ROW] * 3,
-        "warning: the template refuses 3 conversations, as with: No.",
+        "refuses 3 conversations, as with: No.",
     ),
-    "many refused": (
-        "jsonl",
-        [TURN] * 94 + [REFUSED_ROW] * 5,
-        "error: more than 5 % of the conversations are refused",
-    ),
-    "all refused": ("jsonl", [REFUSED_ROW] * 99, "a conversation is refused"),
-    "no answer fits": ("jsonl", [LONG] * 30, "30 answers: 0 fit into -s 64"),
-    "one conversation": ("jsonl", [TURN], "error: too few texts fit into -s 64 to train on"),
-    "no answers": ("jsonl", [{"messages": [Q]}] * 99, "error: no conversation has an answer"),
+}
+# What the output has, and the rows
+WITHOUT_ROWS = {
+    "error: more than 5 % of the conversations are refused": [TURN] * 94 + [REFUSED_ROW] * 5,
+    "a conversation is refused": [REFUSED_ROW] * 99,
+    "30 answers: 0 fit into -s 64": [LONG] * 30,
+    "error: too few texts fit into -s 64 to train on": [TURN],
+    "error: no conversation has an answer": [{"messages": [Q]}] * 99,
 }
 
 
-def test_files_of_conversations(prepare, labels, tmp_path, strict):
-    """Each file becomes rows, with nothing silent, or ends in a sentence and leaves nothing."""
+@pytest.mark.parametrize("case", FILES)
+def test_files_of_conversations(prepare, labels, tmp_path, strict, case):
+    """They become rows, with nothing silent."""
+    ending, rows, expected = FILES[case]
+    write_file(file := tmp_path / f"rows.{ending}", rows)
+    output = prepare(file, *ROWS, "-m", strict, "-s", 64, "--no-packing")
     tokenizer = AutoTokenizer.from_pretrained(strict)
-    for case, (ending, rows, expected) in FILES.items():
-        write_file(file := tmp_path / f"{case}.{ending}", rows)
-        is_good = expected[:6] != "error:" and not case.startswith(("all ref", "no answer fits"))
-        flags = [*ROWS, "-m", strict, "-s", 64, "--no-packing"]
-        output = prepare(file, *flags, status=0 if is_good else 1)
-        if not is_good:
-            assert expected in output, (case, output)
-            assert_one_sentence(output, "error: ")
-            assert not (tmp_path / "out" / "rows.json").exists()
-            continue
-        for row in rows_in(tmp_path / "out"):
-            assert row.keys() == {*LISTS, "answer_tokens"}  # one text, so no positions
-            assert len(row["input_ids"]) == len(row["labels"]) == 64
-            assert row["answer_tokens"] == sum(label >= 0 for label in row["labels"])
-            output += labels.marked(row["input_ids"], row["labels"], [0], tokenizer)
-        assert expected in output, (case, output)
-        assert len(rows_in(tmp_path / "out", "validation")) == 1
-        shutil.rmtree(tmp_path / "out")
+    for row in rows_in(tmp_path / "out"):
+        assert row.keys() == {*LISTS, "answer_tokens"}  # one text, so no positions
+        assert len(row["input_ids"]) == len(row["labels"]) == 64
+        assert row["answer_tokens"] == sum(label >= 0 for label in row["labels"])
+        output += labels.marked(row["input_ids"], row["labels"], [0], tokenizer)
+    assert expected in output
+    assert len(rows_in(tmp_path / "out", "validation")) == 1
+
+
+@pytest.mark.parametrize("part", WITHOUT_ROWS)
+def test_files_without_rows(prepare, tmp_path, strict, part):
+    """They end in a sentence, and leave nothing."""
+    file = write_rows(tmp_path / "rows.jsonl", WITHOUT_ROWS[part])
+    output = prepare(file, *ROWS, "-m", strict, "-s", 64, "--no-packing", status=1)
+    assert part in output
+    assert_one_sentence(output, "error: ")
+    assert not (tmp_path / "out" / "rows.json").exists()
 
 
 def test_held_out(prepare, tmp_path, strict, monkeypatch):
@@ -427,16 +428,22 @@ def test_held_out(prepare, tmp_path, strict, monkeypatch):
     assert numbers == [[*range(497)], [*range(497, 500)]]
 
 
-def test_what_the_folder_says(prepare, labels, tmp_path, strict):
-    """For people and for a chapter. What decides the rows makes other rows, or asks to replace."""
-    write_rows(
-        tmp_path / "rows.jsonl", [{"messages": [Q | {"content": "x" * n}, A]} for n in range(99)]
-    )
-    template = tmp_path / "other.jinja"
-    template.write_text(CHATML + "{{ '' }}")
-    flags = ["rows.jsonl", *ROWS[:-1], "-m", strict, "-s", 64]
+@pytest.fixture
+def flags(tmp_path, strict):
+    """To make rows of a file without overwriting."""
+    rows = [{"messages": [Q | {"content": "x" * n}, A]} for n in range(99)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    return ["rows.jsonl", *ROWS[:-1], "-m", strict, "-s", 64]
+
+
+def facts_in(folder) -> dict:
+    return json.loads((folder / "out" / "rows.json").read_text())
+
+
+def test_what_the_folder_says(prepare, tmp_path, strict, flags):
+    """For people and for a chapter."""
     prepare(*flags)
-    facts = json.loads((tmp_path / "out" / "rows.json").read_text())
+    facts = facts_in(tmp_path)
     assert facts["command"].startswith("python tools/prepare-data.py -o out rows.jsonl --as mess")
     tokenizer = AutoTokenizer.from_pretrained(strict)
     assert tokenizer.convert_ids_to_tokens(facts["stop_tokens"]) == ["<|im_end|>"]
@@ -447,31 +454,46 @@ def test_what_the_folder_says(prepare, labels, tmp_path, strict):
     for name in ("train", "validation"):  # as people read the folder
         rows = datasets.load_dataset(str(tmp_path / "out"), split=name)
         assert rows[0] == rows_in(tmp_path / "out", name)[0]
+
+
+def test_what_decides_the_rows(prepare, tmp_path, flags):
+    """It makes other rows, or asks to replace them. The options are not those of this template."""
+    template = tmp_path / "other.jinja"
+    template.write_text(CHATML + "{{ '' }}")
+    prepare(*flags)
     assert "Nothing has changed" in prepare(*flags)
-    hashes = {facts["rows_hash"]}
-    for more, name in (
-        (["-s", 96], "--seq-length"),
-        (["--chat-template", template], "--chat-template"),
-        (["--template-options", "{a: false}"], "--template-options"),
-        (["--no-packing"], "--packing"),
+    hashes = {facts_in(tmp_path)["rows_hash"]}
+    for more, name, is_other in (
+        (["-s", 96], "--seq-length", True),
+        (["--chat-template", template], "--chat-template", True),
+        (["--template-options", "{a: false}"], "--template-options", False),
+        (["--no-packing"], "--packing", True),
     ):
         prepare(*flags, "--overwrite")
         output = prepare(*flags, *more, status=1)
         assert_one_sentence(output, f"out was made with different flags ({name}): --overwrite")
         prepare(*flags, *more, "--overwrite")
-        other = json.loads((tmp_path / "out" / "rows.json").read_text())
-        hashes.add(other["rows_hash"])
-        assert (other["chat_template"] is None) == ("--chat-template" not in more)
-    assert len(hashes) == 4  # the options are not those of this template
-    for weight in (0, 1):  # equal tokens, and other labels
+        facts = facts_in(tmp_path)
+        assert (facts["rows_hash"] not in hashes) == is_other
+        assert (facts["chat_template"] is None) == (name != "--chat-template")
+        hashes.add(facts["rows_hash"])
+
+
+def test_labels_decide_the_rows(prepare, tmp_path, flags):
+    """Equal tokens, and other labels."""
+    hashes = set()
+    for weight in (0, 1):
         rows = [{"messages": [Q, A | {"weight": weight}, Q, A]}] * 9
         write_rows(tmp_path / "rows.jsonl", rows)
         prepare(*flags, "--overwrite")
-        hashes.add(json.loads((tmp_path / "out" / "rows.json").read_text())["rows_hash"])
-    assert len(hashes) == 6
+        hashes.add(facts_in(tmp_path)["rows_hash"])
+    assert len(hashes) == 2
+
+
+def test_flags_of_rows(prepare, tmp_path, flags):
     for more in (["--mds"], ["--packing", "trunc"], ["--template-options", "3"]):
         prepare(*flags, *more, status=2)
-    prepare("rows.jsonl", "--as", "messages", "--chat-template", template, status=2)
+    prepare("rows.jsonl", "--as", "messages", "--chat-template", DEMO_TEMPLATE, status=2)
     output = prepare("rows.jsonl", *ROWS, "-m", TINY_LLAMA, status=1)
     assert_one_sentence(output, "has no chat template: give --chat-template a file")
 
@@ -529,26 +551,13 @@ def test_documents(prepare, chapter_1, texts, tmp_path):
     assert facts["template"] is None
 
 
-def flags_of(conversations) -> list:
-    return [conversations, *ROWS, "-m", TINY_LLAMA, "--chat-template", DEMO_TEMPLATE, "-s", 64]
-
-
-def test_a_kill_leaves_nothing(conversations, tmp_path):
-    """And the same command goes its way."""
-    kill = "import os, signal\nos.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)\n"
-    flags = [*flags_of(conversations), "-o", tmp_path / "out"]
-    run_tool(tmp_path, "prepare-data.py", *flags, status=-signal.SIGKILL, before=kill)
-    assert not (tmp_path / "out").exists()
-    run_tool(tmp_path, "prepare-data.py", *flags)
-    assert [*tmp_path.glob(".out*")] == []
-
-
 @pytest.mark.rest
 def test_processes_write_the_same_rows(conversations, tmp_path):
+    flags = [conversations, *ROWS, "-m", TINY_LLAMA, "--chat-template", DEMO_TEMPLATE, "-s", 64]
     hashes = set()
     for workers in (1, 2):
         more = ["--workers", workers, "-o", tmp_path / f"by-{workers}"]
-        run_tool(tmp_path, "prepare-data.py", *flags_of(conversations), *more)
+        run_tool(tmp_path, "prepare-data.py", *flags, *more)
         facts = json.loads((tmp_path / f"by-{workers}" / "rows.json").read_text())
         hashes.add(facts["rows_hash"])
     assert len(hashes) == 1

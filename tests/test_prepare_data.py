@@ -5,7 +5,6 @@ import gzip
 import json
 import lzma
 import os
-import random
 import re
 import signal
 from collections import Counter
@@ -90,8 +89,6 @@ def test_text_files(prepared, tmp_path, chapter_1, tokenizer):
     (tmp_path / "texts" / "deep").mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "texts" / "link").symlink_to(tmp_path / "elsewhere")
-    for name in ("up", "again"):
-        (tmp_path / "texts" / "deep" / name).symlink_to(tmp_path / "texts")
     files = {
         "texts/README.txt": b"first\n\n\ndocument " * 9,
         "texts/a.txt": b"one<|endoftext|>two<|endoftext|>three",
@@ -125,20 +122,25 @@ def test_text_files(prepared, tmp_path, chapter_1, tokenizer):
     assert prepared(*flags)[1]["train"] == ["Größe " * 99]
 
 
+def test_links_that_lead_back_are_followed_once(documents, tmp_path):
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "again").symlink_to(tmp_path)
+    assert documents.expand(f"{tmp_path}/**/*.txt") == [f"{tmp_path}/a.txt"]
+
+
 def test_long_documents(documents, prepared, tmp_path):
     """They are cut, and a border between two reads of the file stays a border."""
     text = "".join(f"{n} of many words " for n in range(40_000))
     (tmp_path / "a.txt").write_text(f"{text}<|endoftext|>b")
     write_documents(tmp_path / "a.jsonl", [text, "b"])
-    for length in range(249_975, 250_015):
-        (tmp_path / "border.txt").write_text("x" * length + "<|endoftext|>y")
-        found = splits_of(documents, tmp_path / "border.txt")["train"]
-        assert ("".join(found), found[-1]) == ("x" * length + "y", "y")
-    for length in range(249_985, 250_015):  # the second read ends shortly behind a piece
-        first = "a" * 249_977
-        (tmp_path / "border.txt").write_text("<|endoftext|>".join([first, "x" * length, "y"]))
-        found = splits_of(documents, tmp_path / "border.txt")["train"]
-        assert ("".join(found), found[-1]) == (first + "x" * length + "y", "y")
+    end = "<|endoftext|>"
+    # In the second case, the second read ends shortly behind a piece.
+    for first in ("", "a" * 249_977):
+        for length in range(249_975, 250_015):
+            parts = [part for part in (first, "x" * length, "y") if part]
+            (tmp_path / "border.txt").write_text(end.join(parts))
+            found = splits_of(documents, tmp_path / "border.txt")["train"]
+            assert ("".join(found), found[-1]) == ("".join(parts), "y")
     for name in ("a.txt", "a.jsonl"):
         output, rows = prepared(name, "--no-shuffle", "--overwrite")
         size = 250_000
@@ -240,10 +242,11 @@ def test_an_error_names_its_file(prepared, tmp_path, name):
     (tmp_path / name).write_bytes(content)
     (tmp_path / "a.txt").write_text("good")
     output, rows = prepared("a.txt", name, status=1 if part else 0)
-    if part and "rejected" not in part:
+    assert ("good" in rows["train"]) == (part is None), output
+    assert [path.name for path in tmp_path.glob(".*")] == []
+    if part:
         assert_one_sentence(output, part)
-    elif part:
-        assert output.splitlines()[-1].startswith(f"error: {part}: correct them")
+    if "rejected" in str(part):
         assert f"{name}:" in output
         # A source of which nothing is left is an error with --skip-bad, too.
         is_lost = name not in ("broken.jsonl", "no UTF-8.parquet")
@@ -252,9 +255,6 @@ def test_an_error_names_its_file(prepared, tmp_path, name):
             assert_one_sentence(output, f"nothing is left of {name}")
         else:
             assert "good" in rows["train"]
-            return
-    assert ("good" in rows["train"]) == (part is None), output
-    assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 def test_nothing_to_train_on(prepared, tmp_path):
@@ -263,14 +263,9 @@ def test_nothing_to_train_on(prepared, tmp_path):
         output, _ = prepared(name, status=1)
         assert_one_sentence(output, "there is no document to train on")
     (tmp_path / "good.txt").write_text("good")
-    for name, content in (
-        ("d.jsonl", '{"text": ""}\n{"text": null}\n'),
-        ("e.csv", "text\n \xff\n"),
-        ("f.jsonl.gz", "no archive"),
-    ):
-        (tmp_path / name).write_bytes(content.encode("latin-1"))
-        output, _ = prepared(name, "good.txt", "--skip-bad", status=1)
-        assert_one_sentence(output, f"nothing is left of {name}: ")
+    (tmp_path / "d.jsonl").write_text('{"text": ""}\n{"text": null}\n')
+    output, _ = prepared("d.jsonl", "good.txt", "--skip-bad", status=1)
+    assert_one_sentence(output, "nothing is left of d.jsonl: ")
 
 
 def test_a_column_of_tables_alone(prepared, tmp_path):
@@ -312,28 +307,37 @@ def test_the_command_that_trains(prepared, tmp_path):
         assert output.splitlines()[-1] == command
 
 
-def test_the_folder_is_whole_or_not_there(prepared, tmp_path):
-    """A kill leaves nothing, and the next command goes its way. Folders of others stay."""
-    (tmp_path / "others").mkdir()
-    (tmp_path / "others" / "file").touch()
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_a_stop_leaves_nothing(prepared, tmp_path, name):
+    """And the next command goes its way."""
+    write_documents(tmp_path / "a.jsonl", ["one", "two"])
+    stop = f"import os, signal\nos.fsync = lambda file: os.kill(os.getpid(), signal.{name})\n"
+    flags = ["a.jsonl", "-o", "out"]
+    status, output = outcome(tmp_path, TOOL, *flags, before=stop, cwd=tmp_path)
+    number = getattr(signal, name)
+    assert status == {"SIGKILL": -number, "SIGTERM": 128 + number, "SIGINT": 1}[name], output
+    assert not (tmp_path / "out").exists()
+    assert len([*tmp_path.glob(".*")]) == (name == "SIGKILL")
+    prepared("a.jsonl")
+    assert [*tmp_path.glob(".*")] == []
+
+
+def test_folders_of_others_stay(prepare, tmp_path):
+    write_documents(tmp_path / "a.jsonl", ["one"])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    assert_one_sentence(prepare("a.jsonl", status=1), "this tool has not written")
+
+
+def test_sources_that_change(prepared, tmp_path):
     file = write_documents(tmp_path / "a.jsonl", ["one", "two"])
-    output = run_tool(tmp_path, TOOL.name, file, "-o", tmp_path / "others", status=1)
-    assert_one_sentence(output, "this tool has not written")
-    slow = "import os, signal\nos.fsync = lambda file: os.kill(os.getpid(), signal.{})\n"
-    for name in ("SIGKILL", "SIGTERM", "SIGINT"):
-        options = {"before": slow.format(name), "cwd": tmp_path}
-        status, output = outcome(tmp_path, TOOL, "a.jsonl", "-o", "out", **options)
-        number = getattr(signal, name)
-        assert status == {"SIGKILL": -number, "SIGTERM": 128 + number, "SIGINT": 1}[name], output
-        assert not (tmp_path / "out").exists()
-        assert len([*tmp_path.glob(".*")]) == (name == "SIGKILL")
+    times = os.stat(file)
     _, rows = prepared("a.jsonl")
     assert "Nothing has changed" in prepared("a.jsonl")[0]
     assert "has the same documents" in prepared("a.jsonl", "--check")[0]
-    times = os.stat(file)
     write_documents(file, ["one", "two, changed"])
     output, kept = prepared("a.jsonl", status=1)
-    assert_one_sentence(output, "a.jsonl changed since out was made: --overwrite replaces it")
+    assert_one_sentence(output, "a.jsonl changed since out was made: --overwrite")
     assert kept == rows
     write_documents(file, ["one", "two"])  # the same content at another time
     assert "Nothing has changed" in prepared("a.jsonl")[0]
@@ -342,18 +346,22 @@ def test_the_folder_is_whole_or_not_there(prepared, tmp_path):
     assert "Nothing has changed" in prepared("a.jsonl")[0]
     assert "has other documents" in prepared("a.jsonl", "--check", status=1)[0]
     assert "at most 4 MB" in prepared("a.jsonl", "--dry-run")[0]
+
+
+def test_flags_that_change(prepared, tmp_path):
+    write_documents(tmp_path / "a.jsonl", ["one", "two"])
+    write_documents(tmp_path / "b.jsonl", ["three"])
+    prepared("a.jsonl")
     for flags, what in (
         (["a.jsonl", "--seed", 1], "flags (--seed)"),
         (["a.jsonl", "--as", "messages", "--role", "x=user"], "flags (--as, --role)"),
-        (["b.jsonl"], "sources"),
         (["a.jsonl", "b.jsonl"], "sources"),
     ):
-        write_documents(tmp_path / "b.jsonl", ["three"])
         output, _ = prepared(*flags, status=1)
-        assert_one_sentence(output, f"out was made with different {what}: --overwrite replaces it")
-    prepared("*", "--overwrite")  # its own folder is no source
+        assert_one_sentence(output, f"out was made with different {what}: --overwrite")
+    _, rows = prepared("*", "--overwrite")  # its own folder is no source
+    assert sorted(rows["train"]) == ["one", "three", "two"]
     assert len([*(tmp_path / "out").iterdir()]) == 3
-    assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 # -- Held out, copies and shares -------------------------------------------------------------------
@@ -420,17 +428,29 @@ def test_shares(prepared, tmp_path):
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a": null, "b": 3}'}}
 PARSED = {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": 3}}}
 FILLED = {"function": {"name": "f", "arguments": {"a": None, "b": 3}}, "id": None}
+FUNCTION = json.dumps(CALL["function"])
+TWO_CALLS = json.dumps([CALL, CALL])
+IN_TEXT = {"function": FUNCTION}
+BARE = {"name": "f", "arguments": {}}
+ONE = {"a": 1}
+IN_JSON = json.dumps(json.dumps(ONE))  # JSON text in JSON text
+NO_NAME = [{"arguments": "{}"}]
 Q, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 SYSTEM = {"role": "system", "content": "s"}
 EMPTY = {"role": "assistant", "content": ""}
-CALLS = {"role": "assistant", "content": "", "tool_calls": [PARSED]}
+
+
+def called(calls) -> dict:
+    return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+CALLS = called([PARSED])
 # A row, and its messages
 FORMS = [
     ({"messages": [Q, A | {"name": None, "tool_calls": []}], "id": 3}, [Q, A]),
     ({"messages": json.dumps([Q, A | {"name": None}])}, [Q, A]),
     ({"messages": [json.dumps(Q), json.dumps(A)]}, [Q, A]),
     ({"messages": None}, []),
-    ({"messages": ""}, []),
     ({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}, [Q, A]),
     ({"conversations": [{"from": "system", "value": "s"}, Q, A]}, [SYSTEM, Q, A]),
     ({"conversations": [{"from": "tool", "value": "t"}]}, [{"role": "tool", "content": "t"}]),
@@ -451,7 +471,6 @@ FORMS = [
     ({"instruction": "q", "input": None, "output": "a", "system": "s"}, [SYSTEM, Q, A]),
     ({"instruction": "q", "output": "a", "history": [["q", "a"]]}, [Q, A, Q, A]),
     ({"instruction": "q", "output": "a", "history": '[["q", "a"]]'}, [Q, A, Q, A]),
-    ({"instruction": "q", "output": "a", "history": None}, [Q, A]),
     ({"instruction": "q", "input": "000", "output": "a"}, [Q | {"content": "q\n\n000"}, A]),
     ({"instruction": "q", "input": 0, "output": "a"}, [Q | {"content": "q\n\n0"}, A]),
     # In JSON text, a null is meant. In fields of a table, the row does not have the key.
@@ -459,34 +478,17 @@ FORMS = [
     ({"messages": json.dumps([{"role": "assistant", "tool_calls": [PARSED]}])}, [CALLS]),
     ({"messages": [{"role": "assistant", "tool_calls": json.dumps([PARSED])}]}, [CALLS]),
     ({"messages": [{"role": "assistant", "tool_calls": [json.dumps(PARSED)]}]}, [CALLS]),
+    ({"messages": [called([IN_TEXT])]}, [called([{"function": PARSED["function"]}])]),
+    ({"messages": [called([FILLED])]}, [called([{"function": BARE | {"arguments": {"b": 3}}}])]),
+    ({"messages": [called([BARE | {"arguments": ""}])]}, [called([BARE])]),
     (
-        {"messages": [CALLS | {"tool_calls": [{"function": json.dumps(CALL["function"])}]}]},
-        [CALLS | {"tool_calls": [{"function": PARSED["function"]}]}],
-    ),
-    (
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": [FILLED]}]},
-        [CALLS | {"tool_calls": [{"function": {"name": "f", "arguments": {"b": 3}}}]}],
-    ),
-    (
-        {"messages": [A | {"tool_calls": [{"name": "f", "arguments": ""}]}]},
-        [A | {"tool_calls": [{"name": "f", "arguments": {}}]}],
+        {"messages": [called([BARE | {"arguments": IN_JSON}])]},
+        [called([BARE | {"arguments": ONE}])],
     ),
     # A call of ShareGPT, and the older form of OpenAI
-    (
-        {"conversations": [{"from": "function_call", "value": json.dumps(CALL["function"])}]},
-        [CALLS],
-    ),
-    (
-        {"conversations": [{"from": "function_call", "value": json.dumps([CALL, CALL])}]},
-        [CALLS | {"tool_calls": [PARSED, PARSED]}],
-    ),
+    ({"conversations": [{"from": "function_call", "value": FUNCTION}]}, [CALLS]),
+    ({"conversations": [{"from": "function_call", "value": TWO_CALLS}]}, [called([PARSED] * 2)]),
     ({"messages": [{"role": "assistant", "function_call": CALL["function"]}]}, [CALLS]),
-    # JSON text in JSON text
-    (
-        {"messages": [CALLS | {"tool_calls": [{"name": "f", "arguments": '"{\\"a\\": 1}"'}]}]},
-        [CALLS | {"tool_calls": [{"name": "f", "arguments": {"a": 1}}]}],
-    ),
-    ({"messages": [CALLS | {"tool_calls": json.dumps(json.dumps([PARSED]))}]}, [CALLS]),
 ]
 
 
@@ -500,7 +502,6 @@ REFUSED = [
     ("messages must be JSON, not this text", {"messages": "[{'role': 'user'}]"}),
     ("a message of messages must be an object: 3", {"messages": [3]}),
     ("messages must be a list: 3", {"messages": "3"}),
-    ("messages must be a list", {"messages": Q}),
     ("history must be a list of pairs", {"instruction": "", "output": "", "history": [Q]}),
     ("history must be a list: 4", {"instruction": "", "output": "", "history": "4"}),
     ("tools must be a list: 4", {"tools": "4", "messages": [Q, A]}),
@@ -509,36 +510,24 @@ REFUSED = [
     ("function of a tool must be an object", {"messages": [A | {"tool_calls": [{"function": 4}]}]}),
     ("arguments must be JSON", {"messages": [A | {"tool_calls": [{"arguments": "{"}]}]}),
     ("arguments must be an object: 5", {"messages": [A | {"tool_calls": [{"arguments": "5"}]}]}),
-    ("arguments must be an object: [", {"messages": [A | {"tool_calls": [{"arguments": [1]}]}]}),
-    ("arguments must be an object: T", {"messages": [A | {"tool_calls": [{"arguments": True}]}]}),
-    (
-        "a call of a tool must have a name",
-        {"messages": [A | {"tool_calls": [{"arguments": "{}"}]}]},
-    ),
+    ("a call of a tool must have a name", {"messages": [called(NO_NAME)]}),
     ("function_call must be JSON", {"conversations": [{"from": "function_call", "value": "f()"}]}),
     ("a tool must be an object: 1", {"tools": [1], "messages": [Q, A]}),
     ("an answer is empty", {"messages": [Q, EMPTY]}),
     ("an answer is empty", {"prompt": "q", "completion": " \n"}),
-    ("an answer is empty", {"instruction": "q", "output": "a", "history": [["q", ""]]}),
     ("input must be text: True", {"instruction": "q", "input": True, "output": "a"}),
     ("input must be text: ['x']", {"instruction": "q", "input": ["x"], "output": "a"}),
-    ("input must be text: nan", {"instruction": "q", "input": float("nan"), "output": "a"}),
-    ("instruction must be text: {", {"instruction": {"a": 1}, "output": "a"}),
     ("completion must be text: ['a", {"prompt": "q", "completion": ["a", "b"]}),
     ("must be text, perhaps empty", {"messages": [Q, A], "system": False}),
-    ("must be text, perhaps empty", {"messages": [Q, A], "system": ["s"]}),
     ("must be JSON, not this text: q", ["q", "a"]),
     ("a row must be an object, or a list of messages: 3", 3),
     ("must be text, perhaps empty", {"messages": [{"content": "a"}]}),
     ("must be text, perhaps empty", {"messages": [Q, A | {"content": None}]}),
-    ("must be text, perhaps empty", {"messages": [Q, A | {"content": 4}]}),
     ("must be text, perhaps empty", {"messages": [Q, A | {"content": [{"type": "text"}]}]}),
-    ("must be text, perhaps empty", {"prompt": "q", "completion": None}),
     ("weight of a message must be a number", {"messages": [A | {"weight": "0"}]}),
     ("weight of a message must be a number", {"messages": [A | {"weight": float("nan")}]}),
     ("unknown role 'bing': say which one it is, as in --role bing=assistant", said_by("bing")),
     ("as in --role 'my bot=assistant'", said_by("my bot")),
-    ("unknown role 'tools'", said_by("tools")),
 ]
 
 
@@ -618,47 +607,25 @@ def test_forms_of_rows(documents):
         assert sentence in ": ".join(map(str, error.value.args))
 
 
-def json_text(chance, depth=0) -> str:
-    """A random value, as JSON that libraries like to change."""
-    kind = chance.randint(0, 8 if depth < 3 else 6)
-    if kind > 6:
-        values = [json_text(chance, depth + 1) for _ in range(chance.randint(0, 3))]
-        if kind == 7:
-            return f"[{', '.join(values)}]"
-        return "{" + ", ".join(f'"{chance.choice("abc")}": {value}' for value in values) + "}"
-    texts = [
-        "2026-01-02",
-        "2026-01-02T03:04:05Z",
-        "",
-        "NaN",
-        "007",
-        "1e5",
-        "Größe \u0000 \U0001f680",
-    ]
-    return [
-        repr(chance.uniform(-1, 1) * 10 ** chance.randint(-30, 30)),
-        str(chance.randint(-(10**30), 10**30)),
-        chance.choice(["20", "20.5", "-0.0", "1E+2", "1e-12", "3.141592653589793"]),
-        "null",
-        chance.choice(["true", "false"]),
-        json.dumps(chance.choice(texts)),
-        json.dumps(chance.choice(texts), ensure_ascii=False),
-    ][kind]
+# JSON that libraries like to change
+VALUES = [
+    *["20", "20.5", "-0.0", "1E+2", "1e-12", "3.141592653589793", "1e300", f"-{10**30 + 1}"],
+    *["null", "true", "false", '""', '"NaN"', '"007"', '"1e5"', '"2026-01-02"'],
+    *['"2026-01-02T03:04:05Z"', '"Größe \\u0000 \U0001f680"', '"Gr\\u00f6\\u00dfe"', "[]", "{}"],
+    *["[null, 1]", '{"a": null}', '{"a": 1, "a": 2.0}', '[{"b": [{"c": "0"}]}, [[]], "x"]'],
+]
 
 
 def test_the_template_sees_what_json_says(prepare, tmp_path):
     """Numbers, dates, nulls and repeated keys, in arguments of calls and in schemas of tools."""
-    chance = random.Random(0)
     labels = load(REPOSITORY / "tools" / "labels.py")
     lines = []
-    for n in range(300):
-        values = [json_text(chance) for _ in range(4)]
-        arguments = f'{{"x": {values[0]}, "y": {values[1]}, "x": {values[2]}}}'
-        call = f'{{"function": {{"name": "f{n}", "arguments": {arguments}}}}}'
-        messages = (
-            f'{{"role": "user", "content": "{n}"}}, {{"role": "assistant", "tool_calls": [{call}]}}'
-        )
-        lines.append(f'{{"messages": [{messages}], "tools": [{{"default": {values[3]}}}]}}\n')
+    for n, value in enumerate(VALUES):
+        arguments = f'{{"x": {VALUES[n - 3]}, "y": {VALUES[n - 7]}, "x": {value}}}'
+        call = f'{{"function": {{"name": "f", "arguments": {arguments}}}}}'
+        answer = f'{{"role": "assistant", "content": "", "tool_calls": [{call}]}}'
+        messages = f'[{{"role": "user", "content": "{n}"}}, {answer}]'
+        lines.append(f'{{"messages": {messages}, "tools": [{{"default": {value}}}]}}\n')
     (tmp_path / "a.jsonl").write_text("".join(lines))
     prepare("a.jsonl", "--as", "messages", "--held-out", "10%")
     splits = datasets.load_dataset("parquet", data_dir=str(tmp_path / "out"))
@@ -666,7 +633,6 @@ def test_the_template_sees_what_json_says(prepare, tmp_path):
     found.sort(key=lambda conversation: int(conversation[0][0]["content"]))
     for (messages, tools), line in zip(found, lines, strict=True):
         row = json.loads(line)
-        row["messages"][1]["content"] = ""
         assert repr(tools) == repr(row["tools"])
         for message, wanted in zip(messages, row["messages"], strict=True):
             assert repr(sorted(message.items())) == repr(sorted(wanted.items()))
