@@ -9,7 +9,7 @@ from helpers.models import FAR_LOOKING
 from helpers.runner import CHAPTER_11, patches
 from helpers.trainer import resume
 
-CP = {"script": CHAPTER_11}
+CHAPTER = CHAPTER_11
 TOKENS = ["--exchange", "tokens"]
 
 
@@ -18,16 +18,16 @@ TOKENS = ["--exchange", "tokens"]
 
 @pytest.mark.rest
 @pytest.mark.parametrize("exchange", ["heads", "tokens"])
-def test_dropout_and_resume(trainer, dropout_model, exchange):
+def test_dropout_and_resume(train, dropout_model, exchange):
     """Ranks of a group drop other activations, and a resumed run drops the same ones."""
     flags = ["-m", dropout_model, "-b", 2, "--max-steps", 4, "--eval-freq", 4, "--ckpt-freq", 2]
     flags += ["--context-parallel", 2, "--exchange", exchange]
-    options = {"processes": 4, "before": patches("seeds_and_dropout")} | CP
-    origin = trainer(*flags, name="origin", **options)
+    options = {"processes": 4, "before": patches("seeds_and_dropout")}
+    origin = train(*flags, name="origin", **options)
     seeds = [seed for rank in told(origin, "seeds ") for seed in rank]
     assert len({*seeds}) == len(seeds) == 4 * 2
     assert len({mask for (mask,) in told(origin, "dropped ")}) == 4
-    same = resume(origin, trainer, 2, *flags, **options)
+    same = resume(origin, train, 2, *flags, **options)
     assert told(same, "seeds ") == told(origin, "seeds ")
     assert_same_checkpoint(*(run.folder / "step-00000004" for run in (origin, same)))
 

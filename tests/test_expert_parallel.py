@@ -7,11 +7,11 @@ import pytest
 import torch
 from helpers.assertions import assert_all_skip_update_3, assert_one_sentence, told, worst
 from helpers.models import MIXTURES, write_model, write_weights
-from helpers.runner import CHAPTER_3, CHAPTER_12, load, patches
+from helpers.runner import CHAPTER_1, CHAPTER_3, CHAPTER_12, load, patches
 from helpers.trainer import Trainer, gradients_of, resume
 from safetensors.torch import load_file, save_file
 
-EP = {"script": CHAPTER_12}
+CHAPTER = CHAPTER_12
 
 
 # -- The same training -----------------------------------------------------------------------------
@@ -24,7 +24,7 @@ HALF = ["-b", 2, "--gradient-accumulation-steps", 2]
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory, mixtral, dataset):
     """A trainer whose runs several tests use."""
-    return Trainer(tmp_path_factory.mktemp("shared"), mixtral, dataset)
+    return Trainer(tmp_path_factory.mktemp("shared"), mixtral, dataset).of(CHAPTER)
 
 
 STEPS = ["--max-steps", 5, "--lr", 1e-3, "--eval-freq", 0, "--max-grad-norm", 0]
@@ -33,19 +33,20 @@ STEPS = ["--max-steps", 5, "--lr", 1e-3, "--eval-freq", 0, "--max-grad-norm", 0]
 @pytest.mark.rest
 def test_clipping_over_both_meshes(shared):
     """All gradients get the same factor, which follows from the norm of all of them."""
-    expected, _ = gradients_of(shared, *STEPS, *WHOLE, name="plain")
+    plain = {"name": "plain", "script": CHAPTER_1, "processes": 0}
+    expected, _ = gradients_of(shared, *STEPS, *WHOLE, **plain)
     norm = sum(g.double().square().sum().item() for g in expected.values()) ** 0.5
     assert norm > 0.2
     split = ["-b", 2, "--expert-parallel", 2]
-    options = {"name": "clipped", "processes": 4} | EP
-    found, run = gradients_of(shared, *STEPS, *split, "--max-grad-norm", 0.1, **options)
+    flags = [*STEPS, *split, "--max-grad-norm", 0.1]
+    found, run = gradients_of(shared, *flags, name="clipped", processes=4)
     assert run.column("grad_norm")[0] == pytest.approx(norm, rel=3e-5)
     error, name = worst({n: g * (0.1 / norm) for n, g in expected.items()}, found)
     assert error < 3e-5, name
 
 
 @pytest.mark.rest
-def test_ranks_without_tokens(trainer, tmp_path):
+def test_ranks_without_tokens(trainer, train, tmp_path):
     """The router always chooses the experts of the first two ranks. The others wait, and go on."""
     folder = write_weights(tmp_path / "gpt_oss", "gpt_oss", MIXTURES)
     weights = load_file(folder / "model.safetensors")
@@ -55,7 +56,7 @@ def test_ranks_without_tokens(trainer, tmp_path):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     flags = ["-m", folder, *STEPS]
     expected, single = gradients_of(trainer, *flags, *WHOLE, name="single")
-    found, run = gradients_of(trainer, *flags, "-b", 2, name="run", processes=4, **EP)
+    found, run = gradients_of(train, *flags, "-b", 2, name="run", processes=4)
     assert not found["model.layers.0.mlp.experts.down_proj"][2:].any()
     assert found["model.layers.0.mlp.experts.down_proj"][:2].any()
     error, name = worst(expected, found)
@@ -74,8 +75,8 @@ TWO_PER_NODE = "import os; os.environ['LOCAL_WORLD_SIZE'] = '2'\n"
 def watched(shared):
     """Three steps on two nodes with two ranks each: two groups of the experts."""
     flags = ["--max-steps", 3, "--eval-freq", 0, "-b", 2, "--no-from-scratch"]
-    options = {"processes": 4, "before": TWO_PER_NODE + patches("order_of_experts")} | EP
-    return shared(*flags, name="watched", **options)
+    before = TWO_PER_NODE + patches("order_of_experts")
+    return shared(*flags, name="watched", processes=4, before=before)
 
 
 @pytest.mark.rest
@@ -112,7 +113,7 @@ def test_an_overflow_in_the_experts_of_one_rank(shared):
     flags = ["--max-steps", 5, "--eval-freq", 0, "-b", 2, "--expert-parallel", 2]
     options = {"name": "overflow", "processes": 4, "status": 1}
     options |= {"before": patches("infinite_gradient"), "env": {"OF_MESH": "2"}}
-    assert_all_skip_update_3(shared(*flags, **options, **EP))
+    assert_all_skip_update_3(shared(*flags, **options))
 
 
 # -- Checkpoints -----------------------------------------------------------------------------------
@@ -125,14 +126,13 @@ def test_resume_on_other_groups_and_in_chapter_3(shared):
     flags = ["--no-from-scratch", "--max-steps", 4, "--eval-freq", 4]
     flags += ["--ckpt-freq", 2, "--lr", 1e-3]
     two_groups = ["-b", 2, "--expert-parallel", 2]
-    groups = {"processes": 4} | EP
-    origin = shared(*flags, *two_groups, name="two-groups", **groups)
+    origin = shared(*flags, *two_groups, name="two-groups", processes=4)
     one_group = ["-b", 2, "--expert-parallel", 4]
-    resume(origin, shared, 2, *flags, *one_group, name="one-of-4", near=4, **groups)
-    resume(origin, shared, 2, *flags, *HALF, name="one-of-2", near=4, processes=2, **EP)
-    chapter_3 = {"processes": 2, "script": CHAPTER_3}
-    resumed = resume(origin, shared, 2, *flags, *HALF, name="chapter-3", near=4, **chapter_3)
-    resume(resumed, shared, 2, *flags, *two_groups, name="back", near=4, **groups)
+    resume(origin, shared, 2, *flags, *one_group, name="one-of-4", near=4, processes=4)
+    resume(origin, shared, 2, *flags, *HALF, name="one-of-2", near=4)
+    chapter_3 = {"name": "chapter-3", "script": CHAPTER_3}
+    resumed = resume(origin, shared, 2, *flags, *HALF, near=4, **chapter_3)
+    resume(resumed, shared, 2, *flags, *two_groups, name="back", near=4, processes=4)
 
 
 # -- What each rank holds, what is refused, and the demo -------------------------------------------
@@ -146,12 +146,12 @@ def test_even_shards(shape, dimension):
 
 
 def test_refused_in_one_sentence(shared, model):
-    """A dense model, and fp16. A group that does not divide the experts: test_quick.py"""
+    """A dense model, and fp16. A group that does not divide the experts: test_bad_input.py"""
     flags = ["-m", model, "--max-steps", 1, "--expert-parallel", 3]
-    result = shared(*flags, name="dense", processes=3, status=None, **EP)
+    result = shared(*flags, name="dense", processes=3, status=None)
     sentence = "--expert-parallel 3 must divide the ranks and experts of the model"
     assert_one_sentence(result.run.ranks[0].output, sentence)
-    result = shared("--dtype", "fp16", name="fp16", processes=1, status=2, **EP)
+    result = shared("--dtype", "fp16", name="fp16", processes=1, status=2)
     assert_one_sentence(result.run.ranks[0].output, "would miss infinite gradients of experts")
 
 

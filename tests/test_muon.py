@@ -13,7 +13,7 @@ from helpers.trainer import resume
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-MUON = {"script": CHAPTER_18}
+CHAPTER = CHAPTER_18
 
 # Nothing divides by 3 or 4. On 4 ranks, one has nothing of the router, which has 5 rows.
 UNEVEN = LLAMA | {"hidden_size": 28, "intermediate_size": 59, "num_attention_heads": 2}
@@ -82,12 +82,11 @@ def test_owners_have_each_matrix_once():
 
 
 @pytest.mark.rest
-def test_messages_and_work(trainer):
+def test_messages_and_work(train):
     """Two messages per update, in bf16, of this rank's shards and of the owned matrices. No matrix
     is made orthogonal twice, and the ranks have equally many."""
     flags = ["--max-steps", 2, "--eval-freq", 0, "--dtype", "bf16", "--ckpt-freq", 99, "-b", 2]
-    options = {"name": "run", "processes": 2, "before": patches("messages_of_muon")} | MUON
-    run = trainer(*flags, **options)
+    run = train(*flags, before=patches("messages_of_muon"))
     # Of a layer: q, k, v, o of 32 x 32; gate, up, down of 32 x 64. Half of them on each rank.
     shards = 2 * (4 * 32 * 32 + 3 * 32 * 64) // 2
     matrices, owned = [], []
@@ -107,16 +106,10 @@ def test_messages_and_work(trainer):
 
 
 @pytest.mark.rest
-def test_all_ranks_skip_an_update(trainer):
+def test_all_ranks_skip_an_update(train):
     """A gradient of rank 1 is infinite: nothing moves on any rank, and no rank waits."""
     flags = ["--max-steps", 5, "--eval-freq", 0, "--max-grad-norm", 0]
-    options = {
-        "name": "run",
-        "processes": 2,
-        "before": patches("moved_parameters"),
-        "status": 1,
-    } | MUON
-    run = trainer(*flags, **options)
+    run = train(*flags, before=patches("moved_parameters"), status=1)
     for rank in run.run.ranks:
         moved = re.findall(r"^moved (\d) (\d+)$", rank.output, re.MULTILINE)
         assert moved == [("1", "20"), ("2", "20"), ("3", "0")]
@@ -124,16 +117,16 @@ def test_all_ranks_skip_an_update(trainer):
 
 
 @pytest.mark.rest
-def test_resume_on_other_ranks(trainer):
+def test_resume_on_other_ranks(train):
     """And what a checkpoint has: 4 bytes of momentum for a number of Muon, 8 for one of AdamW."""
     flags = ["--max-steps", 8, "--eval-freq", 4, "--ckpt-freq", 4, "--keep-checkpoints", 9]
     flags += ["--lr", 1e-3]
     two = ["-b", 3, "--gradient-accumulation-steps", 2]
-    origin = trainer(*flags, *two, name="origin", processes=2, **MUON)
+    origin = train(*flags, *two, name="origin")
     for processes, size, accumulation in ((1, 6, 2), (3, 4, 1)):
         split = ["-b", size, "--gradient-accumulation-steps", accumulation]
-        options = {"name": f"on-{processes}", "processes": processes} | MUON
-        resume(origin, trainer, 4, *flags, *split, near=8, **options)
+        options = {"name": f"on-{processes}", "processes": processes}
+        resume(origin, train, 4, *flags, *split, near=8, **options)
     metadata = dcp.FileSystemReader(origin.folder / "step-00000004").read_metadata()
     sizes = {}
     for name, tensor in metadata.state_dict_metadata.items():

@@ -12,22 +12,21 @@ from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.rest
 
-PP = {"script": CHAPTER_7}
-PREPARATIONS = patches("preparations")
+CHAPTER = CHAPTER_7
 
 
-def test_final_is_the_folder_of_chapter_1(trainer, tied, tmp_path):
+def test_final_is_the_folder_of_chapter_1(trainer, train, tied, tmp_path):
     """To the last bit: a learning rate of 0 leaves the weights that were read."""
     flags = ["--no-from-scratch", "--max-steps", 1, "--lr", 0, "--eval-freq", 0]
     single = trainer(*flags, "-m", tied, "-b", 4, name="single")
-    run = trainer(*flags, "-m", tied, "-b", 1, name="split", processes=4, **PP)
+    run = train(*flags, "-m", tied, "-b", 1, name="split", processes=4)
     assert_same_folder(single.folder / "final", run.folder / "final")
     # Files with other names: rank 0 reads them all, and each stage gets its own
     shutil.copytree(tied, tmp_path / "other")
     tensors = load_file(tied / "model.safetensors")
     tensors = {name.removeprefix("model."): x for name, x in tensors.items()}
     save_file(tensors, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
-    run = trainer(*flags, "-m", tmp_path / "other", "-b", 2, name="other", processes=2, **PP)
+    run = train(*flags, "-m", tmp_path / "other", "-b", 2, name="other")
     assert_same_folder(single.folder / "final", run.folder / "final")
 
 
@@ -35,14 +34,14 @@ def test_final_is_the_folder_of_chapter_1(trainer, tied, tmp_path):
     ("schedule", "processes", "batch"), [("1f1b", 2, 2), ("1f1b", 4, 4), ("zbv", 2, 4)]
 )
 def test_a_tied_head_gets_its_weight_in_the_compute_precision(
-    trainer, tied, schedule, processes, batch
+    trainer, train, tied, schedule, processes, batch
 ):
     """Half of the bytes of an fp32 weight, and nearly the losses of chapter 1."""
     flags = ["-m", tied, "--no-from-scratch", "--max-steps", 3, "--eval-freq", 3]
     flags += ["--dtype", "bf16"]
     single = trainer(*flags, "-b", batch, name="single")
     flags += ["-b", 1, "--pipeline-parallel", 2, "--schedule", schedule]
-    run = trainer(*flags, name="run", processes=processes, before=patches("broadcasts"), **PP)
+    run = train(*flags, name="run", processes=processes, before=patches("broadcasts"))
     for name in ("loss", "eval/loss"):
         assert run.column(name) == pytest.approx(single.column(name), rel=2e-3)
     numbers = tensors_of(tied)["model.embed_tokens.weight"].numel() * 2 // processes
@@ -62,20 +61,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_in_one_sentence(trainer, tmp_path, case):
+def test_refused_in_one_sentence(train, tmp_path, case):
     processes, flags, config, status, part = REFUSED[case]
     folder = write_model(tmp_path / "m", **config)
     flags = ["-m", folder, *flags, "--max-steps", 1]
-    result = trainer(*flags, processes=processes, status=status, **PP)
+    result = train(*flags, processes=processes, status=status)
     assert_one_sentence(result.run.ranks[0].output, part)
 
 
-def test_two_preparations_in_a_run(trainer, tmp_path):
+def test_two_preparations_in_a_run(train, tmp_path):
     """One for the schedule of the training, and one for that of ten evaluations."""
     flags = ["-m", write_model(tmp_path / "m", **SMALL), "--max-steps", 10, "--eval-freq", 1]
-    run = trainer(
-        *flags, "--pipeline-parallel", 2, before=patches("preparations"), processes=2, **PP
-    )
+    run = train(*flags, "--pipeline-parallel", 2, before=patches("preparations"))
     assert len(run.column("eval/loss")) == 10
     assert [rank.output.count("\nprepared") for rank in run.run.ranks] == [2, 2]
 
@@ -88,11 +85,11 @@ def test_dropout(trainer, tmp_path, script):
     flags += ["--eval-freq", 0, "--keep-checkpoints", 9]
     flags += ["--pipeline-parallel", 2] * (script == CHAPTER_7)
     flags += ["--pipeline-parallel", 2, "--tensor-parallel", 1] * (script == CHAPTER_13)
-    options = {"script": script, "processes": 2}
-    run = trainer(*flags, name="run", before=patches("seeds"), **options)
+    train = trainer.of(script)
+    run = train(*flags, name="run", before=patches("seeds"))
     seeds = [re.findall(r"^seed (\d+)", rank.output, re.MULTILINE)[-4:] for rank in run.run.ranks]
     assert len({*seeds[0], *seeds[1]}) == 8  # of four steps on two ranks
-    resume(run, trainer, 2, *flags, **options)
+    resume(run, train, 2, *flags)
     plain = write_model(tmp_path / "plain", **dropout | {"attention_dropout": 0.0})
-    without = trainer(*flags, "-m", plain, name="without", **options)
+    without = train(*flags, "-m", plain, name="without")
     assert without.column("loss")[1:] != run.column("loss")[1:]

@@ -1,38 +1,29 @@
 """Chapter 14 trains B, A and S exactly as autograd would train them through dense matrices."""
 
 import tempfile
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from helpers.assertions import OFF, assert_one_sentence, assert_opens, assert_same_losses
+from helpers.assertions import assert_one_sentence
 from helpers.models import kept_bytes
 from helpers.runner import CHAPTER_14, load
-from helpers.trainer import Trainer, resume
+from helpers.trainer import resume
 from transformers import AutoConfig, AutoModelForCausalLM
 
 RANK, DENSITY, ALPHA = 4, 0.05, 9.0
 PARTS = ["--rank", RANK, "--density", DENSITY, "--alpha", ALPHA]
 
 
-class SparseTrainer(Trainer):
-    """Runs chapter 14, which has no --from-scratch."""
-
-    def defaults(self, name: str) -> list:
-        flags = [flag for flag in super().defaults(name) if flag != "--from-scratch"]
-        return [*flags, *PARTS]
-
-    def start(self, *flags, processes=2, **options):
-        return super().start(*flags, script=CHAPTER_14, processes=processes, **options)
-
-
 @pytest.fixture
-def sparse(tmp_path, model, dataset) -> SparseTrainer:
-    folder = tmp_path / "sparse"
-    folder.mkdir()
-    return SparseTrainer(folder, model, dataset)
+def sparse(trainer):
+    """Runs chapter 14, which has no --from-scratch."""
+    usual = trainer.defaults
+    trainer.defaults = lambda name: [f for f in usual(name) if f != "--from-scratch"] + PARTS
+    return partial(trainer, script=CHAPTER_14)
 
 
 @pytest.fixture(scope="module")
@@ -41,37 +32,31 @@ def chapter():
     return load(CHAPTER_14)
 
 
-# -- The same training -----------------------------------------------------------------------------
+# -- Runs ------------------------------------------------------------------------------------------
 
 
-def test_one_rank_two_ranks_and_a_resume(sparse):
-    """The same losses, and an exact resume."""
-    flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "-b", 2]
-    twice = ["--gradient-accumulation-steps", 2]
-    one = sparse(*flags, *twice, name="one", processes=1)
-    assert "14 matrices are now sparse plus low-rank, 0 stay dense" in one.output
+def test_numbers_of_parameters(sparse):
+    run = sparse("--max-steps", 1, "--eval-freq", 0, processes=1)
+    assert "14 matrices are now sparse plus low-rank, 0 stay dense" in run.output
     # Of a layer: 4 of 32 × 32 and 3 of 32 × 64, with r (m + n) numbers and 5 % of m n, rounded up
     parts = 2 * (4 * (4 * 64 + 52) + 3 * (4 * 96 + 103))
     others = 2048 * 32 + 5 * 32  # the tied embeddings and the norms
     dense = others + 2 * (4 * 32 * 32 + 3 * 32 * 64)
     counts = f"{dense:,} parameters of the dense model are now {others + parts:,}"
-    assert counts in one.output
-    two = sparse(*flags, name="two")
-    assert_same_losses(one, two, logged_steps=6, **OFF)
-    assert_opens(one, reference=two)
-    resume(two, sparse, 3, *flags)
-    refused = sparse(*flags, "--density", 0, processes=1, status=2)
+    assert counts in run.output
+    refused = sparse("--density", 0, processes=1, status=2)
     assert_one_sentence(refused.output, "density")
 
 
 @pytest.mark.rest
-def test_resume_on_other_ranks(sparse):
+def test_resume_on_other_ranks(trainer, sparse):
     """A checkpoint has shards of the values, and the places once."""
     flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3]
     four = sparse(*flags, "-b", 1, name="four", processes=4)
     for ranks in (1, 2):
         options = {"name": f"on-{ranks}", "processes": ranks}
-        resume(four, sparse, 3, *flags, "-b", 4 // ranks, near=6, **options)
+        flags_there = [*flags, "-b", 4 // ranks]
+        resume(four, trainer, 3, *flags_there, near=6, again=sparse, **options)
     metadata = dcp.FileSystemReader(four.folder / "step-00000003").read_metadata()
     layer = "model.model.layers.0.mlp.up_proj."
     pieces = {

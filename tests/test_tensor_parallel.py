@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
 
 pytestmark = pytest.mark.rest
 
-TP = {"script": CHAPTER_6}
+CHAPTER = CHAPTER_6
 
 
 # -- The same training -----------------------------------------------------------------------------
@@ -43,19 +43,18 @@ def test_the_family_that_the_page_adds(trainer, tmp_path):
     folder = write_weights(tmp_path / "neox", "gpt_neox", {"gpt_neox": NEOX})
     flags = ["-m", folder, "-b", 4, "--max-steps", 1, "--eval-freq", 1]
     expected, single = gradients_of(trainer, *flags, name="single")
-    options = {"processes": 2, "script": script}
-    found, run = gradients_of(trainer, *flags, name="neox", **options)
+    found, run = gradients_of(trainer.of(script), *flags, name="neox")
     error, name = worst(expected, found)
     print(f"gpt_neox: {error:.1e} ({name})")
     assert error < 1e-4, name
     assert_same_losses(single, run, 1, **OFF)
 
 
-def test_activations_and_tied_weights(trainer, tmp_path):
+def test_activations_and_tied_weights(train, tmp_path):
     """The shares of weights, gradients and moments: test_layouts.py and test_estimate_memory.py"""
     folder = write_weights(tmp_path / "tied", "llama", UNEVEN_MODELS, num_hidden_layers=1)
     flags = ["-m", folder, "-b", 2, "--max-steps", 2, "--eval-freq", 0, "--tensor-parallel", 2]
-    run = trainer(*flags, processes=4, before=patches("shapes_and_ties"), **TP)
+    run = train(*flags, processes=4, before=patches("shapes_and_ties"))
     # FSDP gathers the tied weights once; the other tensor of the root is the last norm
     assert told(run, "root ") == [["2"]] * 4
     # Between layers a half of the tokens; a half of the vocabulary in the logits
