@@ -413,8 +413,9 @@ def test_layouts_that_fit_and_those_that_do_not():
     # A slower link between nodes changes the order, and a model of 1B needs no sharding.
     _, slow, _ = choose("8B", 64, "--link", 10)
     assert slow[0].layout.chapter in (5, 7, 13)
-    _, fit, _ = choose("1B", 8)
+    args, fit, _ = choose("1B", 8)
     assert fit[0].layout.chapter == 2
+    assert chooser.report(llama("1B"), args).endswith("not among the layouts: docs/combining.md")
     # Too few samples for all devices
     _, _, out = choose("1B", 64, "--global-batch-size", 8)
     assert "8 samples are too few for 64 groups" in " ".join(choice.problem for choice in out)

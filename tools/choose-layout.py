@@ -3,9 +3,10 @@
     python tools/estimate-scaling.py --choose -m meta-llama/Llama-3.1-70B --devices 64 -s 8192
 
 A layout says how many devices form a tensor (tp), pipeline (pp), context (cp) or expert group (ep).
-The other dimension is data parallelism (dp): groups that train on different samples. All layouts
-train on the same global batch. `memory` has formulae for the memory of a layout, and
-`estimate-scaling.py` those for its time. The best layouts are traced with `estimate-memory.py`.
+The other dimension is data parallelism (dp): groups that train on different samples. Each layout is
+that of a chapter, and of no joined chapters. All of them train on the same global batch. `memory`
+has formulae for the memory of a layout, and `estimate-scaling.py` those for its time. The best
+layouts are traced with `estimate-memory.py`.
 
 Memory is in bytes and times are in seconds. Printed GB are 1e9 bytes.
 """
@@ -28,6 +29,7 @@ TRACED = 3  # the best layouts
 # Layouts that differ by less count as equally fast, because the estimate is not more exact.
 CLOSE = 1.05
 ROWS = 10  # of the table of layouts that fit
+NO_JOINS = "Joined chapters, such as 06+11, are not among the layouts: docs/combining.md"
 MOST_DEVICES = 65_536  # where the search for a number of devices ends
 
 
@@ -521,7 +523,8 @@ def report(model, args) -> str:
     elif args.trace:
         trace_smallest(model, fit, out, devices, args)
     if not fit:
-        return "\n\n".join([*what_would_fit(model, out, devices, args), reasons(out)])
+        parts = [*what_would_fit(model, out, devices, args), reasons(out)]
+        return "\n\n".join([*parts, NO_JOINS])
     order = f"Among those within {CLOSE - 1:.0%} of the fastest, the earliest chapter is first."
     parts = [f"Layouts that fit, the fastest first. {order}", table_of(fit)]
     if len(fit) > ROWS:
@@ -529,4 +532,4 @@ def report(model, args) -> str:
     parts += ["The first one:", command(fit[0].layout, devices, args)]
     if out:
         parts += ["Layouts that fall out", reasons(out)]
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, NO_JOINS])

@@ -12,7 +12,7 @@ of the chapters, and every allocation and release is noted down. Of layers of a 
 in between others, and stands for all. What FSDP gathers and scatters is added by its rules.
 Chapters 6, 11, 12, 14, 17, 20 and 22 change layers or attention. Their traces use the code of the
 chapter itself, on one rank of a process group that does not exist. Pipelines follow PyTorch's order
-of the passes on each rank.
+of the passes on each rank. Each estimate is of one chapter, and none of joined chapters.
 
 GB are 1e9 bytes. A place in the model is a number: -1 for the embeddings, 0 for the first layer,
 and the number of layers for the head, which is all that comes behind the last layer. -2 stands for
