@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 import torch
 from helpers.assertions import assert_one_sentence
-from helpers.models import DEMO_TEMPLATE, LLAMA, TINY_LLAMA, save_weights, write_model
+from helpers.models import DEMO_TEMPLATE, LLAMA, MODELS, TINY_LLAMA, save_weights, write_model
 from helpers.plain_loops import SIZE, flags_for, samples_of
 from helpers.runner import CHAPTER_16, CHAPTERS_BY_NUMBER, load, run_tool
 from transformers import (
@@ -91,6 +91,17 @@ def test_the_probe_finds_models_that_mix(chat, find):
 
     model.forward = refuse
     assert chat.mixes_conversations(model, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_probe_is_right_about_mixtures(chat, find, monkeypatch, dtype):
+    """Also in bf16, where a router may choose another expert after rounding."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("mixtral", **MODELS["mixtral"])
+    models = [AutoModelForCausalLM.from_config(config, dtype=dtype) for _ in range(5)]
+    assert not any(chat.mixes_conversations(model, torch.device("cpu")) for model in models)
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda p: None)
+    assert all(chat.mixes_conversations(model, torch.device("cpu")) for model in models)
 
 
 # -- Rows ------------------------------------------------------------------------------------------

@@ -241,6 +241,7 @@ ERRORS = {
     "a home in quotes": (lambda: ["-m", "~/model"], "write the whole path"),
     "a variable in quotes": (lambda: ["-d", "$DATA/x.txt"], "write the whole path"),
     "no folder": (lambda: ["-e", "run", "--save-dir", "/proc/x"], "cannot"),
+    "a bucket": (lambda: ["-e", "run", "--save-dir", "s3://bucket/x"], "s3://bucket/x"),
     "a wrong file": (lambda: ["-d", "none.txt"], "none.txt"),
     "a run of other flags": (lambda: begun(seed=1), "seed was 1, and is 0 now"),
     "an old run": (begun, "has no parameters.json"),
