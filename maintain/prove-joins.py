@@ -5,6 +5,7 @@
     python maintain/prove-joins.py 05+11 --ranks 2    # quickly, without a row
     python maintain/prove-joins.py --stale        # only says which rows are of another script
     python maintain/prove-joins.py --damages      # with wrong lines, which it must notice
+    python maintain/prove-joins.py --draw         # only draws joins of four and five chapters
 
 `maintain/joins/pairs.txt` says with what each pair is compared, and with which flags. On 2 and 4
 ranks, in fp32, the losses and norms of 6 steps, two held-out losses, all gradients of two steps and
@@ -16,6 +17,7 @@ Each row goes into benchmarks/records/combining.md at once, so a stopped run can
 
 import argparse
 import importlib
+import itertools
 import json
 import math
 import random
@@ -178,9 +180,12 @@ def chapters_in(numbers: list[str], without: str | None = None) -> set[str]:
 
 
 def like_script(proof: Proof, like: str, script: Path, folder: Path) -> tuple[Path, set[str]]:
-    """The script to compare with, and its chapters."""
+    """The script to compare with, and its chapters. It may be a join, such as 10+14."""
     if like == "itself":
         return script, chapters_in(proof.numbers, proof.without)
+    if "+" in like:
+        own = Proof(like, like, [])
+        return own_script(own, folder), chapters_in(own.numbers, own.without)
     number, _, other = like.partition(" with ")
     chapter = runner.CHAPTERS_BY_NUMBER[number]
     if other:  # torch.optim.Muon in place of AdamW
@@ -346,7 +351,8 @@ class Row:
     def __str__(self) -> str:
         *others, last = map(str, self.ranks)
         ranks = f"{', '.join(others)} and {last}" if others else last
-        like = f"chapter {self.like}" if self.like[0].isdigit() else self.like
+        chapters = "chapters" if "+" in self.like else "chapter"
+        like = f"{chapters} {self.like}" if self.like[0].isdigit() else self.like
         numbers = f"{self.losses:.0e} | {self.gradients:.0e}"
         kept = ", ".join(self.promises) or "the losses"
         return f"| {self.name} | {like} | {ranks} | {numbers} | {kept} | {self.script} |"
@@ -588,10 +594,14 @@ def main() -> None:
     parser.add_argument("--damages", action="store_true", help="damages lines, and must notice it")
     parser.add_argument("--ranks", type=int, nargs="+", help="only on so many, without a row")
     parser.add_argument("--stale", action="store_true", help="prints what would run")
+    parser.add_argument("--draw", action="store_true", help="prints joins of proved pairs")
     args = parser.parse_args()
     proofs = read_proofs()
     if unknown := {*args.pairs} - proofs.keys():
         parser.error(f"pairs.txt does not say how to compare {', '.join(sorted(unknown))}")
+    if args.draw:
+        print("\n".join(draw()))
+        return
     if args.damages:
         sys.exit(0 if damages_are_noticed(proofs, args.pairs) else 1)
     chosen = args.pairs or [name for name, proof in proofs.items() if is_stale(proof)]
@@ -610,6 +620,19 @@ def main() -> None:
                 write_row(result)
     combine.write_page()
     sys.exit(1 if failed else 0)
+
+
+def draw(number: int = 10, seed: int = 115) -> list[str]:
+    """Joins of four and five chapters whose pairs are all proved. Two may cut the model at most."""
+    proved_pairs = {pair.name for pair in combine.all_pairs() if pair.status == "proved"}
+    chapters = [name[:2] for name in combine.SCRIPTS]
+    possible = []
+    for size in (4, 5):
+        for numbers in itertools.combinations(chapters, size):
+            pairs = {combine.name_of(list(pair)) for pair in itertools.combinations(numbers, 2)}
+            if pairs <= proved_pairs and len(CUT_THE_MODEL & {*numbers}) <= 2:
+                possible.append(combine.name_of(list(numbers)))
+    return sorted(random.Random(seed).sample(possible, number))
 
 
 def is_stale(proof: Proof) -> bool:

@@ -3,6 +3,7 @@
 `maintain/prove-joins.py` compares all of them.
 """
 
+import itertools
 import re
 import subprocess
 import sys
@@ -133,6 +134,28 @@ def test_the_command(tmp_path):
     assert lines[int(line) - 1] == "<<<<<<< chapter 04"
     for wrong in (["05"], ["05", "99"], ["05", "17", "-o", REPOSITORY / "03-fsdp"]):
         assert combine(*wrong)[0] == 2
+
+
+def test_more_than_two_chapters():
+    """Each pair may be proved, and three of the chapters may not join."""
+    pair = COMBINE.verdict(["04", "06", "12", "21"])
+    assert (pair.status, pair.text[:21]) == ("not tried", "each pair is proved, ")
+    pair = COMBINE.verdict(["04", "05", "06", "12"])
+    assert (pair.status, pair.text[:10]) == ("open", "05+06+12: ")
+    pair = COMBINE.verdict(["05", "06", "12", "18"])
+    assert (pair.status, pair.text[:7]) == ("wrong", "06+18: ")
+
+
+def test_the_draw():
+    """Joins of four and five chapters whose pairs are all proved, and the same in each run."""
+    drawn = PROVE.draw()
+    assert drawn == PROVE.draw() != PROVE.draw(seed=1)
+    for name in drawn:
+        numbers = name.split("+")
+        assert len(numbers) in (4, 5)
+        assert len({*numbers} & PROVE.CUT_THE_MODEL) <= 2
+        pairs = [COMBINE.verdict([*pair]) for pair in itertools.combinations(numbers, 2)]
+        assert {pair.status for pair in pairs} == {"proved"}
 
 
 def test_a_pair_without_a_line_joins_with_a_warning(tmp_path, monkeypatch, capsys):

@@ -89,6 +89,9 @@ def verdict(numbers: list[str], without: str | None = None) -> Pair:
                 return Pair(name, part.status, f"{part.name}: {part.text}")
         if all(part.status == "proved" for part in pairs):
             pair.text = "each pair is proved, but not all of them together"
+        for part in known.values():  # perhaps three of these chapters
+            if part.status == "open" and {*part.name.split("+")} < {*numbers}:
+                return Pair(name, "open", f"{part.name}: {part.text}")
     return pair
 
 
@@ -290,7 +293,8 @@ class Resolution:
         """Replaces the old lines."""
         old, new = ("".join(f"{line}\n" for line in lines) for lines in (self.old, self.new))
         if old and text.count(old) != 1:
-            sys.exit(f"error: maintain/joins/: not one place has these lines:\n{old}")
+            reason = "not one place has these lines, which another resolution may have changed"
+            sys.exit(f"error: maintain/joins/: {reason}:\n{old}")
         return text.replace(old, new) if old else text
 
     def fits(self, ours: list[str], theirs: list[str]) -> bool:
@@ -313,9 +317,10 @@ def has(side: list[str], line: str) -> bool:
 
 
 def stored_resolutions(names: list[str], without: str | None) -> list[Resolution]:
-    """Those of the pairs of these chapters, and of the chapters together."""
+    """Those of the pairs of these chapters, and of three or more of them."""
     numbers = [name[:2] for name in names]
-    groups = [*itertools.combinations(numbers, 2), tuple(numbers)]
+    sizes = range(2, len(numbers) + 1)
+    groups = [group for size in sizes for group in itertools.combinations(numbers, size)]
     files = {JOINS / f"{name_of(list(group), without and without[:2])}.txt" for group in groups}
     return [place for file in sorted(files) if file.exists() for place in read_resolutions(file)]
 
@@ -358,7 +363,9 @@ def docstring(names: list[str], folder: Path, text: str, without: str | None) ->
     numbers = [name[:2] for name in names]
     option = f" --without {without[:2]}" if without else ""
     made_by = f"tools/combine.py {' '.join(numbers)}{option} -o {folder.name}"
-    parts = [f"Chapters {' and '.join(str(int(n)) for n in numbers)} together, made by {made_by}"]
+    *others, last = (str(int(n)) for n in numbers)
+    title = f"Chapters {', '.join(others)} and {last} together, made by {made_by}"
+    parts = [textwrap.fill(title, 97, break_on_hyphens=False)]  # beside the quotation marks
     launcher = "torchrun --standalone --nproc-per-node gpu train-llm.py"
     flags = {}
     for name in names:
