@@ -9,15 +9,14 @@ import torch
 from helpers.assertions import assert_opens, assert_same_model, exact
 from helpers.chapters import damaged
 from helpers.models import LLAMA, save_weights, write_model
-from helpers.runner import CHAPTER_3, CHAPTER_20, REPOSITORY, free_port, load, patches
+from helpers.runner import CHAPTER_3, CHAPTER_20, REPOSITORY, load, patches
 from helpers.trainer import Folder, Trainer, take_over
-from helpers.trainings import run_cases
+from helpers.trainings import described, run_cases
 from transformers import AutoConfig, AutoModelForCausalLM
 
 pytestmark = [pytest.mark.rest, pytest.mark.usefixtures("torchao")]
 
 FLAGS = ["--no-from-scratch", "--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--lr", 1e-3]
-FLAGS += ["--keep-checkpoints", 9]
 SAVING = ["--gradient-accumulation-steps", 2, "--cpu-offload", "--activation-checkpointing"]
 MIXTURE = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
 MIXTURE |= {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
@@ -26,12 +25,11 @@ MIXTURE |= {"num_key_value_heads": 1}
 
 def train(trainer, processes, cases, before=""):
     """All cases in the processes of one job, and its output on each rank."""
-    described = []
-    for name, (script, *flags) in cases.items():
-        flags = [str(flag) for flag in (*trainer.defaults(name), *FLAGS, *flags)]
-        case = {"name": name, "script": str(script), "folder": str(trainer.folder), "flags": flags}
-        described.append(case | {"env": {"MASTER_PORT": str(free_port())}})
-    job = run_cases(trainer.folder, "-".join(cases), described, processes, before)
+    runs = [
+        described(trainer.folder, name, script, [*trainer.defaults(name), *FLAGS, *flags])
+        for name, (script, *flags) in cases.items()
+    ]
+    job = run_cases(trainer.folder, "-".join(cases), runs, processes, before)
     for output in job.ranks[0].output.split("\ncase ")[1:]:
         name, _, output = output.partition("\n")
         trainer.runs[name] = Folder(trainer.folder / name, output)

@@ -9,7 +9,7 @@ from helpers.assertions import assert_one_sentence, assert_same_model, exact, to
 from helpers.runner import CHAPTER_2, CHAPTER_8, SCRIPTS, Job, patches
 from helpers.trainer import resume, take_over
 
-COMPRESSION = {"script": CHAPTER_8}
+CHAPTER = CHAPTER_8
 # The small model's matrices are compressed, its norms are not.
 SMALL = ["--min-compress", 600]
 
@@ -22,25 +22,25 @@ def without_bytes(records: list[dict]) -> list[dict]:
 
 
 @pytest.mark.rest
-def test_without_compression_it_is_chapter_2(trainer):
+def test_without_compression_it_is_chapter_2(train):
     """To the last bit."""
     flags = ["--max-steps", 6, "--eval-freq", 3, "--gradient-accumulation-steps", 2, "-b", 2]
-    two = trainer(*flags, name="two", processes=2, script=CHAPTER_2)
-    eight = trainer(*flags, name="eight", processes=2, **COMPRESSION)
+    two = train(*flags, name="two", script=CHAPTER_2)
+    eight = train(*flags, name="eight")
     assert without_bytes(exact(eight.records)) == exact(two.records)
     assert_same_model(two, eight)
     assert set(eight.column("communication/ratio")) == {1.0}
 
 
 @pytest.mark.rest
-def test_replicas_stay_equal_and_losses_near(trainer):
+def test_replicas_stay_equal_and_losses_near(train):
     """Also with many buckets, on which PowerSGD of PyTorch hangs if nobody waits."""
     flags = ["--max-steps", 6, "--eval-freq", 0, "--log-freq", 6, "--lr", 3e-3, *SMALL]
-    plain = trainer(*flags, name="plain", processes=3, **COMPRESSION)
+    plain = train(*flags, name="plain", processes=3)
     for method in ("powersgd", "dct", "dct-topk"):
         flags_of_method = ["--compress", method, "--keep", 0.25, "--powersgd-rank", 2]
         options = {"name": method, "processes": 3, "before": patches("small_buckets")}
-        run = trainer(*flags, *flags_of_method, **options | COMPRESSION)
+        run = train(*flags, *flags_of_method, **options)
         assert len({digest for (digest,) in told(run, "weights ")}) == 1
         assert min(int(count) for (count,) in told(run, "buckets ")) > 2
         assert {flag for (flag,) in told(run, "rebuilt ")} == {"01"[method != "powersgd"]}
@@ -157,18 +157,18 @@ FLAGS = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 3, "--keep", 0.1, *S
 
 
 @pytest.fixture
-def interrupted(trainer):
+def interrupted(train):
     """An undisturbed run, and one that goes on from its step 3. Both have many buckets."""
 
     def run(method, processes, on=None):
         flags = [*FLAGS, "--compress", method]
-        options = {"processes": processes, "before": patches("small_buckets")} | COMPRESSION
-        origin = trainer(*flags, name="origin", **options)
+        options = {"processes": processes, "before": patches("small_buckets")}
+        origin = train(*flags, name="origin", **options)
         if not on:
-            return origin, resume(origin, trainer, 3, *flags, **options)
-        take_over(origin, trainer, "resumed", 3)
+            return origin, resume(origin, train, 3, *flags, **options)
+        take_over(origin, train, "resumed", 3)
         options |= {"name": "resumed", "processes": on}
-        return origin, trainer(*flags, "-b", 4 * processes // on, **options)
+        return origin, train(*flags, "-b", 4 * processes // on, **options)
 
     return run
 
@@ -202,11 +202,11 @@ def test_resume_on_other_ranks(interrupted, method, before, after):
 
 
 @pytest.mark.rest
-def test_a_folder_that_nodes_do_not_share(trainer, tmp_path):
+def test_a_folder_that_nodes_do_not_share(train, tmp_path):
     """Rank 0 misses the memory of rank 1 in the first save."""
     flags = ["--max-steps", 1, "--eval-freq", 0, "--save-dir", "runs"]
-    options = {"processes": 2, "before": patches("own_disk"), "env": {"DISKS": f"{tmp_path}/disk-"}}
-    result = trainer(*flags, status=1, **options | COMPRESSION)
+    options = {"before": patches("own_disk"), "env": {"DISKS": f"{tmp_path}/disk-"}}
+    result = train(*flags, status=1, **options)
     sentence = "memory-1-of-2.pt: put --save-dir on a shared disk"
     assert_one_sentence(result.run.ranks[0].output, sentence)
 
@@ -215,18 +215,17 @@ def test_a_folder_that_nodes_do_not_share(trainer, tmp_path):
 
 
 @pytest.mark.rest
-def test_an_all_gather_of_too_much_is_refused(trainer):
+def test_an_all_gather_of_too_much_is_refused(train):
     flags = ["--compress", "dct-topk", "--keep", 1]
-    result = trainer(*flags, processes=2, status=2, **COMPRESSION)
+    result = train(*flags, status=2)
     sentence = "with dct-topk, --keep must be below 2 / 2 (ranks)"
     assert_one_sentence(result.run.ranks[0].output, sentence)
 
 
 @pytest.mark.rest
-def test_the_method_lasts(trainer):
+def test_the_method_lasts(train):
     """Residuals of another method, or a Q of another rank, would spoil the gradients silently."""
     flags = ["--compress", "powersgd", "--eval-freq", 0, *SMALL]
-    options = {"processes": 2} | COMPRESSION
-    trainer(*flags, "--max-steps", 1, **options)
-    refused = trainer(*flags, "--max-steps", 2, "--powersgd-rank", 2, status=1, **options)
+    train(*flags, "--max-steps", 1)
+    refused = train(*flags, "--max-steps", 2, "--powersgd-rank", 2, status=1)
     assert_one_sentence(refused.run.ranks[0].output, "powersgd_rank was 4, and is 2")
