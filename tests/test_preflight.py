@@ -387,6 +387,24 @@ def test_figures_that_chapters_change(look):
     assert "5 of 8 samples of 32 tokens on 8 devices: 1,280 tokens\n" in output
 
 
+@pytest.mark.parametrize(
+    ("chapter", "flags"),
+    [
+        ("05", ["--shard-size", 8]),
+        ("06", ["--tensor-parallel", 2]),
+        ("07", ["--pipeline-parallel", 2]),
+        ("11", ["--context-parallel", 2]),
+    ],
+)
+def test_groups_are_of_all_devices(look, chapter, flags):
+    """Although the tool itself has one process."""
+    model_flags = ["-m", TINY_LLAMA, "--from-scratch", *jsonl(MANY)]
+    status, output = look(*model_flags, "-s", 32, *flags, chapter=chapter)
+    assert status == 0, output
+    status, output = look(*model_flags, "-s", 33, *flags, chapter=chapter)
+    assert (status == 1) == (chapter in ("06", "11")), output
+
+
 def test_devices_of_nodes(tool, monkeypatch, tmp_path):
     """Two nodes of 8 devices: one count for the steps and for the memory."""
     args = parsed("03", "-m", TINY_LLAMA, "-s", 32)

@@ -557,18 +557,33 @@ def check_resume(args, checkpoint: Path, chapter, report: Report) -> None:
             report.warn(change)
 
 
-def devices_of(args) -> int:
+def devices_of_node() -> int:
+    return torch.cuda.device_count() or 8
+
+
+def all_devices() -> int:
     """The devices of all nodes. Each node has as many as this one, or 8."""
-    if hasattr(args, "device"):  # chapter 1
-        return 1
     nodes = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return nodes * (torch.cuda.device_count() or 8)
+    return nodes * devices_of_node()
+
+
+def devices_of(args) -> int:
+    return 1 if hasattr(args, "device") else all_devices()  # chapter 1 has this flag
+
+
+def parse_flags(chapter):
+    """As in the run, which has a process for each device. This tool has one on each node."""
+    chapter.WORLD_SIZE = all_devices()
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE=str(devices_of_node())):
+        return chapter.parse_args()
 
 
 def check_length_of_run(args, parameters: int, report: Report) -> float:
     """Tokens, steps, learning rate, time and checkpoints. Returns the GB that the run writes."""
     devices = devices_of(args)
     together = [getattr(args, f"{kind}_parallel", 1) for kind in ("tensor", "pipeline", "context")]
+    if args.seq_length % together[0]:
+        report.error(f"--tensor-parallel {together[0]} must divide -s {args.seq_length}")
     shares = max(1, devices // math.prod(together))
     global_batch = shares * args.batch_size * args.gradient_accumulation_steps
     global_batch = getattr(args, "global_batch_size", None) or global_batch
@@ -834,7 +849,7 @@ def main() -> None:
             sys.stdout = io.StringIO()
     chapter = load_chapter(sys.argv.pop(1))
     try:
-        args = chapter.parse_args()
+        args = parse_flags(chapter)
     except Exception as error:
         sys.exit(f"error: {error}")
     report = Report()
