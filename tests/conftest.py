@@ -14,11 +14,9 @@ import pytest
 pytest.register_assert_rewrite("helpers")
 
 import helpers.environment
-import torch
 from helpers.data import write_documents, write_rows
 from helpers.models import (
     DEMO_TEMPLATE,
-    FAR_LOOKING,
     LLAMA,
     MIXTURES,
     TINY_LLAMA,
@@ -31,7 +29,7 @@ from helpers.programs import require
 from helpers.runner import CHAPTER_1, REPOSITORY, load, run_tool
 from helpers.slurm import Slurm
 from helpers.trainer import Trainer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 # The longest ones, in this order, some of it without computing: one of them at the end leaves a
 # core idle.
@@ -83,20 +81,6 @@ def dropout_model(tmp_path_factory):
     shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "eos_token_id": 0}
     folder = tmp_path_factory.mktemp("models") / "gpt2"
     return write_model(folder, model_type="gpt2", resid_pdrop=0.1, attn_pdrop=0.1, **shape)
-
-
-@pytest.fixture(scope="module")
-def far_looking(tmp_path_factory):
-    """A model with large random weights: attention looks far, so that errors show."""
-    folder = tmp_path_factory.mktemp("models") / "far-looking"
-    write_model(folder, model_type="llama", attention_bias=True, mlp_bias=True, **FAR_LOOKING)
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

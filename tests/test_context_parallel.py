@@ -33,13 +33,12 @@ def test_dropout_and_resume(train, dropout_model, exchange):
 
 
 @pytest.mark.rest
-def test_no_mask_is_built(trainer, far_looking, tmp_path):
+def test_no_mask_is_built(train, tmp_path):
     """Transformers could take distant chunks for packed documents, and build a mask for them."""
     begin = "        outputs = []\n"
     tell = {begin: begin + "        say(f'mask {mask is not None}')\n"}
     script = damaged(CHAPTER_11, tmp_path, tell)
-    flags = ["-m", far_looking, "--max-steps", 1, "--eval-freq", 0, *TOKENS]
-    run = trainer(*flags, processes=2, script=script)
+    run = train("--max-steps", 1, "--eval-freq", 0, *TOKENS, script=script)
     assert {*re.findall("^mask (.*)$", run.output, re.MULTILINE)} == {"False"}
 
 

@@ -143,8 +143,9 @@ ROWS = [
     Row("19", "mixtral", 6, [OFFLOAD], ranks=4),
 ]
 # Who says nothing of its losses has chapter 1's.
-NEW = {name[:2] for name in CONTINUES if "losses" not in FACTS[name]}
-for number in sorted(NEW - {row.chapter for row in ROWS}):
+WITHOUT_ROWS = {name[:2] for name in CONTINUES if "losses" not in FACTS[name]}
+WITHOUT_ROWS -= {row.chapter for row in ROWS}
+for number in sorted(WITHOUT_ROWS):
     ROWS.append(Row(number, "llama", 6, quick=True))
     ROWS.append(Row(number, "llama untied", 6, [OFFLOAD], ranks=4))
 
@@ -184,10 +185,8 @@ def final_weights(row, found, expected, trained):
         torch.testing.assert_close(found.weights[name], weight, rtol=1e-3, atol=1e-4)
         squares += (found.weights[name] - weight).double().square().sum().item()
         count += weight.numel()
-    # AdamW moves a weight without a gradient but rounding as far as any other. Few have none.
-    rate = row.reference.rate
-    print("RMS", (squares / count) ** 0.5 / rate)
-    assert (squares / count) ** 0.5 < 0.01 * rate
+    # On average, much less than an update. Alone, a weight whose gradient is rounding may differ.
+    assert (squares / count) ** 0.5 < 0.01 * row.reference.rate
 
 
 def final_opens(row, found, expected, trained):
@@ -221,8 +220,6 @@ def order_of_writes(row, found, expected, trained):
 
 CHECKS = [losses, norms, held_out_losses, epochs_and_rates, gradients, final_weights, final_opens]
 CHECKS += [exact_resume, is_compiled, order_of_writes]
-
-
 JOBS = {}
 for row in ROWS:
     JOBS.setdefault(row.job, []).append(row)

@@ -28,6 +28,7 @@ from helpers.runner import (
     CHAPTER_2,
     CHAPTER_3,
     CHAPTER_5,
+    CHAPTER_7,
     Run,
     free_port,
     patches,
@@ -60,7 +61,7 @@ def train(trainer):
 
 
 def test_losses_for_every_shard_size(train, trainer):
-    """Equal copies, to the last bit, also on fewer ranks with another -b. More: test_equal.py"""
+    """Equal copies, to the last bit, also on fewer ranks with another -b. More: test_matrix.py"""
     flags = ["--max-steps", 6, "--eval-freq", 3, "--ckpt-freq", 2, "--keep-checkpoints", 9]
     single = train(*flags, "-b", 16, processes=0, script=CHAPTER_1, name="single")
     for size, more in ((1, ["--cpu-offload"]), (2, []), (4, [])):
@@ -277,8 +278,9 @@ def test_formats_become_each_other(train, trainer, convert, tmp_path):
         assert_one_sentence(output, "step-00000003 exists")
 
 
-def test_checkpoints_of_chapters_1_and_3(trainer, convert):
-    """Chapter 3 goes on where chapter 1 was saved, and the other way round."""
+def test_checkpoints_of_chapters_1_3_and_7(trainer, convert):
+    """Chapter 3 goes on where chapter 1 was saved, and the other way round, also after chapter 7,
+    of which each rank has other parameters."""
     flags = ["--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9, "--eval-freq", 0]
     one = trainer(*flags, name="one")
     three = trainer(*flags, name="three", processes=1, script=CHAPTER_3)
@@ -287,9 +289,17 @@ def test_checkpoints_of_chapters_1_and_3(trainer, convert):
     resumed = trainer(*flags, name="to-three", processes=1, script=CHAPTER_3)
     assert "step-00000003" in resumed.output
     assert_same_losses(one, resumed, 6, **OFF)
-    resumed = trainer(*flags, name="to-one")
-    assert "step-00000003" in resumed.output
-    assert_same_losses(three, resumed, 6, **OFF)
+    seven = ["-b", 2, "--gradient-accumulation-steps", 2]
+    seven = trainer(*flags, *seven, name="seven", processes=2, script=CHAPTER_7)
+    found = convert("seven/3", "from-seven/3", "--to", "single")
+    expected = one.folder / "step-00000003"
+    states = [torch.load(folder / "training_state.pt") for folder in (found, expected)]
+    a, b = ([{*group["params"]} for group in x["optimizer"]["param_groups"]] for x in states)
+    assert a == b  # the numbers of all parameters
+    for origin, name in ((three, "to-one"), (seven, "from-seven")):
+        resumed = trainer(*flags, name=name)
+        assert "step-00000003" in resumed.output
+        assert_same_losses(origin, resumed, 6, **OFF)
 
 
 # -- While training goes on ------------------------------------------------------------------------

@@ -74,13 +74,16 @@ class Chapter1:
     def name(self) -> str:
         """Rows with equal names have the same reference."""
         start = "random" if SCRATCH in self.row.flags else "pretrained"
-        return f"one rank, {self.row.model}, {start}"
+        return f"one rank, {self.row.model}, {start}, {self.batch}"
+
+    @property
+    def batch(self) -> int:
+        return self.row.batch if self.row.same_batch else self.samples
 
     def case(self) -> dict | None:
         """Its training, if it is one of a chapter."""
-        batch = self.row.batch if self.row.same_batch else self.samples
-        flags = [*self.flags, "-b", batch]
-        flags += ["--gradient-accumulation-steps", self.samples // batch]
+        flags = [*self.flags, "-b", self.batch]
+        flags += ["--gradient-accumulation-steps", self.samples // self.batch]
         flags += [SCRATCH] if SCRATCH in self.row.flags else []
         return described(self.folder, self.name, self.script, flags)
 
@@ -132,6 +135,7 @@ class SameRows(PlainLoop):
         assert len({*rows}) == len(rows) == 2 * self.samples
         steps = [torch.cat(parts) for parts in zip(*seen, strict=True)]
         padding = [(labels < 0).float().mean().item() for labels in steps]
+        assert (max(padding) > 0.1) == ("overflow" in self.row.flags)
         torch.testing.assert_close(run.column("padding"), padding, rtol=0, atol=1e-6)
         tokenizer = AutoTokenizer.from_pretrained(self.model)
         parts = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in self.held_out]
