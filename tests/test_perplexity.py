@@ -63,7 +63,7 @@ def plain_loop(folder, documents):
 
 
 def test_a_plain_loop_finds_the_same(pretrained, documents, held_out, measure):
-    """That chapters 4 and 10 log the same: test_quick.py"""
+    """That chapters 4 and 10 log the same: test_matrix.py"""
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
     first = filter(None, documents[:COUNT])
     lengths = [len(tokenizer(document)["input_ids"]) for document in first]
