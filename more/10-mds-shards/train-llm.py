@@ -88,7 +88,7 @@ def main():
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # which share of the data this rank reads. Later, several ranks read the same
+    dp_rank = RANK  # this rank's share of the data. In later chapters, several ranks have the same
     dp_size = WORLD_SIZE  # number of shares
     if args.global_batch_size:  # NODES: each share of the data makes so many passes
         accumulation, rest = divmod(args.global_batch_size, args.batch_size * dp_size)
