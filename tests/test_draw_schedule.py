@@ -54,7 +54,7 @@ def test_each_pass_happens_once_and_in_order(tool):
 def test_picture(tmp_path, tool):
     file = tmp_path / "picture.svg"
     done = outcome(tmp_path, TOOL, "1f1b", "-p", 2, "-m", 3, "-o", file)
-    assert done == (0, "bubble: 25.0 %; in flight: [2, 1]\n")
+    assert done == (0, "bubble: 25.0%; in flight: [2, 1]\n")
     drawn = ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}use")
     assert len([*drawn]) == 2 * 2 * 3  # forward and backward pass of each micro-batch on each rank
 

@@ -367,7 +367,7 @@ FILES = {
 }
 # What the output has, and the rows
 WITHOUT_ROWS = {
-    "error: more than 5 % of the conversations are refused": [TURN] * 94 + [REFUSED_ROW] * 5,
+    "error: more than 5% of the conversations are refused": [TURN] * 94 + [REFUSED_ROW] * 5,
     "a conversation is refused": [REFUSED_ROW] * 99,
     "30 answers: 0 fit into -s 64": [LONG] * 30,
     "error: too few texts fit into -s 64 to train on": [TURN],

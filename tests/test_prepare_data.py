@@ -117,7 +117,7 @@ def test_text_files(prepared, tmp_path, chapter_1, tokenizer):
     for content in (b"a" * 20_000 + b"\0" * 500, "Größe ".encode("latin-1") * 99):
         (tmp_path / "texts" / "deep" / "h.txt").write_bytes(content)
         output, _ = prepared("texts/**/*.txt", "--no-shuffle", "--overwrite", status=1)
-        assert "more than 1 % of the characters cannot be decoded: give --encoding" in output
+        assert "more than 1% of the characters cannot be decoded: give --encoding" in output
     flags = ["texts/deep/h.txt", "--encoding", "latin-1", "--overwrite"]
     assert prepared(*flags)[1]["train"] == ["Größe " * 99]
 
@@ -147,6 +147,8 @@ def test_long_documents(documents, prepared, tmp_path):
         cut = [text[i : i + size] for i in range(0, len(text), size)]
         assert rows["train"] == [*cut, "b"]
         assert "2 documents, 1 documents that are cut" in output
+        flags = ["--no-shuffle", "--overwrite", "--max-characters", len(text) - 1]
+        assert prepared(name, *flags)[1]["train"] == [text[:-1], text[-1], "b"]
 
 
 def test_files_that_their_names_hold_out(documents, tmp_path):

@@ -45,7 +45,7 @@ MARKS |= {b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
 ENCODINGS = ["cp1252", "cp1250", "cp1251", "cp932", "gb18030", "big5", "cp949"]  # to guess from
 POINTER = b"version https://git-lfs.github.com/spec"
 END = "<|endoftext|>"  # between the documents of a text file
-PIECE = 250_000  # characters; a longer document is cut into such pieces
+PIECE = 250_000  # characters; by default, a longer document is cut into such pieces
 LONGEST = 250_000_000  # characters of a row of JSON, which takes several times as much memory
 PLACES = 5  # of rejected rows that are shown, for each reason
 DAMAGED = (OSError, EOFError, ValueError, lzma.LZMAError, zlib.error, csv.Error)
@@ -124,6 +124,7 @@ def reading(**options) -> SimpleNamespace:
     """How files are read: the flags of tools/prepare-data.py, or their defaults."""
     flags = {"form": "text", "text_column": "text", "subset": None, "encoding": None}
     flags |= {"delimiter": None, "drop_nulls": False, "skip_bad": False, "role": {}}
+    flags["max_characters"] = PIECE
     return SimpleNamespace(**flags | options)
 
 
@@ -260,6 +261,7 @@ def open_text(file: File, args, errors: str, newline: str | None) -> io.TextIOWr
 
 def read_text(file: File, args, found: Found) -> Iterator:
     """What is between <|endoftext|>. The pieces of a long document have the same number."""
+    size = args.max_characters
     number = 1
     unfinished = ""  # a document that may go on in the next characters of the file
     has_piece = False  # of this document, which is empty if it has white space alone
@@ -272,9 +274,9 @@ def read_text(file: File, args, found: Found) -> Iterator:
                 yield number, {"text": document if has_piece or document.strip() else ""}
                 number += 1
                 has_piece = False
-            while len(unfinished) > PIECE + len(END):  # its last characters may begin an END
-                yield number, {"text": unfinished[:PIECE]}
-                unfinished = unfinished[PIECE:]
+            while len(unfinished) > size + len(END):  # its last characters may begin an END
+                yield number, {"text": unfinished[:size]}
+                unfinished = unfinished[size:]
                 has_piece = True
     yield number, {"text": unfinished if has_piece or unfinished.strip() else ""}
 
@@ -479,7 +481,8 @@ def encoded_documents(file: File, args, found: Found) -> Iterator[tuple[int, byt
             else:
                 column = "text" if file.kind in TEXTS else args.text_column
                 text = text_of(row, column, found)
-                texts = [text[i : i + PIECE] for i in range(0, len(text) or 1, PIECE)]
+                size = args.max_characters
+                texts = [text[i : i + size] for i in range(0, len(text) or 1, size)]
                 pieces = [(piece.encode(), len(piece)) for piece in texts]
         except UnicodeEncodeError:
             reject(found, file, number, "not UTF-8, or half a character")

@@ -143,7 +143,7 @@ def main():
     parser.add_argument("-o", "--output", type=Path, help="an .svg file")
     args = parser.parse_args()
     timeline = simulate(args.schedule, args.ranks, args.micro_batches, args.stages_per_rank)
-    print(f"bubble: {100 * bubble(timeline):.1f} %; in flight: {in_flight(timeline)}")
+    print(f"bubble: {100 * bubble(timeline):.1f}%; in flight: {in_flight(timeline)}")
     if args.output:
         args.output.write_text(svg(timeline))
 

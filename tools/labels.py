@@ -194,7 +194,7 @@ def tokenize_split(pool: Executor, split: str, documents: Iterator, file: Path, 
         what = f"the template refuses {len(refused):,} conversations"
         print(f"warning: {what}, as with: {refused[0]}")
         if len(refused) > count / 20:
-            sys.exit("error: more than 5 % of the conversations are refused, too many to leave out")
+            sys.exit("error: more than 5% of the conversations are refused, too many to leave out")
 
 
 @lru_cache

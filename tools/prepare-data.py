@@ -45,6 +45,7 @@ import xxhash
 import yaml
 from conversations import ROLES, plain, to_json
 from documents import (
+    PIECE,
     PLACES,
     TEXTS,
     File,
@@ -484,7 +485,7 @@ def check_rejected(report: dict, found: Found, args) -> None:
     if rejected > counts.get("rows", 0) / 100:
         what = f"{rejected:,} of {counts['rows']:,} rows are rejected: correct them"
     elif counts.get("undecoded characters", 0) > counts.get("characters", 0) / 100:
-        what = "more than 1 % of the characters cannot be decoded: give --encoding"
+        what = "more than 1% of the characters cannot be decoded: give --encoding"
     if what and not args.skip_bad:
         show(report, args)
         sys.exit(f"error: {what}, or go on with --skip-bad")
@@ -630,6 +631,7 @@ def parse_args() -> argparse.Namespace:
     add("--encoding", help="of all files, such as cp1252; by default UTF-8, or by their mark")
     add("--delimiter", help="between the cells of .csv (a comma) and .tsv (a tab)")
     add("--held-out", type=percent, default=0.0, help="such as 1%%, by a hash of the document")
+    add("--max-characters", type=int, default=PIECE, help="a longer document is cut into pieces")
     add("--dedupe", action="store_true", help="writes one of equal documents")
     add("--share", nargs="+", type=float, help="parts of the characters, one for each source")
     add("--repeat", type=float, default=4, help="with --share, a source counts at most so often")
@@ -678,8 +680,8 @@ def parse_args() -> argparse.Namespace:
         parser.error(str(error))
     if args.share and (len(args.share) != len(args.sources) or min(args.share) <= 0):
         parser.error("--share needs a part above 0 for each source")
-    if args.workers < 1 or args.seed < 0:
-        parser.error("--workers must be above 0, and --seed not below 0")
+    if min(args.workers, args.max_characters) < 1 or args.seed < 0:
+        parser.error("--workers and --max-characters must be above 0, and --seed not below 0")
     return args
 
 
