@@ -250,7 +250,7 @@ def test_output(tmp_path, estimate):
     for table in (on_one, on_four):
         parts = [map(float, table[part]) for part in tool.PARTS]
         sums = [sum(column) for column in zip(*parts, strict=True)]
-        assert [*map(float, table["together"])] == pytest.approx(sums, abs=0.0004)
+        assert [*map(float, table["total"])] == pytest.approx(sums, abs=0.0004)
         fits = ["yes" if int(batch) >= 4 else "no" for batch in table["largest batch"]]
         assert table["fits 0.015 GB"] == fits
     traces = traces_of(AutoConfig.from_pretrained(path), options)

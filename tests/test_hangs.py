@@ -58,13 +58,13 @@ def hang(tool, script, folder, processes=2, seconds=1, timeout=60):
 SENTENCES = {
     "1": r"rank \d went to \w+ at 1-collect-losses.py:\d+ \(losses_of_all_ranks\); rank \d waits "
     r"in \w+ at 1-collect-losses.py:\d+ \(losses_of_all_ranks\)\.",
-    "2": r"rank 1 went to barrier at 2-bad-samples.py:\d+ after 18 calls of 2-bad-samples.py:(\d+)"
+    "2": r"rank 1 went to barrier at 2-bad-samples.py:\d+ after 18 calls at 2-bad-samples.py:(\d+)"
     r"; rank 0 waits in all_reduce at 2-bad-samples.py:\1\.",
     "3": r"rank (\d) waits in group \d \(\w+\) in all_reduce .*, which rank (\d) did not call; "
     r"rank \2 waits in all_reduce .* in group \d \(\w+\): .* call the groups in another order\.",
-    "4": r"rank 0 went to barrier at 4-save-weights.py:\d+ \(save\) after 4 calls of "
+    "4": r"rank 0 went to barrier at 4-save-weights.py:\d+ \(save\) after 4 calls at "
     r"4-save-weights.py:(\d+); rank 1 waits in all_reduce at 4-save-weights.py:\1\.",
-    "5": r"rank 1 went to barrier at 5-early-stopping.py:\d+ after \d+ calls of "
+    "5": r"rank 1 went to barrier at 5-early-stopping.py:\d+ after \d+ calls at "
     r"5-early-stopping.py:(\d+); rank 0 waits in all_reduce at 5-early-stopping.py:\1\.",
 }
 FIRST = ["1"]  # in the quick tier

@@ -441,7 +441,7 @@ def command(layout: Layout, devices: int, args, *more) -> str:
 
 def table_of(fit: list[Choice]) -> str:
     header = "layout | chapter | samples × micro-batches | checkpointing | GB, formula | GB, traced"
-    header += " | bubble | GB sent in the node | GB sent between nodes | s a step | efficiency"
+    header += " | bubble | GB sent in the node | GB sent between nodes | s per step | efficiency"
     rows = []
     for choice in fit[:ROWS]:
         layout = choice.layout

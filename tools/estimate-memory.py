@@ -905,7 +905,7 @@ def table(traces: Traces, devices: int) -> str:
     flags = traces.flags
     room = flags.gpu_memory * 1e9 * (1 - SPARE)
     last = ["fullest moment", f"fits {flags.gpu_memory:g} GB", "largest batch", "CPU memory"]
-    columns = [["GB per device", *PARTS, "together", *last]]
+    columns = [["GB per device", *PARTS, "total", *last]]
     steps = {m: step(traces, m, devices, flags.batch_size) for m in methods(devices, flags)}
     most = max(peak(moments) for _, moments in steps.values())
     for method, (states, moments) in steps.items():
@@ -933,7 +933,7 @@ def course_table(traces: Traces, method: Method, devices: int) -> str:
     """A row for each moment, without layers between the first and the last that are not fullest."""
     _, moments = step(traces, method, devices, traces.flags.batch_size)
     between = {f"layer {number}" for number in range(2, len(traces.layers))}
-    rows = [["moment", *PARTS, "together"]]
+    rows = [["moment", *PARTS, "total"]]
     for name, sizes in moments.items():
         if sum(sizes) == peak(moments) or not between & set(name.split(", ")):
             rows += [[name, *in_gb([*sizes, sum(sizes)], peak(moments))]]
@@ -981,7 +981,7 @@ LEGEND = f"""
 - copies of weights: in the compute dtype: autocast's, or what FSDP has gathered
 - activations: what layers keep for their backward pass, and what they are computing
 - logits and loss: all that comes behind the last layer
-- together: the most that PyTorch allocates at a time; the lines above are of that moment
+- total: the most that PyTorch allocates at a time; the lines above are of that moment
 - fits, largest batch: with {SPARE:.0%} spared for CUDA, NCCL and gaps, a rule of thumb
 - no reshard, offload: chapter 3 with --no-reshard-after-forward, with --cpu-offload
 - HSDP, tensor parallel: chapter 5 with --shard-size, chapter 6 with --tensor-parallel

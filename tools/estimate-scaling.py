@@ -520,7 +520,7 @@ def estimate_pipeline(
 
 def summary(estimates: list[Estimate], cluster: Cluster) -> str:
     header = "nodes | devices | method | GB sent per device | GB leaving a node | s communicating |"
-    header += " s computing | s in the bubble | s slower | s a step | hidden | efficiency"
+    header += " s computing | s in the bubble | s extra | s per step | hidden | efficiency"
     rows = []
     for e in estimates:
         busy = sum(count * c.time(cluster) for count, c in e.counts.values())

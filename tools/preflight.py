@@ -260,7 +260,7 @@ def check_documents(splits, args, report: Report) -> list[str]:
         report.warn("the held-out split is empty, so the run holds out other documents")
     held_out = splits.get("validation") or splits.get("test")
     if not held_out:
-        report.fact("held out", "the last 1 % of the samples")
+        report.fact("held out", "the last 1% of the samples")
     else:
         check_column(held_out, column)
         report.fact("held out", f"{len(held_out):,} documents of a split of its own")
@@ -756,7 +756,7 @@ def look_at_folder(report_file: Path, args, report: Report):
     report.fact("documents", ", ".join(f"{count:,} in {split}" for split, count in rows.items()))
     report.fact("read", ", ".join(f"{count:,} {name}" for name, count in counts.items()))
     if "validation" not in rows:
-        report.fact("held out", "the last 1 % of the samples")
+        report.fact("held out", "the last 1% of the samples")
     if counts["copies"] > counts["documents"] / 100:
         report.warn(f"{counts['copies']:,} documents are copies: prepare them with --dedupe")
     elif counts["in both splits"]:

@@ -255,7 +255,7 @@ def explain(group, number, dumps, waiting_for):
         sizes = f"{call.sizes} and {group.calls[usual_rank][number].sizes}"
         return f"{who} and {others} make the same call with other sizes, {sizes}: {place(line)}."
     now = f"{call.operation} at {place(call.line)}"
-    after = f" after {rounds} calls of {place(line)}" if rounds else ""
+    after = f" after {rounds} calls at {place(line)}" if rounds else ""
     return f"{who} went to {now}{after}; {wait}."
 
 
