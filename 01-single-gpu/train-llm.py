@@ -77,7 +77,7 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # The hash shows whether the text is still the same. It reads up to 1,000 pieces, to be fast.
+    # A hash, to notice changed text: of all tokens or, above 100 million, of 1,000 pieces.
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
@@ -92,7 +92,7 @@ def main():
     # Model and optimizer.
     model = build_model(args, device, checkpoint)
     vocab_size = model.config.get_text_config().vocab_size
-    if max(tokenizer.get_vocab().values()) >= vocab_size:  # harmless unless the text uses them
+    if max(tokenizer.get_vocab().values()) >= vocab_size:  # harmless if no text has such ids
         largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
         if largest >= vocab_size:
             sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -132,7 +132,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # each log checks for NaN
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # NaN is noticed before a save
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -171,7 +171,7 @@ def main():
 
         stop_signal = max(received_signals, default=0)
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # without `wait`, they are wrong
+            times = times if log_now else {}  # they are valid only with `wait`
             save_now = log_now = True
         if log_now:
             # `.item()` waits until the GPU has computed the number, so not every step calls it.
@@ -231,7 +231,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace two searches of Transformers for the ends of documents, which wait for the GPU.
+    # Two searches of Transformers for the ends of documents wait for the GPU: do without them.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
@@ -412,7 +412,7 @@ def open_run(args, setup):
     run_folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_folder / "lock")
     lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # atexit keeps `lock` alive: a deleted FileLock unlocks
+    atexit.register(lock.release)  # this also keeps `lock` alive: a deleted FileLock unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -437,7 +437,7 @@ def new_folder(folder):
         shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     yield temporary
-    for file in temporary.glob("*.safetensors"):  # safetensors lets only the owner read them
+    for file in temporary.glob("*.safetensors"):  # which only the owner may read: copy another mode
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:
         opened = os.open(path, os.O_RDONLY)
@@ -563,7 +563,7 @@ DEMO = {
 
 def parse_args():
     parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags, see --help]", print_config=None)
-    folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")  # no /
     add = parser.add_argument
     switch = jsonargparse.ActionYesNo(no_prefix="no-")  # --demo and --no-demo
     add("--config", action="config", help="a YAML file of flags; later flags win")

@@ -75,7 +75,7 @@ def main():
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # this rank's share of the data. In later chapters, several ranks have the same
+    dp_rank = RANK  # the share that it reads. In later chapters, several ranks read the same one
     dp_size = WORLD_SIZE  # number of shares
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
@@ -90,7 +90,7 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # The hash shows whether the text is still the same. It reads up to 1,000 pieces, to be fast.
+    # A hash, to notice changed text: of all tokens or, above 100 million, of 1,000 pieces.
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
@@ -110,7 +110,7 @@ def main():
     # Model and optimizer.
     model = build_model(args, device, checkpoint)
     vocab_size = model.config.get_text_config().vocab_size
-    if max(tokenizer.get_vocab().values()) >= vocab_size:  # harmless unless the text uses them
+    if max(tokenizer.get_vocab().values()) >= vocab_size:  # harmless if no text has such ids
         largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
         if largest >= vocab_size:
             sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -157,7 +157,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # each log checks for NaN
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # NaN is noticed before a save
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -166,7 +166,7 @@ def main():
             # DDP 6: The ranks read batches in turn. The same batch on all would be wasted work.
             first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # DDP 7: Only the last pass averages, as the others add up. This is DDP's `no_sync()`.
+            # DDP 7: Gradients add up, so averaging after the last pass is enough (`no_sync()`).
             ddp_model.require_backward_grad_sync = micro_step == accumulation - 1
             with timed("data", times, wait):
                 epoch, offset = divmod(first, train_samples)
@@ -176,7 +176,7 @@ def main():
             with timed("forward", times, wait):
                 # The model shifts the labels itself, so that each token predicts the next one.
                 # use_cache would keep keys and values, which only generation needs.
-                # DDP 8: Call the wrapper, which averages gradients. evaluate() has none.
+                # DDP 8: Call the wrapper: it averages gradients. evaluate() does not need it.
                 loss = ddp_model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
                 loss = loss / accumulation  # the micro-batches of a step then add up to a mean
             with timed("backward", times, wait):
@@ -192,7 +192,7 @@ def main():
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
             scaler.update()  # a lower scale after infinite gradients, and later a higher one
-            # DDP: Micro-batches add up in the buckets, so set these to 0. With one, None is faster.
+            # DDP: With accumulation, keep the buckets and fill them with 0. Else, None is faster.
             optimizer.zero_grad(set_to_none=accumulation == 1)
         state.step = step
         state.samples += global_batch  # over all epochs
@@ -204,7 +204,7 @@ def main():
         dist.all_reduce(received, dist.ReduceOp.MAX)
         stop_signal = received.item()
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # without `wait`, they are wrong
+            times = times if log_now else {}  # they are valid only with `wait`
             save_now = log_now = True
         if log_now:
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
@@ -269,7 +269,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace two searches of Transformers for the ends of documents, which wait for the GPU.
+    # Two searches of Transformers for the ends of documents wait for the GPU: do without them.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
@@ -458,7 +458,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # atexit keeps `lock` alive: a deleted FileLock unlocks
+    atexit.register(lock.release)  # this also keeps `lock` alive: a deleted FileLock unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -483,7 +483,7 @@ def new_folder(folder):
         shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     yield temporary
-    for file in temporary.glob("*.safetensors"):  # safetensors lets only the owner read them
+    for file in temporary.glob("*.safetensors"):  # which only the owner may read: copy another mode
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:
         opened = os.open(path, os.O_RDONLY)
@@ -642,7 +642,7 @@ DEMO = {
 
 def parse_args():
     parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags, see --help]", print_config=None)
-    folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")  # no /
     add = parser.add_argument
     switch = jsonargparse.ActionYesNo(no_prefix="no-")  # --demo and --no-demo
     add("--config", action="config", help="a YAML file of flags; later flags win")
@@ -695,11 +695,11 @@ if __name__ == "__main__":
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
         sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
-    # DDP: RuntimeError: another rank has failed, and this one has waited for it
+    # DDP: RuntimeError: this rank has waited for another one, which has failed
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         if training_has_begun:
             raise
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
-            time.sleep(5)  # DDP: until torchrun ends it, so only local rank 0 prints its sentence
+            time.sleep(5)  # DDP: torchrun ends it before, so only local rank 0 prints the sentence

@@ -177,8 +177,8 @@ def test_resume_dir(train, trainer, pretrained):
     flags = [*base, "--max-steps", 6, "--ckpt-freq", 3, "--keep-checkpoints", 9]
     origin = train(*flags, name="origin")
     local = train(*flags, "--checkpoint-format", "local", name="local")
-    for run in (origin, local):
-        start = ["--resume-dir", run.folder / "step-00000003"]
+    for run, folder in ((origin, ""), (local, "rank-0/")):
+        start = ["--resume-dir", f"{run.folder}/{folder}step-00000003"]
         name = f"from-{run.folder.name}"
         with weights_away(pretrained):
             resumed = train(*flags, *start, name=name)
@@ -196,8 +196,8 @@ def test_resume_dir(train, trainer, pretrained):
     flags = ["--max-steps", 2, "--lr", 5e-4]
     final = ["-m", origin.folder / "final", "--no-from-scratch", "--shard-size", 1]
     plain = train(*flags, *final, name="plain")
-    for run, size in ((origin, 1), (local, 2)):
-        start = ["--resume-dir", run.folder / "step-00000006", "--skip-optimizer"]
+    for run, folder, size in ((origin, "", 1), (local, "rank-0/", 2)):
+        start = ["--resume-dir", f"{run.folder}/{folder}step-00000006", "--skip-optimizer"]
         fresh = train(*flags, *start, "--shard-size", size, name=f"fresh-{run.folder.name}")
         if size == 1:
             assert exact(fresh.records) == exact(plain.records)

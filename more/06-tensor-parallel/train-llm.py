@@ -101,7 +101,7 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # The hash shows whether the text is still the same. It reads up to 1,000 pieces, to be fast.
+    # A hash, to notice changed text: of all tokens or, above 100 million, of 1,000 pieces.
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
@@ -122,7 +122,7 @@ def main():
     # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
     model = build_model(args, device, checkpoint)
     vocab_size = model.config.get_text_config().vocab_size
-    if max(tokenizer.get_vocab().values()) >= vocab_size:  # harmless unless the text uses them
+    if max(tokenizer.get_vocab().values()) >= vocab_size:  # harmless if no text has such ids
         largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
         if largest >= vocab_size:
             sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -133,7 +133,7 @@ def main():
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load() writes into the live weights and moments. The flags decide about decay and lr.
+        # dcp.load() fills live weights and moments only, so decay and lr are those of the flags.
         dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -161,7 +161,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # each log checks for NaN
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # NaN is noticed before a save
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -211,7 +211,7 @@ def main():
         dist.all_reduce(received, dist.ReduceOp.MAX)
         stop_signal = received.item()
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # without `wait`, they are wrong
+            times = times if log_now else {}  # they are valid only with `wait`
             save_now = log_now = True
         if log_now:
             # TP: Average the loss over the groups. All ranks of a group have the same loss.
@@ -344,7 +344,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Replace two searches of Transformers for the ends of documents, which wait for the GPU.
+    # Two searches of Transformers for the ends of documents wait for the GPU: do without them.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
@@ -386,7 +386,7 @@ def shard_model(model, args, device):
         policy["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # TP 10: FSDP works along the columns: it shards the parts again, and averages gradients there.
     policy["mesh"] = mesh["dp"]
-    # FSDP 7: Each layer is a unit, which hooks gather and free: one or two are whole at a time.
+    # FSDP 7: Each layer is a unit. Hooks gather and free it, so one or two are whole at a time.
     for layer in [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **policy)
     # Embeddings and head are large, so each is a unit, too, unless they are tied (one parameter).
@@ -580,7 +580,7 @@ def evaluate(model, tokens, args, device, dp_rank, dp_size):  # DDP: each rank h
         first = begin + dp_rank * args.batch_size
         indices = range(first, min(first + args.batch_size, samples))
         # FSDP 10: Gathering a layer needs every rank, so all ranks make equally many passes.
-        # A rank without a batch evaluates sample 0, with weight 0.
+        # A rank without a batch (no indices) evaluates sample 0, with weight 0.
         input_ids = read_batch(tokens, indices or [0], args, device)
         loss = loss_of(model, input_ids)  # TP: the same on all ranks of a group
         loss_sum += loss * len(indices)  # the last batch may be smaller
@@ -607,7 +607,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # atexit keeps `lock` alive: a deleted FileLock unlocks
+    atexit.register(lock.release)  # this also keeps `lock` alive: a deleted FileLock unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -654,7 +654,7 @@ def new_folder(folder):
     yield temporary
     if RANK > 0:  # rank 0 does the rest, and needs no other rank for it
         return
-    for file in temporary.glob("*.safetensors"):  # safetensors lets only the owner read them
+    for file in temporary.glob("*.safetensors"):  # which only the owner may read: copy another mode
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:
         opened = os.open(path, os.O_RDONLY)
@@ -825,7 +825,7 @@ DEMO = {
 
 def parse_args():
     parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags, see --help]", print_config=None)
-    folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")
+    folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")  # no /
     add = parser.add_argument
     switch = jsonargparse.ActionYesNo(no_prefix="no-")  # --demo and --no-demo
     add("--config", action="config", help="a YAML file of flags; later flags win")
@@ -887,11 +887,11 @@ if __name__ == "__main__":
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
         sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
-    # DDP: RuntimeError: another rank has failed, and this one has waited for it
+    # DDP: RuntimeError: this rank has waited for another one, which has failed
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         if training_has_begun:
             raise
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
-            time.sleep(5)  # DDP: until torchrun ends it, so only local rank 0 prints its sentence
+            time.sleep(5)  # DDP: torchrun ends it before, so only local rank 0 prints the sentence
