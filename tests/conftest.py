@@ -39,7 +39,9 @@ LONGEST = (
     "test_killed_workers_come_back",
     "test_an_elastic_job",
     "test_kinds_of_hangs",
+    "test_a_sample_trains_as_it_should",
     "test_rows",
+    "test_compile_changes_nothing_but_speed",
 )
 
 
