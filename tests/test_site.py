@@ -75,7 +75,7 @@ ANSWERS = {
     "z-loss": "docs/questions.html#z-loss",
     "LoRA on two nodes": "docs/questions.html#lora-on-two-nodes",
     "DPO": "docs/questions.html#ring-attention-dpo",
-    "axolotl": "docs/questions.html#trainer-trl-axolotl",
+    "axolotl": "docs/questions.html#deepspeed",
     "loss spike": "docs/questions.html#the-loss-spikes",
     "straggler": "docs/questions.html#one-gpu-is-slow",
     "EFA": "docs/questions.html#infiniband",
