@@ -115,7 +115,7 @@ def table_of_chapters(names: Iterable[str], top: str = "") -> str:
             diff = f"[{changed_code_lines(name)}]({folder}/changes.diff)"
             row[2:] = [number(CONTINUES[name]), diff]
         rows.append(row)
-    return table("chapter | for | continues | changed lines", rows)
+    return table("chapter | for | builds on | changed lines", rows)
 
 
 def table_of_losses() -> str:

@@ -341,7 +341,7 @@ def rate_of(run, published: float) -> float:
 
 # Name, GPUs, layout, published and estimated speed, difference. "base" begins a group of rows: the
 # rate of the products of matrices is set so that this row agrees.
-ROW = r"^\| (.+) \| ([\d,]+) \| (.+) \| ([\d,]+) \| ([\d,]+) \| (base|\S+ %) \|"
+ROW = r"^\| (.+) \| ([\d,]+) \| (.+) \| ([\d,]+) \| ([\d,]+) \| (base|\S+%) \|"
 
 
 def test_published_speeds():
@@ -357,11 +357,11 @@ def test_published_speeds():
         found = speed(run, rate)
         assert f"{found:,.0f}" == estimated, name
         if off != "base":
-            assert off == f"{found / published - 1:+.0%}".replace("%", " %"), name
+            assert off == f"{found / published - 1:+.0%}", name
             (far if abs(found / published - 1) > 0.15 else near).append(name)
     assert len(far) < len(near) / 3
     text = " ".join(record.split())
-    assert f"{len(near)} of the {len(near + far)} estimates are within 15 %" in text
+    assert f"{len(near)} of the {len(near + far)} estimates are within 15%" in text
     for name in far:
         assert f"**{name}**" in record, name
     base, other = (llama_3(*sizes, stages_per_rank=2) for sizes in ((1024, 2), (2048, 1)))
@@ -427,7 +427,7 @@ def first_choice(size: str, devices: int, *flags) -> str:
     if not fit:
         return "does not fit"
     layout, again = fit[0].layout, ", checkpointing" if fit[0].layout.checkpointing else ""
-    return f"{layout.name()} ({layout.chapter}){again}, {fit[0].efficiency:.0%}".replace("%", " %")
+    return f"{layout.name()} ({layout.chapter}){again}, {fit[0].efficiency:.0%}"
 
 
 PUBLISHED_LAYOUTS = [  # the page's name, size, devices, samples of a step, the published layout
