@@ -78,6 +78,8 @@ def copy_repository(folder: Path) -> None:
 def run_tests(folder: Path, tests: list[str]) -> tuple[int, str]:
     """Status of pytest (0: all pass, 1: some fail), and its output."""
     command = [sys.executable, "-m", "pytest", "--all", "-n", "0", "-q", "-p", "no:cacheprovider"]
+    # A damaged script may hang. Its test then ends after 15 minutes, and the damage is missed.
+    command += ["-o", "faulthandler_timeout=900", "-o", "faulthandler_exit_on_timeout=true"]
     command += [f"tests/{test}" for test in tests]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
     result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
