@@ -697,7 +697,7 @@ def learning_rate(step, total_steps, args):
     curves = {
         "constant": 1,
         "linear": left,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (args.lr_cycles * done % 1))),
+        "cosine": 0.5 * (1 + math.cos(math.pi * (args.lr_cycles * done % 1))),  # % 1 restarts it
         "wsd": min(1, 10 * left),  # warm-up, stable, decay over the last tenth
     }
     return args.lr * curves[args.lr_scheduler]
