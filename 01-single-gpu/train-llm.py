@@ -437,7 +437,7 @@ def new_folder(folder):
         shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     yield temporary
-    for file in temporary.glob("*.safetensors"):  # which only the owner may read: copy another mode
+    for file in temporary.glob("*.safetensors"):  # only the owner may read these: copy another mode
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:
         opened = os.open(path, os.O_RDONLY)

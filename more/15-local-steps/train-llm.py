@@ -148,7 +148,7 @@ def main():
     outer = OuterOptimizer(model, args)  # LOCAL: starts with the weights of the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load() fills live weights and moments only, so decay and lr are those of the flags.
+        # dcp.load() fills the live weights and moments. Decay and lr are those of the flags.
         # LOCAL 1: With another number of replicas, each one starts as a copy of an old one.
         # With fewer replicas, the steps of some old ones since the last round are lost.
         replica = outer.replica % state.replicas
@@ -721,8 +721,10 @@ def newest_checkpoint(run_folder):
 
 
 def of_this_rank(checkpoint):
-    """The folder in which this rank finds its part of a checkpoint: with `local`, its own one."""
-    return Path(checkpoint.replace("/rank-0/", f"/{RANK_FOLDER}/"))
+    """The folder with this rank's part of a checkpoint: of `local` (rank-0/step-...), its own."""
+    folder = Path(checkpoint)
+    is_local = folder.parent.name == "rank-0"
+    return folder.parent.with_name(RANK_FOLDER) / folder.name if is_local else folder
 
 
 def sharded_state(model, saved_parts, outer, replica):  # LOCAL: with the state of this replica
@@ -777,7 +779,7 @@ def new_folder(folder):
     yield temporary
     if not is_owner:  # NODES: not RANK > 0, because of `local`
         return
-    for file in temporary.glob("*.safetensors"):  # which only the owner may read: copy another mode
+    for file in temporary.glob("*.safetensors"):  # only the owner may read these: copy another mode
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:
         opened = os.open(path, os.O_RDONLY)
@@ -1091,11 +1093,11 @@ if __name__ == "__main__":
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
         sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
-    # DDP: RuntimeError: this rank has waited for another one, which has failed
+    # DDP: RuntimeError: another rank has failed while this one waited for it
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         if training_has_begun:
             raise
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
-            time.sleep(5)  # DDP: torchrun ends it before, so only local rank 0 prints the sentence
+            time.sleep(5)  # DDP: torchrun ends it sooner, so only local rank 0 prints the sentence

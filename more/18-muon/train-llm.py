@@ -126,7 +126,7 @@ def main():
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load() fills live weights and moments only, so decay and lr are those of the flags.
+        # dcp.load() fills the live weights and moments. Decay and lr are those of the flags.
         dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -723,7 +723,7 @@ def new_folder(folder):
     yield temporary
     if RANK > 0:  # rank 0 does the rest, and needs no other rank for it
         return
-    for file in temporary.glob("*.safetensors"):  # which only the owner may read: copy another mode
+    for file in temporary.glob("*.safetensors"):  # only the owner may read these: copy another mode
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:
         opened = os.open(path, os.O_RDONLY)
@@ -948,11 +948,11 @@ if __name__ == "__main__":
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
         sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
-    # DDP: RuntimeError: this rank has waited for another one, which has failed
+    # DDP: RuntimeError: another rank has failed while this one waited for it
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         if training_has_begun:
             raise
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
-            time.sleep(5)  # DDP: torchrun ends it before, so only local rank 0 prints the sentence
+            time.sleep(5)  # DDP: torchrun ends it sooner, so only local rank 0 prints the sentence
