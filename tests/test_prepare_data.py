@@ -361,6 +361,10 @@ def test_flags_that_change(prepared, tmp_path):
     ):
         output, _ = prepared(*flags, status=1)
         assert_one_sentence(output, f"out was made with different {what}: --overwrite")
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    del report["facts"]["flags"]["max_characters"]  # a folder from before this flag
+    (tmp_path / "out" / "report.json").write_text(json.dumps(report))
+    assert "Nothing has changed" in prepared("a.jsonl")[0]
     _, rows = prepared("*", "--overwrite")  # its own folder is no source
     assert sorted(rows["train"]) == ["one", "three", "two"]
     assert len([*(tmp_path / "out").iterdir()]) == 3

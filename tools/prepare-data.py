@@ -397,6 +397,7 @@ def old_report(args, facts: dict) -> dict:
         sys.exit(f"error: this tool has not written {args.output}: choose another -o")
     if args.check or args.overwrite:
         return report
+    old["flags"].setdefault("max_characters", PIECE)  # of a folder from before this flag
     flags = {name: value for name, value in facts["flags"].items() if value or name in old["flags"]}
     changed = [name for name in flags if flags[name] != old["flags"].get(name)]
     names = [f"--{name.replace('form', 'as').replace('_', '-')}" for name in changed]
@@ -631,7 +632,7 @@ def parse_args() -> argparse.Namespace:
     add("--encoding", help="of all files, such as cp1252; by default UTF-8, or by their mark")
     add("--delimiter", help="between the cells of .csv (a comma) and .tsv (a tab)")
     add("--held-out", type=percent, default=0.0, help="such as 1%%, by a hash of the document")
-    add("--max-characters", type=int, default=PIECE, help="a longer document is cut into pieces")
+    add("--max-characters", type=int, default=PIECE, help="a longer text is cut into pieces")
     add("--dedupe", action="store_true", help="writes one of equal documents")
     add("--share", nargs="+", type=float, help="parts of the characters, one for each source")
     add("--repeat", type=float, default=4, help="with --share, a source counts at most so often")
