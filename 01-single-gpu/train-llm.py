@@ -49,7 +49,7 @@ PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the signal handler appends to this list, and the training loop reads it
-training_has_begun = False  # before it has, an error is one sentence, without a traceback
+training_has_begun = False  # until then, an error is one sentence, without a traceback
 
 
 def main():
@@ -66,7 +66,7 @@ def main():
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation  # samples per optimizer step
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
-        sys.exit(f"error: there is no folder {args.model_name}")
+        sys.exit(f"error: there is no folder {args.model_name}")  # such as models/tiny-lama
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
@@ -77,13 +77,13 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # A hash, to notice changed text: of all tokens or, above 100 million, of 1,000 pieces.
+    # A hash, to notice changed text: of all tokens, or of 1,000 pieces of 100,000 tokens.
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     # With -e, a run continues from its newest checkpoint, if its setup is still the same.
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
-    samples_left = args.num_epochs * train_samples - state.samples  # the batch may have changed
+    samples_left = args.num_epochs * train_samples - state.samples  # the batch size may be new
     total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
@@ -119,7 +119,7 @@ def main():
 
     # The training loop.
     training_has_begun = True
-    gc.freeze()  # Python's garbage collector need not look at all that exists by now
+    gc.freeze()  # Python's garbage collector then skips all objects that exist by now
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
     logged_time = time.perf_counter()
@@ -142,7 +142,7 @@ def main():
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
             with timed("data", times, wait):
                 epoch, offset = divmod(first, train_samples)
-                order = sample_order(args.seed, epoch, train_samples)
+                order = sample_order(args.seed, epoch, train_samples)  # and then the next epoch's
                 indices = order[offset : offset + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
@@ -171,7 +171,7 @@ def main():
 
         stop_signal = max(received_signals, default=0)
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # they are valid only with `wait`
+            times = times if log_now else {}  # measured without `wait`, they are wrong
             save_now = log_now = True
         if log_now:
             # `.item()` waits until the GPU has computed the number, so not every step calls it.
@@ -231,7 +231,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Two searches of Transformers for the ends of documents wait for the GPU: do without them.
+    # Transformers looks for packed documents twice, which waits for the GPU. Switch that off.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
@@ -255,7 +255,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # How many random numbers from_config() uses depends on the version. Seed and draw again.
+        # from_config() may draw other numbers in another version, so seed and draw again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -281,7 +281,7 @@ def learning_rate(step, total_steps, args):
     curves = {
         "constant": 1,
         "linear": left,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (args.lr_cycles * done % 1))),  # % 1 restarts it
+        "cosine": 0.5 * (1 + math.cos(math.pi * (args.lr_cycles * done % 1))),  # part of a cycle
         "wsd": min(1, 10 * left),  # warm-up, stable, decay over the last tenth
     }
     return args.lr * curves[args.lr_scheduler]
@@ -437,7 +437,7 @@ def new_folder(folder):
         shutil.rmtree(leftover, ignore_errors=True)
     temporary.mkdir()
     yield temporary
-    for file in temporary.glob("*.safetensors"):  # only the owner may read these: copy another mode
+    for file in temporary.glob("*.safetensors"):  # saved with mode 0600: give them the usual mode
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:
         opened = os.open(path, os.O_RDONLY)
@@ -511,7 +511,7 @@ class RunLog:
     def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
         if checkpoint:
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without lines of later steps
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # drops lines of later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)

@@ -66,7 +66,7 @@ PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the signal handler appends to this list, and the training loop reads it
-training_has_begun = False  # before it has, an error is one sentence, without a traceback
+training_has_begun = False  # until then, an error is one sentence, without a traceback
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
@@ -91,7 +91,7 @@ def main():
     dp_rank = RANK % dp_size  # with 2 pipelines, the even ranks are pipeline 0
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
-        sys.exit(f"error: there is no folder {args.model_name}")
+        sys.exit(f"error: there is no folder {args.model_name}")  # such as models/tiny-lama
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
@@ -102,7 +102,7 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # A hash, to notice changed text: of all tokens or, above 100 million, of 1,000 pieces.
+    # A hash, to notice changed text: of all tokens, or of 1,000 pieces of 100,000 tokens.
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
@@ -113,7 +113,7 @@ def main():
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
         sys.exit(f"error: ranks differ in {differing}: use the same flags, data and --save-dir")
-    samples_left = args.num_epochs * train_samples - state.samples  # the batch may have changed
+    samples_left = args.num_epochs * train_samples - state.samples  # the batch size may be new
     total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
@@ -135,7 +135,7 @@ def main():
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load() fills the live weights and moments. Decay and lr are those of the flags.
+        # dcp.load() fills live tensors in place. Decay and lr are no tensors: the flags decide.
         dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
     # PP 2: A schedule tells each rank the order of the forward and backward passes of a step.
     schedule = SCHEDULES[args.schedule](
@@ -159,7 +159,7 @@ def main():
 
     # The training loop.
     training_has_begun = True
-    gc.freeze()  # Python's garbage collector need not look at all that exists by now
+    gc.freeze()  # Python's garbage collector then skips all objects that exist by now
     loss_sum = torch.zeros((), device=device)
     logged_step = state.step
     logged_time = time.perf_counter()
@@ -183,7 +183,7 @@ def main():
             first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             with timed("data", times, wait):
                 epoch, offset = divmod(first, train_samples)
-                order = sample_order(args.seed, epoch, train_samples)
+                order = sample_order(args.seed, epoch, train_samples)  # and then the next epoch's
                 indices = order[offset : offset + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             batches.append(input_ids)
@@ -233,7 +233,7 @@ def main():
         dist.all_reduce(received, dist.ReduceOp.MAX)
         stop_signal = received.item()
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # they are valid only with `wait`
+            times = times if log_now else {}  # measured without `wait`, they are wrong
             save_now = log_now = True
         if log_now:
             # PP: Average over all ranks. Only last stages have losses, hence the factor above.
@@ -277,7 +277,7 @@ def main():
         weights = whole_weights(model, run_folder / f"step-{state.step:08d}")
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                with torch.device("meta"):  # FSDP has changed the class of `model`
+                with torch.device("meta"):  # a model whose class is not changed by FSDP
                     whole = AutoModelForCausalLM.from_config(model.config)
                 whole.generation_config = model.generation_config
                 whole.save_pretrained(folder, state_dict=weights)
@@ -501,7 +501,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Two searches of Transformers for the ends of documents wait for the GPU: do without them.
+    # Transformers looks for packed documents twice, which waits for the GPU. Switch that off.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
@@ -562,7 +562,7 @@ def shard_model(stage_modules, mesh, args, device):  # PP: the stages of this ra
 def compute_buffers(model, device):
     """Fills the buffers that state dicts lack, such as the rotary frequencies, on each rank."""
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # Transformers then draws no random weights
+        parameter._is_hf_initialized = True  # so _init_weights() fills only buffers
     model.apply(model._init_weights)
     for buffer in model.buffers():
         buffer.data = buffer.to(device)
@@ -590,7 +590,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # How many random numbers from_config() uses depends on the version. Seed and draw again.
+        # from_config() may draw other numbers in another version, so seed and draw again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -616,7 +616,7 @@ def learning_rate(step, total_steps, args):
     curves = {
         "constant": 1,
         "linear": left,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (args.lr_cycles * done % 1))),  # % 1 restarts it
+        "cosine": 0.5 * (1 + math.cos(math.pi * (args.lr_cycles * done % 1))),  # part of a cycle
         "wsd": min(1, 10 * left),  # warm-up, stable, decay over the last tenth
     }
     return args.lr * curves[args.lr_scheduler]
@@ -838,7 +838,7 @@ def new_folder(folder):
     yield temporary
     if RANK > 0:  # rank 0 does the rest, and needs no other rank for it
         return
-    for file in temporary.glob("*.safetensors"):  # only the owner may read these: copy another mode
+    for file in temporary.glob("*.safetensors"):  # saved with mode 0600: give them the usual mode
         shutil.copymode(temporary / "tokenizer_config.json", file)
     for path in [*temporary.rglob("*"), temporary]:
         opened = os.open(path, os.O_RDONLY)
@@ -874,7 +874,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: Ranks meet in torchrun's store. After a restart, a prefix hides the old keys.
+    # DDP: Ranks meet in torchrun's key-value store. After a restart, a prefix hides old keys.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -954,7 +954,7 @@ class RunLog:
     def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
         if checkpoint:
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # without lines of later steps
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # drops lines of later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
@@ -1085,4 +1085,4 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
-            time.sleep(5)  # DDP: torchrun ends it sooner, so only local rank 0 prints the sentence
+            time.sleep(5)  # DDP: sys.exit() prints after this, and torchrun ends the rank before
