@@ -141,7 +141,7 @@ def test_types_bytes_and_final(trainer, tmp_path, rows_of_conversations):
 
 def test_what_a_merge_in_bf16_loses():
     """The table of the README."""
-    rows = re.findall(r"^\| (0\.\d+) of W \| (\d+) % \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| (0\.\d+) of W \| (\d+)% \|$", README, re.MULTILINE)
     torch.manual_seed(0)
     weights = (0.02 * torch.randn(1024, 1024)).bfloat16().float()
     change = torch.randn(1024, 16) @ torch.randn(16, 1024)
