@@ -42,7 +42,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from datasets.fingerprint import Hasher
 from filelock import FileLock
-from jsonargparse.typing import NonNegativeInt, PositiveInt
+from jsonargparse.typing import NonNegativeInt, PositiveInt, restricted_string_type
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -83,7 +83,7 @@ def main():
     dp_size = WORLD_SIZE  # number of shares
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
-        sys.exit(f"error: there is no folder {args.model_name}")  # such as models/tiny-lama
+        sys.exit(f"error: there is no folder {args.model_name}")  # a typo, not a Hub id
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
@@ -105,7 +105,7 @@ def main():
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
         sys.exit(f"error: ranks differ in {differing}: use the same flags, data and --save-dir")
-    samples_left = args.num_epochs * train_samples - state.samples  # the batch size may be new
+    samples_left = args.num_epochs * train_samples - state.samples  # a resume may change -b
     total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
@@ -154,7 +154,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # NaN is noticed before a save
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # logging checks for NaN
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -170,7 +170,7 @@ def main():
             model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
                 epoch, offset = divmod(first, train_samples)
-                order = sample_order(args.seed, epoch, train_samples)  # and then the next epoch's
+                order = sample_order(args.seed, epoch, train_samples)  # of this epoch and the next
                 indices = order[offset : offset + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
@@ -371,12 +371,12 @@ def learning_rate(step, total_steps, args):
     """The learning rate of a step, counted from 0: a warm-up, then a curve. Add your own."""
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
-    done = (step - args.warmup_steps) / (total_steps - args.warmup_steps)  # from 0 to 1
+    cycles_done = args.lr_cycles * (step - args.warmup_steps) / (total_steps - args.warmup_steps)
     left = (total_steps - step) / (total_steps - args.warmup_steps)  # from 1 to 0
     curves = {
         "constant": 1,
         "linear": left,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (args.lr_cycles * done % 1))),  # part of a cycle
+        "cosine": 0.5 * (1 + math.cos(math.pi * (cycles_done % 1))),  # each cycle begins at --lr
         "wsd": min(1, 10 * left),  # warm-up, stable, decay over the last tenth
     }
     return args.lr * curves[args.lr_scheduler]
@@ -529,7 +529,7 @@ def open_run(args, setup):
             if name == "tokens_hash":
                 change = "the text or the tokenizer has changed"
             if now != before.get(name) and name in MUST_STAY:
-                sys.exit(f"error: {change}: keep it, or choose another -e")
+                sys.exit(f"error: {change}: undo this, or choose another -e")
             if now != before.get(name):
                 say(f"note: {change}")
     return run_folder, checkpoint, state
@@ -721,7 +721,7 @@ DEMO = {
     "experiment_name": f"demo-{Path(__file__).resolve().parent.name[3:]}",  # without "01-"
     "model_name": f"{REPOSITORY}/models/tiny-llama",
     "from_scratch": True,
-    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",  # Python's library; _*.py vary
+    "dataset_name": f"{sysconfig.get_path('stdlib')}/[a-z]*.py",  # the source of Python's library
     "seq_length": 256,
     "batch_size": max(1, 8 // WORLD_SIZE),  # DDP: the global batch of chapter 1, or about that
     "max_steps": 400,
@@ -734,7 +734,7 @@ DEMO = {
 
 def parse_args():
     parser = jsonargparse.ArgumentParser(usage="%(prog)s [flags, see --help]", print_config=None)
-    folder_name = jsonargparse.typing.restricted_string_type("folder_name", r"[^/.][^/]*$")  # no /
+    folder_name = restricted_string_type("folder_name", r"[^/.][^/]*$")  # no /, no . at its start
     add = parser.add_argument
     switch = jsonargparse.ActionYesNo(no_prefix="no-")  # --demo and --no-demo
     add("--config", action="config", help="a YAML file of flags; later flags win")
@@ -797,4 +797,4 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
-            time.sleep(5)  # DDP: sys.exit() prints after this, and torchrun ends the rank before
+            time.sleep(5)  # DDP: local rank 0 prints the error; torchrun ends this rank meanwhile

@@ -381,7 +381,7 @@ def test_a_run_does_not_go_on_with_other_rows(train, shards, tmp_path):
     index["shards"].reverse()
     (data / "index.json").write_text(json.dumps(index))
     run = train(data, "--max-steps", 2, processes=1, status=1, name="rewritten")
-    assert_one_sentence(run.output, "keep it, or choose another -e")
+    assert_one_sentence(run.output, "undo this, or choose another -e")
     assert "error: the text or the tokenizer has changed" in run.output
 
 

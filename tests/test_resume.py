@@ -108,7 +108,7 @@ def test_changes_of_a_resume(chapter_1, tmp_path, monkeypatch, capsys):
         if name == "tokens_hash":
             said = "the text or the tokenizer has changed"
         if name in REFUSED.split():
-            with pytest.raises(SystemExit, match=f"error: {re.escape(said)}: keep it, or choose"):
+            with pytest.raises(SystemExit, match=f"error: {re.escape(said)}: undo this, or choose"):
                 chapter_1.open_run(args, setup)
         else:
             chapter_1.open_run(args, setup)
@@ -119,7 +119,7 @@ def test_changes_of_a_resume(chapter_1, tmp_path, monkeypatch, capsys):
 def test_another_training_under_the_same_name_is_refused(trainer, tmp_path):
     before = trainer("--max-steps", 3, "--dtype", "bf16")
     after = trainer("--max-steps", 3, "--dtype", "fp16", status=1)
-    assert_one_sentence(after.output, "keep it, or choose another -e")
+    assert_one_sentence(after.output, "undo this, or choose another -e")
     assert after.records == before.records
     (before.folder / "step-00000003" / "parameters.json").unlink()  # as older versions
     assert_one_sentence(trainer("--max-steps", 4, status=1).output, "parameters.json")

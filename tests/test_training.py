@@ -200,6 +200,8 @@ def test_rates_are_those_of_transformers():
     assert rates[:10] == [step / 10 for step in range(10)]
     assert rates[10:101] == [1.0] * 91
     assert rates[101:] == pytest.approx([left / 10 for left in range(9, 0, -1)])
+    restarts = SimpleNamespace(lr=1.0, warmup_steps=0, lr_scheduler="cosine", lr_cycles=49)
+    assert [chapter.learning_rate(step, 147, restarts) for step in range(0, 147, 3)] == [1.0] * 49
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

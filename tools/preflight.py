@@ -552,7 +552,7 @@ def check_resume(args, checkpoint: Path, chapter, report: Report) -> None:
     for name in [name for name in flags if flags[name] != before.get(name)]:
         change = f"{name} was {before.get(name)}, and is {flags[name]} now"
         if name in chapter.MUST_STAY:
-            report.error(f"{change}: keep it, or choose another -e")
+            report.error(f"{change}: undo this, or choose another -e")
         else:
             report.warn(change)
 
