@@ -49,7 +49,7 @@ PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the signal handler appends to this list, and the training loop reads it
-training_has_begun = False  # until then, an error is one sentence, without a traceback
+training_has_begun = False  # until then, a wrong flag or file ends in one sentence
 
 
 def main():
@@ -66,7 +66,7 @@ def main():
     accumulation = args.gradient_accumulation_steps
     global_batch = args.batch_size * accumulation  # samples per optimizer step
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
-        sys.exit(f"error: there is no folder {args.model_name}")  # a typo, not a Hub id
+        sys.exit(f"error: there is no folder {args.model_name}")  # its first part is a folder
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
@@ -77,13 +77,13 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # A hash, to notice changed text: of all tokens, or of 1,000 pieces of 100,000 tokens.
+    # A hash notices changed text. Above 100 million tokens, it covers 1,000 evenly spread pieces.
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
     # With -e, a run continues from its newest checkpoint, if its setup is still the same.
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
-    samples_left = args.num_epochs * train_samples - state.samples  # a resume may change -b
+    samples_left = args.num_epochs * train_samples - state.samples  # not steps: -b may be new
     total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
@@ -92,7 +92,7 @@ def main():
     # Model and optimizer.
     model = build_model(args, device, checkpoint)
     vocab_size = model.config.get_text_config().vocab_size
-    if max(tokenizer.get_vocab().values()) >= vocab_size:  # harmless if no text has such ids
+    if max(tokenizer.get_vocab().values()) >= vocab_size:  # then look for such ids in the text
         largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
         if largest >= vocab_size:
             sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -103,7 +103,7 @@ def main():
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu")
-        # The flags of this run decide about weight decay and betas, not those of the checkpoint.
+        # Take weight decay and betas from the flags of this run, not from the checkpoint.
         saved["optimizer"]["param_groups"] = optimizer.state_dict()["param_groups"]
         for name, part in saved_parts.items():
             part.load_state_dict(saved.pop(name))
@@ -158,7 +158,7 @@ def main():
             # Clip the gradient of the whole step, so that no bad batch spoils the weights.
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            rate = learning_rate(state.step, total_steps, args)
+            rate = learning_rate(state.step, total_steps, args)  # counted from 0
             for group in optimizer.param_groups:
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -171,7 +171,7 @@ def main():
 
         stop_signal = max(received_signals, default=0)
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # measured without `wait`, they are wrong
+            times = times if log_now else {}  # without `wait`, a GPU's times are wrong
             save_now = log_now = True
         if log_now:
             # `.item()` waits until the GPU has computed the number, so not every step calls it.
@@ -190,7 +190,7 @@ def main():
             say(f"step {step}/{total_steps}  loss {mean_loss:.4f}  {numbers}")
             if run_log:
                 run_log.log(state, metrics)
-            # NaN ends a run before it saves. In fp16, a step with infinite gradients is skipped.
+            # NaN ends a run before it saves. In fp16, the scaler skips steps of infinite gradients.
             norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
             if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, or check the model")
@@ -225,13 +225,13 @@ def main():
 def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
     model = load_model(args, checkpoint).to(device)
-    # Weights stay in fp32. Autocast computes matrix products in bf16 or fp16, and sums in fp32.
+    # Weights stay in fp32. Autocast uses bf16 or fp16 for matrix products, and fp32 for the loss.
     autocast = torch.autocast(device.type, DTYPES[args.dtype], enabled=args.dtype != "fp32")
     model.forward = autocast(model.forward)  # each call of the model now runs under autocast
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Transformers looks for packed documents twice, which waits for the GPU. Switch that off.
+    # A sample is one sequence, so skip both searches for borders in it, which wait for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
@@ -241,10 +241,10 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Layer by layer: a whole compiled model builds an attention mask, which is slower.
+        # Layers only: in a compiled model, Transformers builds an attention mask, which is slower.
         for layer in layers:
             layer.compile()
-        model.loss_function = torch.compile(model.loss_function)  # without an fp32 copy of logits
+        model.loss_function = torch.compile(model.loss_function)  # makes no fp32 copy of logits
     return model
 
 
@@ -255,7 +255,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config() may draw other numbers in another version, so seed and draw again.
+        # How many random numbers from_config() uses depends on the version. Seed and draw again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -268,20 +268,20 @@ def load_model(args, checkpoint):
     if info["missing_keys"]:  # Transformers fills these tensors with random numbers
         sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
     if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
-        sys.exit(f"error: {source} has a head of its own: set tie_word_embeddings to false there")
+        sys.exit(f"error: {source} has an untied head: set tie_word_embeddings to false there")
     return model
 
 
 def learning_rate(step, total_steps, args):
-    """The learning rate of a step, counted from 0: a warm-up, then a curve. Add your own."""
+    """The rate of a step, counted from 0: a warm-up, then a curve. parse_args() lists curves."""
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
     cycles_done = args.lr_cycles * (step - args.warmup_steps) / (total_steps - args.warmup_steps)
-    left = (total_steps - step) / (total_steps - args.warmup_steps)  # from 1 to 0
+    left = (total_steps - step) / (total_steps - args.warmup_steps)  # from 1 towards 0
     curves = {
         "constant": 1,
         "linear": left,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (cycles_done % 1))),  # each cycle begins at --lr
+        "cosine": 0.5 * (1 + math.cos(math.pi * (cycles_done % 1))),  # 1.2 cycles are like 0.2
         "wsd": min(1, 10 * left),  # warm-up, stable, decay over the last tenth
     }
     return args.lr * curves[args.lr_scheduler]
@@ -306,7 +306,7 @@ def load_tokens(args, tokenizer):
     """The tokens to train on, and the held-out ones: a split of the dataset, or its last 1 %."""
     name, train_split = os.path.expanduser(args.dataset_name), "train"
     if ":" in name and not glob(name, recursive=True):
-        name, _, train_split = name.rpartition(":")  # NAME:SPLIT
+        name, _, train_split = name.rpartition(":")  # NAME:SPLIT, not a file with a colon
     reader = READERS.get(Path(name.removesuffix(".gz")).suffix)
     if os.path.isdir(name):
         if not glob(f"{escape(name)}/train-*.parquet"):
@@ -358,7 +358,7 @@ def tokenize_split(documents, tokenizer, column):
 def tokenize(rows, tokenizer, column):
     """The token ids of each document that is not empty, then an end-of-text token."""
     texts = [text for text in rows[column] if text]
-    # A row, such as a text file, may have several documents, which end like this.
+    # A row, such as a text file, may have several documents, each ended by this marker.
     texts = [part for text in texts for part in text.split("<|endoftext|>") if part]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
@@ -581,8 +581,8 @@ def parse_args():
     add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
     add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
     add("--lr", type=float, default=3e-5, help="peak learning rate")
-    curves = ["cosine", "linear", "constant", "wsd"]
-    add("--lr-scheduler", choices=curves, default="cosine", help="a curve of learning_rate()")
+    curves = ["cosine", "linear", "constant", "wsd"]  # of learning_rate(): add your own
+    add("--lr-scheduler", choices=curves, default="cosine", help="the curve after the warm-up")
     add("--lr-cycles", type=PositiveInt, default=1, help="how often cosine falls from the peak")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
     add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
@@ -605,7 +605,7 @@ def parse_args():
         parser.set_defaults(DEMO)
     args = parser.parse_args()  # again, with these defaults
     if min(args.lr, args.weight_decay, args.max_grad_norm) < 0 or not 0 <= args.adam_beta2 < 1:
-        parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1")
+        parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: 0 to below 1")
     args.pop("config")  # its flags are in `args`
     return args
 

@@ -150,9 +150,9 @@ def with_counts(page: str) -> str:
     """The first page with the numbers in its text: [78 changed lines](02-ddp/changes.diff)."""
 
     def new_count(match: re.Match) -> str:
-        return f"[{changed_code_lines(match[1])} changed lines]({match[1]}/changes.diff)"
+        return f"[{changed_code_lines(match[2])} {match[1]}]({match[2]}/changes.diff)"
 
-    return re.sub(r"\[\d+ changed lines\]\((\S+?)/changes\.diff\)", new_count, page)
+    return re.sub(r"\[\d+ (changed lines|more)\]\((\S+?)/changes\.diff\)", new_count, page)
 
 
 # -- Files -----------------------------------------------------------------------------------------

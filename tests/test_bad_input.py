@@ -10,7 +10,7 @@ from helpers.models import LLAMA, TINY_LLAMA, save_weights, write_model
 from helpers.runner import CHAPTERS_BY_NUMBER, CONTINUES, FACTS
 from safetensors.torch import load_file, save_file
 
-RANGES = "--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1"
+RANGES = "--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: 0 to below 1"
 # By the parser, with status 2. The flags, a part of the sentence
 FLAGS = {
     "zero batch": (["-b", 0], 'Parser key "batch_size"'),

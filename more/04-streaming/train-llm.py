@@ -61,15 +61,14 @@ PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the signal handler appends to this list, and the training loop reads it
-training_has_begun = False  # until then, an error is one sentence, without a traceback
+training_has_begun = False  # until then, a wrong flag or file ends in one sentence
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 def main():
     global training_has_begun
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # shows each line at once
-    if RANK > 0:  # DDP: the others would print the same
-        sys.stdout = open(os.devnull, "w")
+    sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")  # DDP: all print the same
     args = parse_args()
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
@@ -81,11 +80,11 @@ def main():
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # the share this rank reads. In later chapters, several ranks read one share
-    dp_size = WORLD_SIZE  # number of shares
+    # A rank reads share dp_rank of dp_size. In later chapters, several ranks read the same share.
+    dp_rank, dp_size = RANK, WORLD_SIZE
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
-        sys.exit(f"error: there is no folder {args.model_name}")  # a typo, not a Hub id
+        sys.exit(f"error: there is no folder {args.model_name}")  # its first part is a folder
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
@@ -119,7 +118,7 @@ def main():
     stream = open_stream(args, tokenizer, documents, state, dp_rank, dp_size)
 
     # Model and optimizer.
-    # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
+    # FSDP 1: Rank 0 reads a new run's model into CPU memory, and sends each rank its shards.
     model = build_model(args, device, checkpoint)
     groups = parameter_groups(model, args)
     optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, args.adam_beta2), fused=True)
@@ -128,7 +127,7 @@ def main():
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load() fills live tensors in place. Decay and lr are no tensors: the flags decide.
+        # dcp.load() writes into the model's own tensors. Decay and lr are none: the flags decide.
         dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -212,7 +211,7 @@ def main():
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             # FSDP 3: The norm is a DTensor, a part on each rank. full_tensor() joins all parts.
             grad_norm = grad_norm.full_tensor()
-            rate = learning_rate(state.step, total_steps, args)
+            rate = learning_rate(state.step, total_steps, args)  # counted from 0
             for group in optimizer.param_groups:
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -228,7 +227,7 @@ def main():
         dist.all_reduce(received, dist.ReduceOp.MAX)
         stop_signal = received.item()
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # measured without `wait`, they are wrong
+            times = times if log_now else {}  # without `wait`, a GPU's times are wrong
             save_now = log_now = True
         if log_now:
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
@@ -252,7 +251,7 @@ def main():
             say(f"step {step}/{total_steps}  loss {mean_loss:.4f}  {numbers}")
             if run_log:
                 run_log.log(state, metrics)
-            # NaN ends a run before it saves. In fp16, a step with infinite gradients is skipped.
+            # NaN ends a run before it saves. In fp16, the scaler skips steps of infinite gradients.
             norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
             if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, or check the model")
@@ -277,10 +276,7 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                with torch.device("meta"):  # a model whose class is not changed by FSDP
-                    whole = AutoModelForCausalLM.from_config(model.config)
-                whole.generation_config = model.generation_config
-                whole.save_pretrained(folder, state_dict=weights)
+                model.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         if run_log:
@@ -300,10 +296,9 @@ def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
     # FSDP 5: Make and shard a model of meta tensors, which have shapes and take no memory.
     config = AutoConfig.from_pretrained(checkpoint or args.model_name)
+    options = {"dtype": torch.float32, "attn_implementation": args.attention}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=args.attention
-        )
+        model = AutoModelForCausalLM.from_config(config, **options)
     # FSDP: No autocast, as FSDP casts weights. Transformers computes norms, softmax, loss in fp32.
     shard_model(model, args, device)
     compute_buffers(model, device)
@@ -314,7 +309,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Transformers looks for packed documents twice, which waits for the GPU. Switch that off.
+    # A sample is one sequence, so skip both searches for borders in it, which wait for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
@@ -324,10 +319,10 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Layer by layer: a whole compiled model builds an attention mask, which is slower.
+        # Layers only: in a compiled model, Transformers builds an attention mask, which is slower.
         for layer in layers:
             layer.compile()
-        model.loss_function = torch.compile(model.loss_function)  # without an fp32 copy of logits
+        model.loss_function = torch.compile(model.loss_function)  # makes no fp32 copy of logits
     return model
 
 
@@ -381,7 +376,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config() may draw other numbers in another version, so seed and draw again.
+        # How many random numbers from_config() uses depends on the version. Seed and draw again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -394,20 +389,20 @@ def load_model(args, checkpoint):
     if info["missing_keys"]:  # Transformers fills these tensors with random numbers
         sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
     if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
-        sys.exit(f"error: {source} has a head of its own: set tie_word_embeddings to false there")
+        sys.exit(f"error: {source} has an untied head: set tie_word_embeddings to false there")
     return model
 
 
 def learning_rate(step, total_steps, args):
-    """The learning rate of a step, counted from 0: a warm-up, then a curve. Add your own."""
+    """The rate of a step, counted from 0: a warm-up, then a curve. parse_args() lists curves."""
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
     cycles_done = args.lr_cycles * (step - args.warmup_steps) / (total_steps - args.warmup_steps)
-    left = (total_steps - step) / (total_steps - args.warmup_steps)  # from 1 to 0
+    left = (total_steps - step) / (total_steps - args.warmup_steps)  # from 1 towards 0
     curves = {
         "constant": 1,
         "linear": left,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (cycles_done % 1))),  # each cycle begins at --lr
+        "cosine": 0.5 * (1 + math.cos(math.pi * (cycles_done % 1))),  # 1.2 cycles are like 0.2
         "wsd": min(1, 10 * left),  # warm-up, stable, decay over the last tenth
     }
     return args.lr * curves[args.lr_scheduler]
@@ -572,7 +567,7 @@ def to_rows(ids, rest, args):
 def tokenize(rows, tokenizer, column):
     """The token ids of each document that is not empty, then an end-of-text token."""
     texts = [text for text in rows[column] if text]
-    # A row, such as a text file, may have several documents, which end like this.
+    # A row, such as a text file, may have several documents, each ended by this marker.
     texts = [part for text in texts for part in text.split("<|endoftext|>") if part]
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     return {"input_ids": [[*ids, tokenizer.eos_token_id] for ids in documents]}
@@ -644,7 +639,7 @@ def open_run(args, setup):
 
 
 def sharded_state(model, saved_parts):
-    """The content of a checkpoint: shards by name, and the scaler (dcp calls its state_dict())."""
+    """Sharded weights and AdamW moments by name, and the scaler, whose state dcp takes itself."""
     weights, moments = dcp_state.get_state_dict(model, saved_parts["optimizer"])
     return saved_parts | {"model": weights, "optimizer": moments}
 
@@ -688,7 +683,7 @@ def save_checkpoint(args, run_folder, model, tokenizer, saved_parts, state):
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
         # FSDP 11: Each rank saves its shards: none has room for all. dcp waits for all ranks.
         dcp.save(sharded_state(model, saved_parts), checkpoint_id=folder)
-        if RANK > 0:  # rank 0 does the rest, and needs no other rank for it
+        if RANK > 0:  # new_folder() goes on after its yield, also for this rank
             return
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
@@ -709,7 +704,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: Ranks meet in torchrun's key-value store. After a restart, a prefix hides old keys.
+    # DDP: torchrun's key-value store outlives a restart, so a prefix hides keys of the last one.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -737,8 +732,7 @@ def of_all_ranks(metrics):
     by_rank = gather(metrics)
     result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
     for rank, of_rank in enumerate(by_rank):
-        for name, value in of_rank.items():
-            result[name.replace("/", f"/rank{rank}/")] = value
+        result |= {name.replace("/", f"/rank{rank}/"): x for name, x in of_rank.items()}
     return result
 
 
@@ -861,8 +855,8 @@ def parse_args():
     add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
     add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
     add("--lr", type=float, default=3e-5, help="peak learning rate")
-    curves = ["cosine", "linear", "constant", "wsd"]
-    add("--lr-scheduler", choices=curves, default="cosine", help="a curve of learning_rate()")
+    curves = ["cosine", "linear", "constant", "wsd"]  # of learning_rate(): add your own
+    add("--lr-scheduler", choices=curves, default="cosine", help="the curve after the warm-up")
     add("--lr-cycles", type=PositiveInt, default=1, help="how often cosine falls from the peak")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
     add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
@@ -894,7 +888,7 @@ def parse_args():
         parser.set_defaults(DEMO)
     args = parser.parse_args()  # again, with these defaults
     if min(args.lr, args.weight_decay, args.max_grad_norm) < 0 or not 0 <= args.adam_beta2 < 1:
-        parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1")
+        parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: 0 to below 1")
     args.pop("config")  # its flags are in `args`
     return args
 
@@ -906,11 +900,11 @@ if __name__ == "__main__":
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
         sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
-    # DDP: RuntimeError: another rank has failed while this one waited for it
+    # DDP: RuntimeError: most likely, another rank has failed, and this one waited for it
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         if training_has_begun:
             raise
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
-            time.sleep(5)  # DDP: local rank 0 prints the error; torchrun ends this rank meanwhile
+            time.sleep(5)  # DDP: local rank 0 prints first, and torchrun then ends this rank

@@ -63,15 +63,14 @@ PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the signal handler appends to this list, and the training loop reads it
-training_has_begun = False  # until then, an error is one sentence, without a traceback
+training_has_begun = False  # until then, a wrong flag or file ends in one sentence
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
 def main():
     global training_has_begun
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # shows each line at once
-    if RANK > 0:  # DDP: the others would print the same
-        sys.stdout = open(os.devnull, "w")
+    sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")  # DDP: all print the same
     args = parse_args()
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
@@ -83,11 +82,11 @@ def main():
     # Data.
     accumulation = args.gradient_accumulation_steps
     # DDP 3: The global batch is the sum over all ranks, so steps and epochs count all devices.
-    dp_rank = RANK  # the share this rank reads. In later chapters, several ranks read one share
-    dp_size = WORLD_SIZE  # number of shares
+    # A rank reads share dp_rank of dp_size. In later chapters, several ranks read the same share.
+    dp_rank, dp_size = RANK, WORLD_SIZE
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
-        sys.exit(f"error: there is no folder {args.model_name}")  # a typo, not a Hub id
+        sys.exit(f"error: there is no folder {args.model_name}")  # its first part is a folder
     args.base_hash = hash_of_base(args.model_name)  # LORA: a checkpoint has A and B alone
     args.base_hash += " in 4 bits"  # QLORA: chapter 17 has other weights under the same adapters
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
@@ -102,7 +101,7 @@ def main():
         sys.exit("error: the dataset has too little text: lower --batch-size or --seq-length")
     say(f"Training on {train_samples:,} samples; {len(eval_tokens):,} tokens are held out")
 
-    # A hash, to notice changed text: of all tokens, or of 1,000 pieces of 100,000 tokens.
+    # A hash notices changed text. Above 100 million tokens, it covers 1,000 evenly spread pieces.
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
@@ -113,20 +112,20 @@ def main():
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
         sys.exit(f"error: ranks differ in {differing}: use the same flags, data and --save-dir")
-    samples_left = args.num_epochs * train_samples - state.samples  # a resume may change -b
+    samples_left = args.num_epochs * train_samples - state.samples  # not steps: -b may be new
     total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
         return
 
     # Model and optimizer.
-    # FSDP 1: Only rank 0 holds the whole model, in CPU memory, and sends each rank its shards.
+    # FSDP 1: Rank 0 reads a new run's model into CPU memory, and sends each rank its shards.
     # LORA: A resumed run reads the frozen weights again. Its checkpoint replaces A and B alone.
     model = build_model(args, device, checkpoint=None)
     # CHAT 2: A server has to stop where the base stops, and at the tokens that end the answers.
     add_stop_tokens(model, stop_tokens)
     vocab_size = model.config.get_text_config().vocab_size
-    if max(tokenizer.get_vocab().values()) >= vocab_size:  # harmless if no text has such ids
+    if max(tokenizer.get_vocab().values()) >= vocab_size:  # then look for such ids in the text
         largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
         if largest >= vocab_size:
             sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -137,7 +136,7 @@ def main():
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load() fills live tensors in place. Decay and lr are no tensors: the flags decide.
+        # dcp.load() writes into the model's own tensors. Decay and lr are none: the flags decide.
         dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
     # CHAT 3: Some families of models let a conversation see the one before it, so test the model.
     # Not before AdamW is made: a forward pass leaves some weights whole, and AdamW needs shards.
@@ -217,7 +216,7 @@ def main():
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
             # FSDP 3: The norm is a DTensor, a part on each rank. full_tensor() joins all parts.
             grad_norm = grad_norm.full_tensor()
-            rate = learning_rate(state.step, total_steps, args)
+            rate = learning_rate(state.step, total_steps, args)  # counted from 0
             for group in optimizer.param_groups:
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -233,7 +232,7 @@ def main():
         dist.all_reduce(received, dist.ReduceOp.MAX)
         stop_signal = received.item()
         if stop_signal:  # a cluster waits some 30 s only, so save at once, and do not evaluate
-            times = times if log_now else {}  # measured without `wait`, they are wrong
+            times = times if log_now else {}  # without `wait`, a GPU's times are wrong
             save_now = log_now = True
         if log_now:
             # DDP 9: Average the loss over ranks, because each rank has seen its own samples only.
@@ -254,7 +253,7 @@ def main():
             say(f"step {step}/{total_steps}  loss {mean_loss:.4f}  {numbers}")
             if run_log:
                 run_log.log(state, metrics)
-            # NaN ends a run before it saves. In fp16, a step with infinite gradients is skipped.
+            # NaN ends a run before it saves. In fp16, the scaler skips steps of infinite gradients.
             norm_is_wrong = args.dtype != "fp16" and not grad_norm.isfinite()
             if not math.isfinite(mean_loss) or norm_is_wrong:
                 sys.exit("error: loss or gradient is not finite: lower --lr, or check the model")
@@ -298,10 +297,9 @@ def build_model(args, device, checkpoint):
     """The model on `device`, with its attention, and compiled if asked for."""
     # FSDP 5: Make and shard a model of meta tensors, which have shapes and take no memory.
     config = AutoConfig.from_pretrained(checkpoint or args.model_name)
+    options = {"dtype": DTYPES[args.dtype], "attn_implementation": args.attention}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[args.dtype], attn_implementation=args.attention
-        )
+        model = AutoModelForCausalLM.from_config(config, **options)
         # LORA 1: Both models get the same adapters, so rank 0 also sends A and B.
         add_adapters(model, args)
     # LORA: PEFT passes over experts of families that it does not know, so say what has no A and B.
@@ -329,7 +327,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Transformers looks for packed documents twice, which waits for the GPU. Switch that off.
+    # A sample is one sequence, so skip both searches for borders in it, which wait for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     if args.packed:
@@ -343,10 +341,10 @@ def build_model(args, device, checkpoint):
         # A layer keeps only its input. The backward pass computes the rest a second time.
         model.activation_checkpointing_enable()  # its older name: gradient_checkpointing_enable
     if args.compile:
-        # Layer by layer: a whole compiled model builds an attention mask, which is slower.
+        # Layers only: in a compiled model, Transformers builds an attention mask, which is slower.
         for layer in layers:
             layer.compile()
-        model.loss_function = torch.compile(model.loss_function)  # without an fp32 copy of logits
+        model.loss_function = torch.compile(model.loss_function)  # makes no fp32 copy of logits
     return model
 
 
@@ -405,7 +403,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # from_config() may draw other numbers in another version, so seed and draw again.
+        # How many random numbers from_config() uses depends on the version. Seed and draw again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -418,7 +416,7 @@ def load_model(args, checkpoint):
     if info["missing_keys"]:  # Transformers fills these tensors with random numbers
         sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
     if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
-        sys.exit(f"error: {source} has a head of its own: set tie_word_embeddings to false there")
+        sys.exit(f"error: {source} has an untied head: set tie_word_embeddings to false there")
     add_adapters(model, args)  # LORA: the same as in the sharded model
     # QLORA 1: Files that need no cast are only mapped, so each matrix is read when quantized.
     # Rank 0 never holds the 16-bit model, and sends the one in 4 bits.
@@ -427,15 +425,15 @@ def load_model(args, checkpoint):
 
 
 def learning_rate(step, total_steps, args):
-    """The learning rate of a step, counted from 0: a warm-up, then a curve. Add your own."""
+    """The rate of a step, counted from 0: a warm-up, then a curve. parse_args() lists curves."""
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
     cycles_done = args.lr_cycles * (step - args.warmup_steps) / (total_steps - args.warmup_steps)
-    left = (total_steps - step) / (total_steps - args.warmup_steps)  # from 1 to 0
+    left = (total_steps - step) / (total_steps - args.warmup_steps)  # from 1 towards 0
     curves = {
         "constant": 1,
         "linear": left,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (cycles_done % 1))),  # each cycle begins at --lr
+        "cosine": 0.5 * (1 + math.cos(math.pi * (cycles_done % 1))),  # 1.2 cycles are like 0.2
         "wsd": min(1, 10 * left),  # warm-up, stable, decay over the last tenth
     }
     return args.lr * curves[args.lr_scheduler]
@@ -701,7 +699,7 @@ def open_run(args, setup):
 
 
 def sharded_state(model, saved_parts):
-    """The content of a checkpoint: shards by name, and the scaler (dcp calls its state_dict())."""
+    """Sharded weights and AdamW moments by name, and the scaler, whose state dcp takes itself."""
     weights, moments = dcp_state.get_state_dict(model, saved_parts["optimizer"])
     # LORA 5: Frozen weights never change, so a checkpoint has only A and B, and their moments.
     adapters = {n: x for n, x in weights.items() if ".lora_" in n}
@@ -751,7 +749,7 @@ def save_checkpoint(args, run_folder, model, tokenizer, saved_parts, state):
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
         # FSDP 11: Each rank saves its shards: none has room for all. dcp waits for all ranks.
         dcp.save(sharded_state(model, saved_parts), checkpoint_id=folder)
-        if RANK > 0:  # rank 0 does the rest, and needs no other rank for it
+        if RANK > 0:  # new_folder() goes on after its yield, also for this rank
             return
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
@@ -772,7 +770,7 @@ def join_process_group():
     if on_gpu:
         torch.cuda.set_device(LOCAL_RANK)  # DDP: else all ranks of a node use GPU 0
     store, _, _ = next(dist.rendezvous("env://"))
-    # DDP: Ranks meet in torchrun's key-value store. After a restart, a prefix hides old keys.
+    # DDP: torchrun's key-value store outlives a restart, so a prefix hides keys of the last one.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     # DDP: NCCL moves tensors between GPUs. Gloo moves CPU tensors, without waiting for the GPU.
@@ -800,8 +798,7 @@ def of_all_ranks(metrics):
     by_rank = gather(metrics)
     result = {name: max(of_rank[name] for of_rank in by_rank) for name in metrics}
     for rank, of_rank in enumerate(by_rank):
-        for name, value in of_rank.items():
-            result[name.replace("/", f"/rank{rank}/")] = value
+        result |= {name.replace("/", f"/rank{rank}/"): x for name, x in of_rank.items()}
     return result
 
 
@@ -929,8 +926,8 @@ def parse_args():
     add("--lora-rank", type=PositiveInt, default=16, help="rows of A, and columns of B")
     add("--lora-alpha", type=PositiveInt, default=32, help="B A is multiplied by alpha / rank")
     add("--lora-targets", type=str, default="all-linear", help="or a pattern: '.*(q|v)_proj'")
-    curves = ["cosine", "linear", "constant", "wsd"]
-    add("--lr-scheduler", choices=curves, default="cosine", help="a curve of learning_rate()")
+    curves = ["cosine", "linear", "constant", "wsd"]  # of learning_rate(): add your own
+    add("--lr-scheduler", choices=curves, default="cosine", help="the curve after the warm-up")
     add("--lr-cycles", type=PositiveInt, default=1, help="how often cosine falls from the peak")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
     add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
@@ -955,7 +952,7 @@ def parse_args():
         parser.set_defaults(DEMO)
     args = parser.parse_args()  # again, with these defaults
     if min(args.lr, args.weight_decay, args.max_grad_norm) < 0 or not 0 <= args.adam_beta2 < 1:
-        parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: from 0 to 1")
+        parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: 0 to below 1")
     args.pop("config")  # its flags are in `args`
     # LORA: This demo begins where another demo has ended.
     if args.model_name == DEMO["model_name"] and not os.path.exists(args.model_name):
@@ -976,11 +973,11 @@ if __name__ == "__main__":
         sys.exit("error: out of GPU memory: try --activation-checkpointing, then a lower -b")
     except datasets.exceptions.DatasetGenerationError as error:  # a file that cannot be read
         sys.exit(f"error: {error.__cause__}: let tools/prepare-data.py read the files")
-    # DDP: RuntimeError: another rank has failed while this one waited for it
+    # DDP: RuntimeError: most likely, another rank has failed, and this one waited for it
     except (OSError, ImportError, ValueError, RuntimeError) as error:
         if training_has_begun:
             raise
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
-            time.sleep(5)  # DDP: local rank 0 prints the error; torchrun ends this rank meanwhile
+            time.sleep(5)  # DDP: local rank 0 prints first, and torchrun then ends this rank
