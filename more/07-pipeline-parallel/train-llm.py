@@ -66,7 +66,7 @@ PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the signal handler appends to this list, and the training loop reads it
-training_has_begun = False  # until then, a wrong flag or file ends in one sentence
+training_has_begun = False  # until it is True, an error prints one sentence
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
@@ -90,7 +90,7 @@ def main():
     dp_rank = RANK % dp_size  # with 2 pipelines, the even ranks are pipeline 0
     global_batch = args.batch_size * accumulation * dp_size  # samples per optimizer step
     if os.path.isdir(args.model_name.split("/")[0]) and not os.path.exists(args.model_name):
-        sys.exit(f"error: there is no folder {args.model_name}")  # its first part is a folder
+        sys.exit(f"error: there is no folder {args.model_name}")  # a path, not a Hub id
     tokenizer = AutoTokenizer.from_pretrained(args.model_name)
     if tokenizer.eos_token_id is None:
         sys.exit(f"error: the tokenizer of {args.model_name} has no end-of-text token")
@@ -105,14 +105,14 @@ def main():
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
-    # With -e, a run continues from its newest checkpoint, if its setup is still the same.
+    # With -e, a run continues from its newest checkpoint. What MUST_STAY names may not change.
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
     # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
     setups = gather(setup | {"step of the checkpoint": state.step})
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
         sys.exit(f"error: ranks differ in {differing}: use the same flags, data and --save-dir")
-    samples_left = args.num_epochs * train_samples - state.samples  # not steps: -b may be new
+    samples_left = args.num_epochs * train_samples - state.samples  # -b may be new: count samples
     total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
@@ -123,7 +123,7 @@ def main():
     # PP: `model` holds the weights of this rank. `stages` share the weights, and do the computing.
     model, stages, tied_head = build_model(args, device, checkpoint)
     vocab_size = model.config.get_text_config().vocab_size
-    if max(tokenizer.get_vocab().values()) >= vocab_size:  # then look for such ids in the text
+    if max(tokenizer.get_vocab().values()) >= vocab_size:  # harmless, unless the text has such ids
         largest = max(pyarrow.compute.max(tokens).as_py() for tokens in (train_tokens, eval_tokens))
         if largest >= vocab_size:
             sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
@@ -171,7 +171,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # logging checks for NaN
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # checks for NaN before a save
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -182,7 +182,7 @@ def main():
             first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             with timed("data", times, wait):
                 epoch, offset = divmod(first, train_samples)
-                order = sample_order(args.seed, epoch, train_samples)  # of this epoch and the next
+                order = sample_order(args.seed, epoch, train_samples)  # also of the next epoch
                 indices = order[offset : offset + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             batches.append(input_ids)
@@ -216,7 +216,7 @@ def main():
             dist.all_reduce(grad_norm, group=pipeline_group)
             grad_norm.sqrt_()
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, grad_norm)
-            rate = learning_rate(state.step, total_steps, args)  # counted from 0
+            rate = learning_rate(state.step, total_steps, args)  # state.step: those before
             for group in optimizer.param_groups:
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -496,7 +496,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # A sample is one sequence, so skip both searches for borders in it, which wait for the GPU.
+    # Transformers looks twice for several sequences in a sample, which waits for the GPU. Skip it.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
@@ -598,7 +598,7 @@ def load_model(args, checkpoint):
     if info["missing_keys"]:  # Transformers fills these tensors with random numbers
         sys.exit(f"error: the files of {source} lack the tensors {info['missing_keys']}")
     if model.all_tied_weights_keys != model.get_expanded_tied_weights_keys(all_submodels=True):
-        sys.exit(f"error: {source} has an untied head: set tie_word_embeddings to false there")
+        sys.exit(f"error: {source} has its own output layer: set tie_word_embeddings to false")
     return model
 
 
@@ -947,7 +947,7 @@ class RunLog:
     def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
         if checkpoint:
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # drops lines of later steps
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # drops lines of steps after it
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
@@ -1019,7 +1019,7 @@ def parse_args():
     add("--num-epochs", type=PositiveInt, default=3, help="passes over the dataset")
     add("--max-steps", type=PositiveInt, help="stop after this many optimizer steps")
     add("--lr", type=float, default=3e-5, help="peak learning rate")
-    curves = ["cosine", "linear", "constant", "wsd"]  # of learning_rate(): add your own
+    curves = ["cosine", "linear", "constant", "wsd"]  # also in learning_rate(): add yours to both
     add("--lr-scheduler", choices=curves, default="cosine", help="the curve after the warm-up")
     add("--lr-cycles", type=PositiveInt, default=1, help="how often cosine falls from the peak")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
@@ -1051,7 +1051,7 @@ def parse_args():
     args = parser.parse_args()  # again, with these defaults
     if min(args.lr, args.weight_decay, args.max_grad_norm) < 0 or not 0 <= args.adam_beta2 < 1:
         parser.error("--lr, --weight-decay, --max-grad-norm: from 0 on; --adam-beta2: 0 to below 1")
-    args.pop("config")  # its flags are in `args`
+    args.pop("config")  # a file name; its flags are in `args` already
     # PP: These flags follow from the schedule and from the number of stages.
     if args.schedule != "interleaved":
         args.stages_per_rank = 2 if args.schedule == "zbv" else 1
