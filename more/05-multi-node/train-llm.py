@@ -275,7 +275,10 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                model.save_pretrained(folder, state_dict=weights)
+                with torch.device("meta"):  # FSDP changed `model`'s class, which decides the names
+                    whole = AutoModelForCausalLM.from_config(model.config)
+                whole.generation_config = model.generation_config
+                whole.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         if run_log:
@@ -608,7 +611,7 @@ def of_this_rank(checkpoint):
 
 
 def sharded_state(model, saved_parts, full=False):
-    """Sharded weights and AdamW moments by name, and the scaler, whose state dcp takes itself."""
+    """Sharded weights and optimizer state by name, and the scaler, whose state dcp takes itself."""
     # NODES 6: Gather one tensor at a time in rank 0's CPU memory, since no GPU has room for all.
     # The other ranks get no tensors.
     options = dcp_state.StateDictOptions(full_state_dict=full, cpu_offload=full)

@@ -286,7 +286,10 @@ def main():
         weights = whole_weights(model, run_folder / f"step-{state.step:08d}")
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                model.save_pretrained(folder, state_dict=weights)
+                with torch.device("meta"):  # FSDP changed `model`'s class, which decides the names
+                    whole = AutoModelForCausalLM.from_config(model.config)
+                whole.generation_config = model.generation_config
+                whole.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         if run_log:
@@ -875,7 +878,7 @@ def open_run(args, setup):
 
 
 def sharded_state(model, saved_parts):
-    """Sharded weights and AdamW moments by name, and the scaler, whose state dcp takes itself."""
+    """Sharded weights and optimizer state by name, and the scaler, whose state dcp takes itself."""
     weights, moments = dcp_state.get_state_dict(model, saved_parts["optimizer"])
     # PP: Rank 0 saves its lists of names, so they must have the names of all stages.
     for group in moments["param_groups"]:

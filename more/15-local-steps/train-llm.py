@@ -296,7 +296,10 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                model.save_pretrained(folder, state_dict=weights)
+                with torch.device("meta"):  # FSDP changed `model`'s class, which decides the names
+                    whole = AutoModelForCausalLM.from_config(model.config)
+                whole.generation_config = model.generation_config
+                whole.save_pretrained(folder, state_dict=weights)
                 tokenizer.save_pretrained(folder)
                 (folder / f"step-{state.step:08d}").touch()  # marks a complete run
         if run_log:
@@ -722,7 +725,7 @@ def of_this_rank(checkpoint):
 
 
 def sharded_state(model, saved_parts, outer, replica):  # LOCAL: with the state of this replica
-    """Sharded weights and AdamW moments by name, and the scaler, whose state dcp takes itself."""
+    """Sharded weights and optimizer state by name, and the scaler, whose state dcp takes itself."""
     weights, moments = dcp_state.get_state_dict(model, saved_parts["optimizer"])
     # LOCAL 12: Name the replica, because DCP saves only one of several tensors with one name.
     # Moments differ between replicas, and within a round weights do, too.

@@ -624,7 +624,7 @@ def open_run(args, setup):
 
 
 def sharded_state(model, saved_parts):
-    """Sharded weights and AdamW moments by name, and the scaler, whose state dcp takes itself."""
+    """Sharded weights and optimizer state by name, and the scaler, whose state dcp takes itself."""
     weights, moments = dcp_state.get_state_dict(model, saved_parts["optimizer"])
     # LORA 5: Frozen weights never change, so a checkpoint has only A and B, and their moments.
     adapters = {n: x for n, x in weights.items() if ".lora_" in n}

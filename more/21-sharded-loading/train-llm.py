@@ -591,7 +591,7 @@ def open_run(args, setup):
 
 
 def sharded_state(model, saved_parts):
-    """Sharded weights and AdamW moments by name, and the scaler, whose state dcp takes itself."""
+    """Sharded weights and optimizer state by name, and the scaler, whose state dcp takes itself."""
     weights, moments = dcp_state.get_state_dict(model, saved_parts["optimizer"])
     return saved_parts | {"model": weights, "optimizer": moments}
 
