@@ -49,7 +49,7 @@ PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the signal handler appends to this list, and the training loop reads it
-training_has_begun = False  # until it is True, an error prints one sentence
+training_has_begun = False  # until True, errors print one sentence instead of a traceback
 
 
 def main():
@@ -81,9 +81,9 @@ def main():
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
-    # With -e, a run continues from its newest checkpoint. What MUST_STAY names may not change.
+    # With -e, a run continues from its newest checkpoint. Settings in MUST_STAY may not change.
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
-    samples_left = args.num_epochs * train_samples - state.samples  # -b may be new: count samples
+    samples_left = args.num_epochs * train_samples - state.samples  # count samples: -b may change
     total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
@@ -103,7 +103,7 @@ def main():
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         saved = torch.load(checkpoint / "training_state.pt", map_location="cpu")
-        # Take weight decay and betas from the flags of this run, not from the checkpoint.
+        # Take weight decay and betas (param_groups) from the flags of this run, not the checkpoint.
         saved["optimizer"]["param_groups"] = optimizer.state_dict()["param_groups"]
         for name, part in saved_parts.items():
             part.load_state_dict(saved.pop(name))
@@ -132,7 +132,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # checks for NaN before a save
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # logging also checks for NaN
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -142,7 +142,7 @@ def main():
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
             with timed("data", times, wait):
                 epoch, offset = divmod(first, train_samples)
-                order = sample_order(args.seed, epoch, train_samples)  # also of the next epoch
+                order = sample_order(args.seed, epoch, train_samples)  # of this epoch and the next
                 indices = order[offset : offset + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
@@ -158,7 +158,7 @@ def main():
             # Clip the gradient of the whole step, so that no bad batch spoils the weights.
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            rate = learning_rate(state.step, total_steps, args)  # state.step: those before
+            rate = learning_rate(state.step, total_steps, args)  # state.step: steps done so far
             for group in optimizer.param_groups:
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -231,7 +231,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Transformers looks twice for several sequences in a sample, which waits for the GPU. Skip it.
+    # A sample is one sequence here. Skip two checks for packed sequences, which wait for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
@@ -255,7 +255,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # How many random numbers from_config() uses depends on the version. Seed and draw again.
+        # The random numbers that from_config() uses differ by version. So seed and draw again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -412,7 +412,7 @@ def open_run(args, setup):
     run_folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run_folder / "lock")
     lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # this also keeps `lock` alive: a deleted FileLock unlocks
+    atexit.register(lock.release)  # also keeps a reference to `lock`: without one, it unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -511,7 +511,7 @@ class RunLog:
     def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
         if checkpoint:
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # drops lines of steps after it
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # forgets later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)

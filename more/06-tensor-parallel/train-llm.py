@@ -63,7 +63,7 @@ PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the signal handler appends to this list, and the training loop reads it
-training_has_begun = False  # until it is True, an error prints one sentence
+training_has_begun = False  # until True, errors print one sentence instead of a traceback
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
@@ -72,7 +72,7 @@ training_has_begun = False  # until it is True, an error prints one sentence
 def main():
     global training_has_begun
     sys.stdout.reconfigure(line_buffering=True, errors="replace")  # shows each line at once
-    sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")  # DDP: all print the same
+    sys.stdout = sys.stdout if RANK == 0 else open(os.devnull, "w")  # DDP: rank 0 prints for all
     args = parse_args()
     # DDP 2: Each process joins the others and takes its own device, because GPU 0 is the default.
     device = join_process_group()
@@ -104,14 +104,14 @@ def main():
     begins = range(0, len(train_tokens), max(100_000, len(train_tokens) // 1000))
     tokens_hash = Hasher.hash_bytes(np.asarray(train_tokens.slice(n, 100_000)) for n in begins)
     setup = args.as_dict() | {"global_batch": global_batch, "tokens_hash": tokens_hash}
-    # With -e, a run continues from its newest checkpoint. What MUST_STAY names may not change.
+    # With -e, a run continues from its newest checkpoint. Settings in MUST_STAY may not change.
     run_folder, checkpoint, state = open_run(args, setup)  # without -e: None, None, step 0
     # DDP: If flags, data or checkpoints differed between ranks, training would silently go wrong.
     setups = gather(setup | {"step of the checkpoint": state.step})
     differing = [name for name in setups[0] if any(s[name] != setups[0][name] for s in setups)]
     if differing:
         sys.exit(f"error: ranks differ in {differing}: use the same flags, data and --save-dir")
-    samples_left = args.num_epochs * train_samples - state.samples  # -b may be new: count samples
+    samples_left = args.num_epochs * train_samples - state.samples  # count samples: -b may change
     total_steps = min(state.step + samples_left // global_batch, args.max_steps or math.inf)
     if state.step >= total_steps and (run_folder / f"final/step-{state.step:08d}").exists():
         say(f"Already complete: choose another -e, or delete {run_folder}")
@@ -132,7 +132,7 @@ def main():
     saved_parts = {"optimizer": optimizer, "scaler": scaler}  # beside the model
     if checkpoint:
         # FSDP 2: Each rank reads its shards, whatever the number of ranks that saved them.
-        # dcp.load() writes into the model's own tensors. Decay and lr are none: the flags decide.
+        # dcp.load() fills tensors in place. Decay and lr are no tensors, so the flags decide them.
         dcp.load(sharded_state(model, saved_parts), checkpoint_id=checkpoint)
     run_log = None
     if run_folder and RANK == 0:  # FSDP: all ranks save, and rank 0 logs
@@ -160,7 +160,7 @@ def main():
         at_end = step == total_steps
         eval_now = args.eval_freq > 0 and (step % args.eval_freq == 0 or at_end)
         save_now = step % args.ckpt_freq == 0 or at_end
-        log_now = step % args.log_freq == 0 or eval_now or save_now  # checks for NaN before a save
+        log_now = step % args.log_freq == 0 or eval_now or save_now  # logging also checks for NaN
         times = defaultdict(float)  # milliseconds of each phase
         # Python runs ahead of the GPU. Only logged steps wait for each phase, to measure it.
         wait = log_now and device.type != "cpu"
@@ -169,14 +169,14 @@ def main():
             # TP 3: A group reads one batch with one seed, because its ranks compute parts of it.
             first = state.samples + (micro_step * dp_size + dp_rank) * args.batch_size
             torch.manual_seed(args.seed + first)  # the same dropout masks after a resume
-            # FSDP: Each micro-batch averages gradients and frees weights, which saves memory. With
-            # --no-reshard-after-forward, only the last one does, which saves traffic.
+            # FSDP: Each micro-batch averages gradients and frees weights again, to save memory.
+            # --no-reshard-after-forward keeps both until the last one, to save traffic.
             communicate = args.reshard_after_forward or micro_step == accumulation - 1
             model.set_requires_gradient_sync(communicate)
             model.set_reshard_after_backward(communicate)
             with timed("data", times, wait):
                 epoch, offset = divmod(first, train_samples)
-                order = sample_order(args.seed, epoch, train_samples)  # also of the next epoch
+                order = sample_order(args.seed, epoch, train_samples)  # of this epoch and the next
                 indices = order[offset : offset + args.batch_size]
                 input_ids = read_batch(train_tokens, indices, args, device)
             with timed("forward", times, wait):
@@ -192,9 +192,9 @@ def main():
             # Clip the gradient of the whole step, so that no bad batch spoils the weights.
             max_norm = args.max_grad_norm or math.inf  # inf: measure the norm, do not clip
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            # FSDP 3: The norm is a DTensor, a part on each rank. full_tensor() joins all parts.
+            # FSDP 3: Each rank has a part of the norm (a DTensor). full_tensor() combines them.
             grad_norm = grad_norm.full_tensor()
-            rate = learning_rate(state.step, total_steps, args)  # state.step: those before
+            rate = learning_rate(state.step, total_steps, args)  # state.step: steps done so far
             for group in optimizer.param_groups:
                 group["lr"] = rate
             scaler.step(optimizer)  # the same as optimizer.step(), except in fp16
@@ -252,7 +252,7 @@ def main():
         weights = whole_weights(model)
         with new_folder(run_folder / "final") as folder:
             if RANK == 0:
-                with torch.device("meta"):  # FSDP changed `model`'s class, which decides the names
+                with torch.device("meta"):  # FSDP changed `model`'s class, and so names of tensors
                     whole = AutoModelForCausalLM.from_config(model.config)
                 whole.generation_config = model.generation_config
                 whole.save_pretrained(folder, state_dict=weights)
@@ -342,7 +342,7 @@ def build_model(args, device, checkpoint):
     use_flash = device.type == "cuda" and args.dtype != "fp32" and is_flash_attn_2_available()
     if args.attention is None and use_flash and model._supports_flash_attn:
         model.set_attn_implementation("flash_attention_2")
-    # Transformers looks twice for several sequences in a sample, which waits for the GPU. Skip it.
+    # A sample is one sequence here. Skip two checks for packed sequences, which wait for the GPU.
     transformers.masking_utils.find_packed_sequence_indices = lambda position_ids: None
     transformers.modeling_flash_attention_utils._is_packed_sequence = lambda *args: False
     # All decoder layers have this class, also without activation checkpointing.
@@ -428,7 +428,7 @@ def load_model(args, checkpoint):
     if args.from_scratch and not checkpoint:
         config = AutoConfig.from_pretrained(args.model_name)
         model = AutoModelForCausalLM.from_config(config, **options)
-        # How many random numbers from_config() uses depends on the version. Seed and draw again.
+        # The random numbers that from_config() uses differ by version. So seed and draw again.
         torch.manual_seed(args.seed)
         model.apply(model._init_weights)
         return model
@@ -525,7 +525,7 @@ def tokenize_split(documents, tokenizer, column):
     # DDP: The first rank or job tokenizes this corpus, and the others then find it in the cache.
     corpus = Hasher.hash([documents._fingerprint, tokenizer.name_or_path, column])
     lock = FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{corpus}.lock")
-    lock.acquire()  # DDP: until this function returns
+    lock.acquire()  # DDP: freed with `lock`, when this function returns
     tokenized = documents.map(
         tokenize,
         batched=True,
@@ -604,7 +604,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # this also keeps `lock` alive: a deleted FileLock unlocks
+    atexit.register(lock.release)  # also keeps a reference to `lock`: without one, it unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -666,7 +666,7 @@ def save_checkpoint(args, run_folder, model, tokenizer, saved_parts, state):
     with new_folder(run_folder / f"step-{state.step:08d}") as folder:  # names that sort by step
         # FSDP 11: Each rank saves its shards: none has room for all. dcp waits for all ranks.
         dcp.save(sharded_state(model, saved_parts), checkpoint_id=folder)
-        if RANK > 0:  # new_folder() goes on after its yield, also for this rank
+        if RANK > 0:  # leaving the `with` block still runs the rest of new_folder()
             return
         model.config.save_pretrained(folder)
         model.generation_config.save_pretrained(folder)
@@ -766,7 +766,7 @@ class RunLog:
     def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
         if checkpoint:
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # drops lines of steps after it
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # forgets later steps
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
@@ -890,4 +890,4 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
-            time.sleep(5)  # DDP: local rank 0 prints first, and torchrun then ends this rank
+            time.sleep(5)  # DDP: torchrun kills all when one exits, so let local rank 0 print first
