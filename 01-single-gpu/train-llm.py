@@ -341,14 +341,14 @@ def tokenize_split(documents, tokenizer, column):
     """All documents of a split as one array of token ids."""
     if column not in documents.column_names:
         sys.exit(f"error: no column {column!r}: choose --text-column of {documents.column_names}")
-    tokenized = documents.map(
-        tokenize,
-        batched=True,
-        batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: files are large
-        fn_kwargs={"tokenizer": tokenizer, "column": column},
-        remove_columns=documents.column_names,  # keep only the token ids
-        features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
-    )
+    options = {
+        "batched": True,
+        "batch_size": 1 if documents.info.builder_name == "text" else 32,  # 1: files are large
+        "fn_kwargs": {"tokenizer": tokenizer, "column": column},
+        "remove_columns": documents.column_names,  # keep only the token ids
+        "features": datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
+    }
+    tokenized = documents.map(tokenize, **options)
     # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
     tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
     say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")

@@ -620,13 +620,13 @@ def tokenize_split(documents, tokenizer, column):
     columns = list(next(iter(documents), {column: None}))
     if column not in columns:
         sys.exit(f"error: no column {column!r}: choose --text-column of {columns}")
-    return documents.map(
-        tokenize,
-        batched=True,
-        batch_size=8,  # MDS: a stream does not know whether its documents are large text files
-        fn_kwargs={"tokenizer": tokenizer, "column": column},
-        remove_columns=columns,  # keep only the token ids
-    )
+    options = {
+        "batched": True,
+        "batch_size": 8,  # MDS: a stream does not know whether its documents are large files
+        "fn_kwargs": {"tokenizer": tokenizer, "column": column},
+        "remove_columns": columns,  # keep only the token ids
+    }
+    return documents.map(tokenize, **options)
 
 
 def tokenize(rows, tokenizer, column):

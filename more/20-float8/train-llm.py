@@ -474,18 +474,17 @@ def tokenize_split(documents, tokenizer, column):
     """All documents of a split as one array of token ids."""
     if column not in documents.column_names:
         sys.exit(f"error: no column {column!r}: choose --text-column of {documents.column_names}")
+    options = {
+        "batched": True,
+        "batch_size": 1 if documents.info.builder_name == "text" else 32,  # 1: files are large
+        "fn_kwargs": {"tokenizer": tokenizer, "column": column},
+        "remove_columns": documents.column_names,  # keep only the token ids
+        "features": datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
+    }
     # DDP: The first rank or job tokenizes this corpus, and the others then find it in the cache.
     corpus = Hasher.hash([documents._fingerprint, tokenizer.name_or_path, column])
-    lock = FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{corpus}.lock")
-    lock.acquire()  # DDP: freed with `lock`, when this function returns
-    tokenized = documents.map(
-        tokenize,
-        batched=True,
-        batch_size=1 if documents.info.builder_name == "text" else 32,  # 1: files are large
-        fn_kwargs={"tokenizer": tokenizer, "column": column},
-        remove_columns=documents.column_names,  # keep only the token ids
-        features=datasets.Features({"input_ids": datasets.List(datasets.Value("int32"))}),
-    )
+    with FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{corpus}.lock"):
+        tokenized = documents.map(tokenize, **options)
     # A view of the memory-mapped Arrow file that `datasets` has cached, so this copies nothing.
     tokens = pyarrow.compute.list_flatten(tokenized.data.column("input_ids"))
     say(f"{len(tokenized):,} documents: {len(tokens):,} tokens")
