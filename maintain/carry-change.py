@@ -65,11 +65,16 @@ class Carried:
         """The version of `script` that `after` has."""
         memory = self.folder / after.parent.name
         is_changed = committed(after) != after.read_text()
-        return memory.read_text() if is_changed and memory.exists() else committed(script)
+        had_conflict = memory.with_suffix(".conflict").exists()  # and keeps its own lines
+        has_it = memory.exists() and (is_changed or had_conflict)
+        return memory.read_text() if has_it else committed(script)
 
     def save(self, text: str, after: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / after.parent.name).write_text(text)
+        memory = self.folder / after.parent.name
+        memory.write_text(text)
+        if conflicts(after.read_text()):
+            memory.with_suffix(".conflict").touch()
 
 
 def merge(before: Path, base: str, after: Path) -> str:

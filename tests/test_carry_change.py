@@ -103,6 +103,13 @@ def test_conflicts(repository):
         "pass", "stop()  # STREAM: another end"
     )
     assert repository.carry() == (0, [])
+    # A chapter may also keep all the lines that it has in the commit
+    repository.edit("03-fsdp", "three(3, RANK)", "three(RANK)")
+    repository.commit()
+    repository.edit("02-ddp", "three(3)", "three(4)")
+    assert repository.carry()[1][0] == "03-fsdp: conflict at line 6"
+    repository.write("03-fsdp", edited.replace("three(3, RANK)", "three(RANK)"))
+    assert repository.carry() == (0, [])
 
 
 @pytest.mark.parametrize(
