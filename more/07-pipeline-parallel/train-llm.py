@@ -606,7 +606,7 @@ def load_model(args, checkpoint):
 
 
 def learning_rate(step, total_steps, args):
-    """The rate of a step, counted from 0: a warm-up, then a curve. parse_args() lists curves."""
+    """The rate for a step (the first is 0): a warm-up, then a curve named in parse_args()."""
     if step < args.warmup_steps:
         return args.lr * (step / args.warmup_steps)
     cycles_done = args.lr_cycles * (step - args.warmup_steps) / (total_steps - args.warmup_steps)
@@ -614,7 +614,7 @@ def learning_rate(step, total_steps, args):
     curves = {
         "constant": 1,
         "linear": left,
-        "cosine": 0.5 * (1 + math.cos(math.pi * (cycles_done % 1))),  # 1.2 cycles are like 0.2
+        "cosine": 0.5 * (1 + math.cos(math.pi * (cycles_done % 1))),  # % 1: restarts at the peak
         "wsd": min(1, 10 * left),  # warm-up, stable, decay over the last tenth
     }
     return args.lr * curves[args.lr_scheduler]
@@ -795,7 +795,7 @@ def open_run(args, setup):
 
 
 def sharded_state(model, saved_parts):
-    """Sharded weights and optimizer state by name, and the scaler, whose state dcp takes itself."""
+    """Sharded weights and optimizer state by name. dcp calls the scaler's state_dict() itself."""
     weights, moments = dcp_state.get_state_dict(model, saved_parts["optimizer"])
     # PP: Rank 0 saves its lists of names, so they must have the names of all stages.
     for group in moments["param_groups"]:
@@ -1023,7 +1023,7 @@ def parse_args():
     add("--lr", type=float, default=3e-5, help="peak learning rate")
     curves = ["cosine", "linear", "constant", "wsd"]  # also in learning_rate(): add yours to both
     add("--lr-scheduler", choices=curves, default="cosine", help="the curve after the warm-up")
-    add("--lr-cycles", type=PositiveInt, default=1, help="how often cosine falls from the peak")
+    add("--lr-cycles", type=PositiveInt, default=1, help="how many times cosine falls from the peak")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
     add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
     add("--weight-decay", type=float, default=0.01, help="for matrices only")
@@ -1031,7 +1031,7 @@ def parse_args():
     add("--dtype", choices=list(DTYPES), help="compute precision; bf16 on GPUs, fp32 on CPUs")
     add("--activation-checkpointing", action=switch, default=False, help="less memory, slower")
     add("--attention", type=str, help="sdpa, flash_attention_2 or another name of Transformers")
-    add("--compile", action=switch, default=torch.cuda.is_available(), help="layers; on for CUDA")
+    add("--compile", action=switch, default=torch.cuda.is_available(), help="default: on for CUDA")
     add("--eval-freq", type=NonNegativeInt, default=500, help="steps between evaluations; 0: none")
     add("--log-freq", type=PositiveInt, default=10, help="steps between logged metrics")
     add("--ckpt-freq", type=PositiveInt, default=500, help="steps between checkpoints")
