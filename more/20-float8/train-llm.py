@@ -789,7 +789,7 @@ def parse_args():
     add("--lr", type=float, default=3e-5, help="peak learning rate")
     curves = ["cosine", "linear", "constant", "wsd"]  # also in learning_rate(): add yours to both
     add("--lr-scheduler", choices=curves, default="cosine", help="the curve after the warm-up")
-    add("--lr-cycles", type=PositiveInt, default=1, help="how many times cosine falls from the peak")
+    add("--lr-cycles", type=PositiveInt, default=1, help="how many times cosine falls from peak")
     add("--warmup-steps", type=NonNegativeInt, default=0, help="steps until the peak learning rate")
     add("--adam-beta2", type=float, default=0.999, help="from scratch: often 0.95")
     add("--weight-decay", type=float, default=0.01, help="for matrices only")
