@@ -55,7 +55,7 @@ PARENTS = Path(__file__).resolve().parents
 REPOSITORY = next((p for p in PARENTS if (p / "pyproject.toml").exists()), PARENTS[0])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 received_signals = []  # the signal handler appends to this list, and the training loop reads it
-training_has_begun = False  # until True, errors print one sentence instead of a traceback
+training_has_begun = False  # until True, a wrong file or flag ends in one sentence
 
 
 @record  # DDP: torchrun then reports the traceback of the rank that failed first
@@ -114,7 +114,7 @@ def main():
         if largest >= vocab_size:
             sys.exit(f"error: token {largest} is outside the vocabulary of {args.model_name}")
     # DDP 4: The wrapper copies rank 0's weights once, and averages gradients during backward().
-    # It shares `model`'s parameters. Gradients are averaged in buckets of up to 25 MB, once full.
+    # It shares `model`'s parameters. Gradients are averaged in buckets of some 25 MB, once full.
     ddp_model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     torch._dynamo.config.optimize_ddp = False  # DDP: else --compile cuts layers where buckets end
     groups = parameter_groups(model, args)
@@ -249,7 +249,7 @@ def main():
             run_log.comet.end()
         say(f"Done: the model is in {run_folder / 'final'}")
     gather(None)  # DDP: waits until rank 0 has written
-    del ddp_model  # DDP: it uses the process group, so freeing it later may hang
+    del ddp_model  # DDP: it uses the process group, and may hang if freed after that
     dist.destroy_process_group()  # DDP: not in a `finally`, as it may wait for a dead rank
     if state.step < total_steps:
         say(f"Stopped after step {state.step}: with -e, the same command continues the run")
@@ -455,7 +455,7 @@ def open_run(args, setup):
     lock = FileLock(run_folder / "lock")
     if RANK == 0:  # DDP: one lock for all ranks
         lock.acquire(timeout=0)  # fails if another process trains in this folder
-    atexit.register(lock.release)  # also keeps a reference to `lock`: without one, it unlocks
+    atexit.register(lock.release)  # the reference also keeps the lock: a deleted one unlocks
     checkpoint = max(run_folder.glob("step-????????"), default=None)  # the highest number
     if checkpoint:
         say(f"Continuing from {checkpoint}")
@@ -585,7 +585,7 @@ class RunLog:
     def __init__(self, args, run_folder, checkpoint, state, parameters):
         (run_folder / "parameters.json").write_text(json.dumps(parameters, indent=2, default=str))
         if checkpoint:
-            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # forgets later steps
+            shutil.copy(checkpoint / "metrics.jsonl", run_folder)  # as of its step
         self.file = (run_folder / "metrics.jsonl").open("a" if checkpoint else "w")
         archive = f"{run_folder}/comet"  # where Comet writes offline
         config = comet_ml.ExperimentConfig(name=args.experiment_name, offline_directory=archive)
@@ -698,4 +698,4 @@ if __name__ == "__main__":
         sys.exit(f"error: {error}")
     finally:
         if LOCAL_RANK > 0 and isinstance(sys.exc_info()[1], SystemExit) and not received_signals:
-            time.sleep(5)  # DDP: torchrun kills all when one exits, so let local rank 0 print first
+            time.sleep(5)  # DDP: torchrun kills all when one fails, so let local rank 0 print first
