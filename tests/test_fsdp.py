@@ -84,7 +84,9 @@ def test_families_from_scratch_and_pretrained(trainer, train, family, tmp_path):
     assert "max_new_tokens" not in generation[0].read_text()
     assert generation[0].read_text() == generation[1].read_text()
 
-    # What final/ holds is the sharded model, which is chapter 1's
+    # What final/ holds is the sharded model, which is chapter 1's, also by the names of tensors
+    names = [tensors_of(run.folder / "final").keys() for run in (single, fsdp)]
+    assert names[0] == names[1]
     final = AutoModelForCausalLM.from_pretrained(fsdp.folder / "final").eval()
     with torch.no_grad():
         logits = final(torch.arange(32)[None] * 7).logits
