@@ -130,8 +130,10 @@ def test_types_bytes_and_final(trainer, tmp_path, rows_of_conversations):
     assert len(names) == len(adapters)
     assert all(".lora_" in name for name in names)
     # Frozen weights in fp32 give the same numbers, if A begins with the same rounded ones.
-    dtype = "dtype=DTYPES[args.dtype]"
-    whole = {dtype: "dtype=torch.float32", '"dtype": DTYPES[args.dtype]': '"dtype": torch.float32'}
+    options = 'options = {"dtype": DTYPES[args.dtype], "attn_implementation": args.attention}\n'
+    in_fp32 = options.replace("DTYPES[args.dtype]", "torch.float32")
+    next_lines = ("    with torch.device", "    if args.from_scratch")  # in two functions
+    whole = {options + line: in_fp32 + line for line in next_lines}
     whole["parameter.data.float()"] = "parameter.data.bfloat16().float()"
     in_fp32 = train("fp32", damaged(CHAPTER_17, tmp_path, whole))
     assert exact(in_fp32.records) == exact(run.records)
