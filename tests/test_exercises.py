@@ -34,6 +34,7 @@ RIGHT = [(name, "# Yours: ", "# Yours: ") for name in check.EXERCISES] + [
 ]
 KEEP = "vars(train).setdefault('kept', []).append(weight); x.append(x[-1] @ weight)"
 WAIT = "average(gradient).wait()"
+TOO_EARLY = "average(buckets.pop(0)).wait()"  # without waiting, it may be sent late enough
 SIZES = f"tensor = tensor.flatten()[: 8 * (rank + 1)]; return {AVERAGE}"
 ADD_UP = "dist.reduce_scatter(part, list(summand.chunk(world_size)))"
 ALL_REDUCE = "dist.all_reduce(summand); part = summand.chunk(world_size)[rank]"
@@ -42,7 +43,7 @@ PASS_ON = "k, v = pass_on(torch.stack([k, v]))"
 # Wrong solutions, and a part of what is said of each
 WRONG = [
     ("ddp", WAIT, "pass", "something was not sent"),
-    ("ddp", "buckets.pop()", "buckets.pop(0)", "gradients  WRONG"),
+    ("ddp", "requests.append(average(buckets.pop()))", TOO_EARLY, "gradients  WRONG"),
     ("ddp", "dist.ReduceOp.AVG", "dist.ReduceOp.SUM", "2 times too large: the sum was not"),
     ("ddp", "    return dist.all_reduce", "    dist.all_reduce", "'NoneType' object has no"),
     ("ddp", f"return {AVERAGE}", SIZES, "sizes than the other ranks expect"),
